@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import structlog
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators, chance
+from shoal_client.weights.cut_parts import check_names, cut_parts
 from shoal_client.weights.stores import WeightStores
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
@@ -30,6 +31,8 @@ OVERLOADED_S = 10.0
 CALL_S = 10.0
 PART_S = 30.0
 """A call that hands in a part waits as long for the other ranks, and is then repeated."""
+CUT_S = 90.0
+"""A cut waits for steps in progress, and for servers that copy their shards; see `CutTables`."""
 MAX_ABANDONED = 64
 
 
@@ -91,6 +94,7 @@ class SeriesPublisher:
         publication: int,
         step: int = 0,
         metadata: Mapping[str, str] | None = None,
+        tied: Mapping[str, str] | None = None,
         on_replicated: Callable[[], None] = lambda: None,
         timeout_s: float = TIMEOUT_S,
     ) -> pb.VersionRecord:
@@ -100,12 +104,17 @@ class SeriesPublisher:
         one to the next. `on_replicated` is called once, when every server that is to hold the
         segment has it.
 
+        With `tied`, from a single rank, the version also has what the job's parameter servers hold,
+        as of one cut: parameters and rows of tables. For each further name of a parameter it has
+        the first one.
+
         Raises StaleEpoch if another publisher has replaced this one, PublicationAbandoned if the
         version will never be, Overloaded or NoServers if there is no room for it, and other
         RetryErrors once `timeout_s` has passed: then it is not known whether it becomes a version.
         """
         give_up_s = time.monotonic() + timeout_s
         back_off, is_replicated, full_since_s = BackOff(), False, float("inf")
+        check_names(layout)
         part = pb.ContributePartRequest(
             series=self._series,
             publication=publication,
@@ -120,6 +129,9 @@ class SeriesPublisher:
                 begun = self.begin(give_up_s - time.monotonic())
                 part.epoch = begun.epoch
                 part.segment.CopyFrom(self._put(begun, publication, segment, give_up_s))
+                if tied is not None and not part.cut_parts:
+                    # Once: a part that is handed in again is to be the same one.
+                    self._add_cut(part, tied, give_up_s)
                 if not is_replicated:
                     is_replicated = True
                     on_replicated()
@@ -203,6 +215,31 @@ class SeriesPublisher:
         self._abandoned.clear()
         described.holders.extend(reply.holders)
         return described
+
+    def _add_cut(
+        self, part: pb.ContributePartRequest, tied: Mapping[str, str], give_up_s: float
+    ) -> None:
+        request = pb.CutTablesRequest(
+            publisher=self._publisher(),
+            series=self._series,
+            epoch=part.epoch,
+            publication=part.publication,
+        )
+        cut = self._coordinators.call(
+            lambda channel: WeightSeriesStub(channel).CutTables,
+            request,
+            timeout_s=min(CUT_S, max(give_up_s - time.monotonic(), 0.001)),
+            gives_up=self._closing.is_set,
+        )
+        if cut.partial_steps:
+            log.warning(
+                "steps_in_part",
+                series=self._series,
+                publication=part.publication,
+                steps=list(cut.partial_steps),
+            )
+        part.cut_parts.extend(cut_parts(cut, tied))
+        part.tables_cut = cut.tables_cut
 
     def _contribute(self, part: pb.ContributePartRequest, give_up_s: float) -> pb.VersionRecord:
         part.publisher.CopyFrom(self._publisher())

@@ -41,10 +41,11 @@ for processes that have numpy. Raises MalformedMessage."""
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """A version that this process has in staged memory, all of it."""
+    """A version that this process has in staged memory, or some segments of it."""
 
     record: pb.VersionRecord
-    segments: Sequence[Segment]
+    segments: Mapping[int, Segment]
+    """By index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +220,11 @@ class SeriesReader:
         """One segment: as it is in the base, by its difference to that, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
-            for each in base.segments:
+            for each in base.segments.values():
                 if each.digest == digest and each.is_whole:
-                    is_apart = isinstance(each, ReusedSegment) and not wanted.may_be_reused
-                    return each.sealed() if is_apart else each.duplicate()
+                    if isinstance(each, ReusedSegment) and not wanted.may_be_reused:
+                        return each.sealed()
+                    return each.duplicate()
             if self._apply_difference is not None and not wanted.chunks:
                 made = self._by_difference(record, wanted, base, give_up_s)
                 if made is not None:
@@ -237,7 +239,9 @@ class SeriesReader:
         index = wanted.index
         if base.record.layout_digest != record.layout_digest:
             return None
-        old, new = base.segments[index], record.segments[index]
+        old, new = base.segments.get(index), record.segments[index]
+        if old is None:
+            return None
         holders = _holders(self.view(give_up_s - time.monotonic()), record, index)
         if not old.is_whole or old.num_bytes != new.num_bytes or self._stores.is_local(holders):
             return None

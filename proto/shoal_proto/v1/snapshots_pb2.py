@@ -22,57 +22,62 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from shoal_proto.v1 import weights_pb2 as shoal__proto_dot_v1_dot_weights__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/snapshots.proto\x12\x08shoal.v1\"/\n\x13TakeSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xb7\x01\n\x0fSnapshotSummary\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x14\n\x0ctaken_unix_s\x18\x04 \x01(\x01\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\rnum_new_bytes\x18\x07 \x01(\x04\x12\x15\n\rpartial_steps\x18\x08 \x03(\t\x12\x0f\n\x07pause_s\x18\t \x01(\x01\"0\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\x83\x01\n\x12ListSnapshotsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\tsnapshots\x18\x02 \x03(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x10\n\x08num_kept\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\"B\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"T\n\x14RestoreSnapshotReply\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07servers\x18\x02 \x03(\t\"A\n\nBegunSteps\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.shoal.v1.BegunStep\"F\n\tBegunStep\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btouches_all\x18\x02 \x01(\x08\x12\x12\n\nshard_bits\x18\x03 \x01(\x0c\"<\n\x0c\x43loseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\"1\n\nCloseReply\x12#\n\x05\x62\x65gun\x18\x01 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"\x99\x01\n\rFreezeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12#\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\ttake_torn\x18\x05 \x01(\x08\x12#\n\x05known\x18\x06 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\">\n\nShardStamp\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"W\n\x0b\x46reezeReply\x12$\n\x06shards\x18\x01 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\x12\"\n\x04torn\x18\x02 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"H\n\x0cWriteRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\"0\n\nWriteReply\x12\"\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"o\n\tShardFile\x12#\n\x05shard\x18\x01 \x01(\x0b\x32\x14.shoal.v1.ShardStamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"+\n\x0c\x41\x62ortRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"K\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\"\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"\x1e\n\tLoadReply\x12\x11\n\tshard_ids\x18\x01 \x03(\r2\xe0\x01\n\tSnapshots\x12@\n\x04Take\x12\x1d.shoal.v1.TakeSnapshotRequest\x1a\x19.shoal.v1.SnapshotSummary\x12\x44\n\x04List\x12\x1e.shoal.v1.ListSnapshotsRequest\x1a\x1c.shoal.v1.ListSnapshotsReply\x12K\n\x07Restore\x12 .shoal.v1.RestoreSnapshotRequest\x1a\x1e.shoal.v1.RestoreSnapshotReply2\xa3\x02\n\x0eShardSnapshots\x12\x35\n\x05\x43lose\x12\x16.shoal.v1.CloseRequest\x1a\x14.shoal.v1.CloseReply\x12\x38\n\x06\x46reeze\x12\x17.shoal.v1.FreezeRequest\x1a\x15.shoal.v1.FreezeReply\x12\x35\n\x05Write\x12\x16.shoal.v1.WriteRequest\x1a\x14.shoal.v1.WriteReply\x12\x35\n\x05\x41\x62ort\x12\x16.shoal.v1.AbortRequest\x1a\x14.shoal.v1.AbortReply\x12\x32\n\x04Load\x12\x15.shoal.v1.LoadRequest\x1a\x13.shoal.v1.LoadReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eshoal_proto/v1/snapshots.proto\x12\x08shoal.v1\x1a\x1cshoal_proto/v1/weights.proto\"/\n\x13TakeSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xb7\x01\n\x0fSnapshotSummary\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12\x14\n\x0ctaken_unix_s\x18\x04 \x01(\x01\x12\x12\n\nnum_shards\x18\x05 \x01(\r\x12\x11\n\tnum_bytes\x18\x06 \x01(\x04\x12\x15\n\rnum_new_bytes\x18\x07 \x01(\x04\x12\x15\n\rpartial_steps\x18\x08 \x03(\t\x12\x0f\n\x07pause_s\x18\t \x01(\x01\"0\n\x14ListSnapshotsRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\"\x83\x01\n\x12ListSnapshotsReply\x12\x0b\n\x03url\x18\x01 \x01(\t\x12,\n\tsnapshots\x18\x02 \x03(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07\x65very_s\x18\x03 \x01(\x01\x12\x10\n\x08num_kept\x18\x04 \x01(\r\x12\x0f\n\x07\x64\x61maged\x18\x05 \x03(\t\"B\n\x16RestoreSnapshotRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\"T\n\x14RestoreSnapshotReply\x12+\n\x08snapshot\x18\x01 \x01(\x0b\x32\x19.shoal.v1.SnapshotSummary\x12\x0f\n\x07servers\x18\x02 \x03(\t\"A\n\nBegunSteps\x12\x0f\n\x07session\x18\x01 \x01(\t\x12\"\n\x05steps\x18\x02 \x03(\x0b\x32\x13.shoal.v1.BegunStep\"F\n\tBegunStep\x12\x10\n\x08sequence\x18\x01 \x01(\x04\x12\x13\n\x0btouches_all\x18\x02 \x01(\x08\x12\x12\n\nshard_bits\x18\x03 \x01(\x0c\"<\n\x0c\x43loseRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0f\n\x07limit_s\x18\x03 \x01(\x01\"1\n\nCloseReply\x12#\n\x05\x62\x65gun\x18\x01 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"\x99\x01\n\rFreezeRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12#\n\x05\x62\x65gun\x18\x03 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\x12\x0e\n\x06wait_s\x18\x04 \x01(\x01\x12\x11\n\ttake_torn\x18\x05 \x01(\x08\x12#\n\x05known\x18\x06 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\">\n\nShardStamp\x12\x10\n\x08shard_id\x18\x01 \x01(\r\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0f\n\x07version\x18\x03 \x01(\x04\"W\n\x0b\x46reezeReply\x12$\n\x06shards\x18\x01 \x03(\x0b\x32\x14.shoal.v1.ShardStamp\x12\"\n\x04torn\x18\x02 \x03(\x0b\x32\x14.shoal.v1.BegunSteps\"H\n\x0cWriteRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0b\n\x03url\x18\x03 \x01(\t\x12\x0e\n\x06number\x18\x04 \x01(\x04\"0\n\nWriteReply\x12\"\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"o\n\tShardFile\x12#\n\x05shard\x18\x01 \x01(\x0b\x32\x14.shoal.v1.ShardStamp\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\x0c\n\x04\x66ile\x18\x03 \x01(\t\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x0e\n\x06sha256\x18\x05 \x01(\t\"\x8a\x01\n\x11PublishCutRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\x12\x0e\n\x06series\x18\x03 \x01(\t\x12\r\n\x05\x65poch\x18\x04 \x01(\x04\x12\x13\n\x0bpublication\x18\x05 \x01(\x04\x12$\n\x05\x63hain\x18\x06 \x03(\x0b\x32\x15.shoal.v1.StoreServer\"9\n\x0fPublishCutReply\x12&\n\x08segments\x18\x01 \x03(\x0b\x32\x14.shoal.v1.CutSegment\"+\n\x0c\x41\x62ortRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x02 \x01(\t\"\x0c\n\nAbortReply\"K\n\x0bLoadRequest\x12\x0b\n\x03job\x18\x01 \x01(\t\x12\x0b\n\x03url\x18\x02 \x01(\t\x12\"\n\x05\x66iles\x18\x03 \x03(\x0b\x32\x13.shoal.v1.ShardFile\"\x1e\n\tLoadReply\x12\x11\n\tshard_ids\x18\x01 \x03(\r2\xe0\x01\n\tSnapshots\x12@\n\x04Take\x12\x1d.shoal.v1.TakeSnapshotRequest\x1a\x19.shoal.v1.SnapshotSummary\x12\x44\n\x04List\x12\x1e.shoal.v1.ListSnapshotsRequest\x1a\x1c.shoal.v1.ListSnapshotsReply\x12K\n\x07Restore\x12 .shoal.v1.RestoreSnapshotRequest\x1a\x1e.shoal.v1.RestoreSnapshotReply2\xe6\x02\n\x0eShardSnapshots\x12\x35\n\x05\x43lose\x12\x16.shoal.v1.CloseRequest\x1a\x14.shoal.v1.CloseReply\x12\x38\n\x06\x46reeze\x12\x17.shoal.v1.FreezeRequest\x1a\x15.shoal.v1.FreezeReply\x12\x35\n\x05Write\x12\x16.shoal.v1.WriteRequest\x1a\x14.shoal.v1.WriteReply\x12\x41\n\x07Publish\x12\x1b.shoal.v1.PublishCutRequest\x1a\x19.shoal.v1.PublishCutReply\x12\x35\n\x05\x41\x62ort\x12\x16.shoal.v1.AbortRequest\x1a\x14.shoal.v1.AbortReply\x12\x32\n\x04Load\x12\x15.shoal.v1.LoadRequest\x1a\x13.shoal.v1.LoadReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'shoal_proto.v1.snapshots_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TAKESNAPSHOTREQUEST']._serialized_start=44
-  _globals['_TAKESNAPSHOTREQUEST']._serialized_end=91
-  _globals['_SNAPSHOTSUMMARY']._serialized_start=94
-  _globals['_SNAPSHOTSUMMARY']._serialized_end=277
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=279
-  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=327
-  _globals['_LISTSNAPSHOTSREPLY']._serialized_start=330
-  _globals['_LISTSNAPSHOTSREPLY']._serialized_end=461
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=463
-  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=529
-  _globals['_RESTORESNAPSHOTREPLY']._serialized_start=531
-  _globals['_RESTORESNAPSHOTREPLY']._serialized_end=615
-  _globals['_BEGUNSTEPS']._serialized_start=617
-  _globals['_BEGUNSTEPS']._serialized_end=682
-  _globals['_BEGUNSTEP']._serialized_start=684
-  _globals['_BEGUNSTEP']._serialized_end=754
-  _globals['_CLOSEREQUEST']._serialized_start=756
-  _globals['_CLOSEREQUEST']._serialized_end=816
-  _globals['_CLOSEREPLY']._serialized_start=818
-  _globals['_CLOSEREPLY']._serialized_end=867
-  _globals['_FREEZEREQUEST']._serialized_start=870
-  _globals['_FREEZEREQUEST']._serialized_end=1023
-  _globals['_SHARDSTAMP']._serialized_start=1025
-  _globals['_SHARDSTAMP']._serialized_end=1087
-  _globals['_FREEZEREPLY']._serialized_start=1089
-  _globals['_FREEZEREPLY']._serialized_end=1176
-  _globals['_WRITEREQUEST']._serialized_start=1178
-  _globals['_WRITEREQUEST']._serialized_end=1250
-  _globals['_WRITEREPLY']._serialized_start=1252
-  _globals['_WRITEREPLY']._serialized_end=1300
-  _globals['_SHARDFILE']._serialized_start=1302
-  _globals['_SHARDFILE']._serialized_end=1413
-  _globals['_ABORTREQUEST']._serialized_start=1415
-  _globals['_ABORTREQUEST']._serialized_end=1458
-  _globals['_ABORTREPLY']._serialized_start=1460
-  _globals['_ABORTREPLY']._serialized_end=1472
-  _globals['_LOADREQUEST']._serialized_start=1474
-  _globals['_LOADREQUEST']._serialized_end=1549
-  _globals['_LOADREPLY']._serialized_start=1551
-  _globals['_LOADREPLY']._serialized_end=1581
-  _globals['_SNAPSHOTS']._serialized_start=1584
-  _globals['_SNAPSHOTS']._serialized_end=1808
-  _globals['_SHARDSNAPSHOTS']._serialized_start=1811
-  _globals['_SHARDSNAPSHOTS']._serialized_end=2102
+  _globals['_TAKESNAPSHOTREQUEST']._serialized_start=74
+  _globals['_TAKESNAPSHOTREQUEST']._serialized_end=121
+  _globals['_SNAPSHOTSUMMARY']._serialized_start=124
+  _globals['_SNAPSHOTSUMMARY']._serialized_end=307
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=309
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=357
+  _globals['_LISTSNAPSHOTSREPLY']._serialized_start=360
+  _globals['_LISTSNAPSHOTSREPLY']._serialized_end=491
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_start=493
+  _globals['_RESTORESNAPSHOTREQUEST']._serialized_end=559
+  _globals['_RESTORESNAPSHOTREPLY']._serialized_start=561
+  _globals['_RESTORESNAPSHOTREPLY']._serialized_end=645
+  _globals['_BEGUNSTEPS']._serialized_start=647
+  _globals['_BEGUNSTEPS']._serialized_end=712
+  _globals['_BEGUNSTEP']._serialized_start=714
+  _globals['_BEGUNSTEP']._serialized_end=784
+  _globals['_CLOSEREQUEST']._serialized_start=786
+  _globals['_CLOSEREQUEST']._serialized_end=846
+  _globals['_CLOSEREPLY']._serialized_start=848
+  _globals['_CLOSEREPLY']._serialized_end=897
+  _globals['_FREEZEREQUEST']._serialized_start=900
+  _globals['_FREEZEREQUEST']._serialized_end=1053
+  _globals['_SHARDSTAMP']._serialized_start=1055
+  _globals['_SHARDSTAMP']._serialized_end=1117
+  _globals['_FREEZEREPLY']._serialized_start=1119
+  _globals['_FREEZEREPLY']._serialized_end=1206
+  _globals['_WRITEREQUEST']._serialized_start=1208
+  _globals['_WRITEREQUEST']._serialized_end=1280
+  _globals['_WRITEREPLY']._serialized_start=1282
+  _globals['_WRITEREPLY']._serialized_end=1330
+  _globals['_SHARDFILE']._serialized_start=1332
+  _globals['_SHARDFILE']._serialized_end=1443
+  _globals['_PUBLISHCUTREQUEST']._serialized_start=1446
+  _globals['_PUBLISHCUTREQUEST']._serialized_end=1584
+  _globals['_PUBLISHCUTREPLY']._serialized_start=1586
+  _globals['_PUBLISHCUTREPLY']._serialized_end=1643
+  _globals['_ABORTREQUEST']._serialized_start=1645
+  _globals['_ABORTREQUEST']._serialized_end=1688
+  _globals['_ABORTREPLY']._serialized_start=1690
+  _globals['_ABORTREPLY']._serialized_end=1702
+  _globals['_LOADREQUEST']._serialized_start=1704
+  _globals['_LOADREQUEST']._serialized_end=1779
+  _globals['_LOADREPLY']._serialized_start=1781
+  _globals['_LOADREPLY']._serialized_end=1811
+  _globals['_SNAPSHOTS']._serialized_start=1814
+  _globals['_SNAPSHOTS']._serialized_end=2038
+  _globals['_SHARDSNAPSHOTS']._serialized_start=2041
+  _globals['_SHARDSNAPSHOTS']._serialized_end=2399
 # @@protoc_insertion_point(module_scope)

@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from shoal_proto.v1 import weights_pb2 as _weights_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -476,6 +477,63 @@ class ShardFile(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ShardFile: _TypeAlias = ShardFile  # noqa: Y015
+
+@_typing.final
+class PublishCutRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    CHAIN_FIELD_NUMBER: _builtins.int
+    job: _builtins.str
+    cut_id: _builtins.str
+    series: _builtins.str
+    epoch: _builtins.int
+    publication: _builtins.int
+    @_builtins.property
+    def chain(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.StoreServer]:
+        """Servers that are to hold the segments too."""
+
+    def __init__(
+        self,
+        *,
+        job: _builtins.str = ...,
+        cut_id: _builtins.str = ...,
+        series: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        publication: _builtins.int = ...,
+        chain: _abc.Iterable[_weights_pb2.StoreServer] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain", b"chain", "cut_id", b"cut_id", "epoch", b"epoch", "job", b"job", "publication", b"publication", "series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishCutRequest: _TypeAlias = PublishCutRequest  # noqa: Y015
+
+@_typing.final
+class PublishCutReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.CutSegment]: ...
+    def __init__(
+        self,
+        *,
+        segments: _abc.Iterable[_weights_pb2.CutSegment] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["segments", b"segments"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishCutReply: _TypeAlias = PublishCutReply  # noqa: Y015
 
 @_typing.final
 class AbortRequest(_message.Message):

@@ -216,6 +216,11 @@ class ShardSnapshotsStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_snapshots__pb2.WriteRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_snapshots__pb2.WriteReply.FromString,
                 _registered_method=True)
+        self.Publish = channel.unary_unary(
+                '/shoal.v1.ShardSnapshots/Publish',
+                request_serializer=shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutReply.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/shoal.v1.ShardSnapshots/Abort',
                 request_serializer=shoal__proto_dot_v1_dot_snapshots__pb2.AbortRequest.SerializeToString,
@@ -254,6 +259,13 @@ class ShardSnapshotsServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Publish(self, request, context):
+        """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Forgets about the cut, whatever has become of it.
         """
@@ -285,6 +297,11 @@ def add_ShardSnapshotsServicer_to_server(servicer, server):
                     servicer.Write,
                     request_deserializer=shoal__proto_dot_v1_dot_snapshots__pb2.WriteRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_snapshots__pb2.WriteReply.SerializeToString,
+            ),
+            'Publish': grpc.unary_unary_rpc_method_handler(
+                    servicer.Publish,
+                    request_deserializer=shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutReply.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -379,6 +396,33 @@ class ShardSnapshots(object):
             '/shoal.v1.ShardSnapshots/Write',
             shoal__proto_dot_v1_dot_snapshots__pb2.WriteRequest.SerializeToString,
             shoal__proto_dot_v1_dot_snapshots__pb2.WriteReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Publish(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.ShardSnapshots/Publish',
+            shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_snapshots__pb2.PublishCutReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -99,6 +99,8 @@ class ShardSnapshotsStub:
     """
     Write: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]
     """Writes the shards that were taken."""
+    Publish: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]
+    """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
     Abort: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]
     """Forgets about the cut, whatever has become of it."""
     Load: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.LoadRequest, _snapshots_pb2.LoadReply]
@@ -117,6 +119,8 @@ class ShardSnapshotsAsyncStub(ShardSnapshotsStub):
     """
     Write: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]  # type: ignore[assignment]
     """Writes the shards that were taken."""
+    Publish: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]  # type: ignore[assignment]
+    """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
     Abort: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]  # type: ignore[assignment]
     """Forgets about the cut, whatever has become of it."""
     Load: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.LoadRequest, _snapshots_pb2.LoadReply]  # type: ignore[assignment]
@@ -150,6 +154,14 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.WriteReply, _abc.Awaitable[_snapshots_pb2.WriteReply]]:
         """Writes the shards that were taken."""
+
+    @_abc_1.abstractmethod
+    def Publish(
+        self,
+        request: _snapshots_pb2.PublishCutRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_snapshots_pb2.PublishCutReply, _abc.Awaitable[_snapshots_pb2.PublishCutReply]]:
+        """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
 
     @_abc_1.abstractmethod
     def Abort(

@@ -261,7 +261,9 @@ class VersionRecord(_message.Message):
     durable: _builtins.bool
     """Also on the servers' disks."""
     tables_cut: _builtins.bytes
-    """With tables=True: the position of the cut for each table shard, opaque to the coordinator."""
+    """With tables=True: the epoch and version of each of the job's shards that the version has, a FreezeReply.
+    Its tensors are then as of one cut, and those under `shoal.tables/` are rows.
+    """
     publication: _builtins.int
     """The publisher's own number of it, within the epoch; 0 of a rollback."""
     @_builtins.property
@@ -543,6 +545,8 @@ class ContributePartRequest(_message.Message):
     LAYOUT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    CUT_PARTS_FIELD_NUMBER: _builtins.int
+    TABLES_CUT_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     epoch: _builtins.int
     publication: _builtins.int
@@ -550,6 +554,7 @@ class ContributePartRequest(_message.Message):
     rank: _builtins.int
     world: _builtins.int
     step: _builtins.int
+    tables_cut: _builtins.bytes
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -560,6 +565,12 @@ class ContributePartRequest(_message.Message):
 
     @_builtins.property
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def cut_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutPart]:
+        """With tables=True, from a single rank: the segments of the cut, in the order of the shards. They become the
+        parts of the ranks behind this one.
+        """
+
     def __init__(
         self,
         *,
@@ -573,14 +584,219 @@ class ContributePartRequest(_message.Message):
         layout: Global___Layout | None = ...,
         step: _builtins.int = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        cut_parts: _abc.Iterable[Global___CutPart] | None = ...,
+        tables_cut: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "publisher", b"publisher", "segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "layout", b"layout", "metadata", b"metadata", "publication", b"publication", "publisher", b"publisher", "rank", b"rank", "segment", b"segment", "series", b"series", "step", b"step", "world", b"world"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_parts", b"cut_parts", "epoch", b"epoch", "layout", b"layout", "metadata", b"metadata", "publication", b"publication", "publisher", b"publisher", "rank", b"rank", "segment", b"segment", "series", b"series", "step", b"step", "tables_cut", b"tables_cut", "world", b"world"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ContributePartRequest: _TypeAlias = ContributePartRequest  # noqa: Y015
+
+@_typing.final
+class CutPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    LAYOUT_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def segment(self) -> Global___Segment: ...
+    @_builtins.property
+    def layout(self) -> Global___Layout: ...
+    def __init__(
+        self,
+        *,
+        segment: Global___Segment | None = ...,
+        layout: Global___Layout | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layout", b"layout", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutPart: _TypeAlias = CutPart  # noqa: Y015
+
+@_typing.final
+class CutTablesRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PUBLISHER_FIELD_NUMBER: _builtins.int
+    SERIES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    PUBLICATION_FIELD_NUMBER: _builtins.int
+    series: _builtins.str
+    epoch: _builtins.int
+    publication: _builtins.int
+    @_builtins.property
+    def publisher(self) -> Global___Publisher: ...
+    def __init__(
+        self,
+        *,
+        publisher: Global___Publisher | None = ...,
+        series: _builtins.str = ...,
+        epoch: _builtins.int = ...,
+        publication: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["publisher", b"publisher"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "publication", b"publication", "publisher", b"publisher", "series", b"series"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutTablesRequest: _TypeAlias = CutTablesRequest  # noqa: Y015
+
+@_typing.final
+class CutTablesReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENTS_FIELD_NUMBER: _builtins.int
+    PARAMETERS_FIELD_NUMBER: _builtins.int
+    TABLES_CUT_FIELD_NUMBER: _builtins.int
+    PARTIAL_STEPS_FIELD_NUMBER: _builtins.int
+    tables_cut: _builtins.bytes
+    @_builtins.property
+    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutSegment]:
+        """In the order of the shards."""
+
+    @_builtins.property
+    def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
+        """The parameters that the shards hold."""
+
+    @_builtins.property
+    def partial_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Pushes that members have left half-done: the cut has their parts as the shards have them."""
+
+    def __init__(
+        self,
+        *,
+        segments: _abc.Iterable[Global___CutSegment] | None = ...,
+        parameters: _abc.Iterable[Global___TensorSpec] | None = ...,
+        tables_cut: _builtins.bytes = ...,
+        partial_steps: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["parameters", b"parameters", "partial_steps", b"partial_steps", "segments", b"segments", "tables_cut", b"tables_cut"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutTablesReply: _TypeAlias = CutTablesReply  # noqa: Y015
+
+@_typing.final
+class CutSegment(_message.Message):
+    """One shard as of a cut."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SHARD_ID_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    shard_id: _builtins.int
+    @_builtins.property
+    def segment(self) -> Global___Segment: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutBlock]:
+        """Of a shard of parameters."""
+
+    @_builtins.property
+    def rows(self) -> Global___CutRows:
+        """Of a shard of a table."""
+
+    def __init__(
+        self,
+        *,
+        shard_id: _builtins.int = ...,
+        segment: Global___Segment | None = ...,
+        blocks: _abc.Iterable[Global___CutBlock] | None = ...,
+        rows: Global___CutRows | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["rows", b"rows", "segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "rows", b"rows", "segment", b"segment", "shard_id", b"shard_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutSegment: _TypeAlias = CutSegment  # noqa: Y015
+
+@_typing.final
+class CutBlock(_message.Message):
+    """A run of elements of a flattened parameter."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PARAMETER_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    NUM_ELEMENTS_FIELD_NUMBER: _builtins.int
+    AT_FIELD_NUMBER: _builtins.int
+    parameter: _builtins.str
+    offset: _builtins.int
+    num_elements: _builtins.int
+    at: _builtins.int
+    """In bytes from the start of the segment."""
+    def __init__(
+        self,
+        *,
+        parameter: _builtins.str = ...,
+        offset: _builtins.int = ...,
+        num_elements: _builtins.int = ...,
+        at: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "num_elements", b"num_elements", "offset", b"offset", "parameter", b"parameter"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutBlock: _TypeAlias = CutBlock  # noqa: Y015
+
+@_typing.final
+class CutRows(_message.Message):
+    """Rows of a table as columns. A row stays at its position from version to version; positions without a row have
+    birth 0.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TABLE_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    DIM_FIELD_NUMBER: _builtins.int
+    DTYPE_FIELD_NUMBER: _builtins.int
+    NUM_ROWS_FIELD_NUMBER: _builtins.int
+    IDS_AT_FIELD_NUMBER: _builtins.int
+    BIRTHS_AT_FIELD_NUMBER: _builtins.int
+    VALUES_AT_FIELD_NUMBER: _builtins.int
+    table: _builtins.str
+    index: _builtins.int
+    dim: _builtins.int
+    dtype: _builtins.str
+    num_rows: _builtins.int
+    ids_at: _builtins.int
+    """int64 each; in bytes from the start of the segment."""
+    births_at: _builtins.int
+    values_at: _builtins.int
+    def __init__(
+        self,
+        *,
+        table: _builtins.str = ...,
+        index: _builtins.int = ...,
+        dim: _builtins.int = ...,
+        dtype: _builtins.str = ...,
+        num_rows: _builtins.int = ...,
+        ids_at: _builtins.int = ...,
+        births_at: _builtins.int = ...,
+        values_at: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["births_at", b"births_at", "dim", b"dim", "dtype", b"dtype", "ids_at", b"ids_at", "index", b"index", "num_rows", b"num_rows", "table", b"table", "values_at", b"values_at"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CutRows: _TypeAlias = CutRows  # noqa: Y015
 
 @_typing.final
 class ContributePartReply(_message.Message):

@@ -51,6 +51,11 @@ class WeightSeriesStub(object):
                 request_serializer=shoal__proto_dot_v1_dot_weights__pb2.ContributePartRequest.SerializeToString,
                 response_deserializer=shoal__proto_dot_v1_dot_weights__pb2.ContributePartReply.FromString,
                 _registered_method=True)
+        self.CutTables = channel.unary_unary(
+                '/shoal.v1.WeightSeries/CutTables',
+                request_serializer=shoal__proto_dot_v1_dot_weights__pb2.CutTablesRequest.SerializeToString,
+                response_deserializer=shoal__proto_dot_v1_dot_weights__pb2.CutTablesReply.FromString,
+                _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/shoal.v1.WeightSeries/Watch',
                 request_serializer=shoal__proto_dot_v1_dot_weights__pb2.WatchSeriesRequest.SerializeToString,
@@ -104,6 +109,15 @@ class WeightSeriesServicer(object):
         """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
         are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
         May be repeated: a part that was committed is answered with the version's number.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CutTables(self, request, context):
+        """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
+        shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
+        no version is freed as any other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -164,6 +178,11 @@ def add_WeightSeriesServicer_to_server(servicer, server):
                     servicer.Contribute,
                     request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.ContributePartRequest.FromString,
                     response_serializer=shoal__proto_dot_v1_dot_weights__pb2.ContributePartReply.SerializeToString,
+            ),
+            'CutTables': grpc.unary_unary_rpc_method_handler(
+                    servicer.CutTables,
+                    request_deserializer=shoal__proto_dot_v1_dot_weights__pb2.CutTablesRequest.FromString,
+                    response_serializer=shoal__proto_dot_v1_dot_weights__pb2.CutTablesReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -256,6 +275,33 @@ class WeightSeries(object):
             '/shoal.v1.WeightSeries/Contribute',
             shoal__proto_dot_v1_dot_weights__pb2.ContributePartRequest.SerializeToString,
             shoal__proto_dot_v1_dot_weights__pb2.ContributePartReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CutTables(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/shoal.v1.WeightSeries/CutTables',
+            shoal__proto_dot_v1_dot_weights__pb2.CutTablesRequest.SerializeToString,
+            shoal__proto_dot_v1_dot_weights__pb2.CutTablesReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -49,6 +49,11 @@ class WeightSeriesStub:
     are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
     May be repeated: a part that was committed is answered with the version's number.
     """
+    CutTables: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]
+    """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
+    shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
+    no version is freed as any other.
+    """
     Watch: _grpc.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]
     """The series as it is now, and again after each change. One that nobody has published yet is empty."""
     Report: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReaderReport, _weights_pb2.ReaderReportReply]
@@ -83,6 +88,11 @@ class WeightSeriesAsyncStub(WeightSeriesStub):
     """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
     are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
     May be repeated: a part that was committed is answered with the version's number.
+    """
+    CutTables: _aio.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]  # type: ignore[assignment]
+    """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
+    shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
+    no version is freed as any other.
     """
     Watch: _aio.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
     """The series as it is now, and again after each change. One that nobody has published yet is empty."""
@@ -127,6 +137,17 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
         are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
         May be repeated: a part that was committed is answered with the version's number.
+        """
+
+    @_abc_1.abstractmethod
+    def CutTables(
+        self,
+        request: _weights_pb2.CutTablesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_weights_pb2.CutTablesReply, _abc.Awaitable[_weights_pb2.CutTablesReply]]:
+        """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
+        shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
+        no version is freed as any other.
         """
 
     @_abc_1.abstractmethod

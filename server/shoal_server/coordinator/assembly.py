@@ -92,7 +92,11 @@ class Coordinator:
         )
         server_calls = ServerCalls()
         self._closing = (shard_reader.close, server_calls.close)
-        self.snapshots = self._snapshot_service(snapshots or SnapshotPolicy(), losses, server_calls)
+        state = JobPosition(cursor=self.samples.books, training=self._training)
+        taker = SnapshotTaker(self._store, server_calls, state, self._snapshot_taken)
+        self.snapshots = self._snapshot_service(
+            snapshots or SnapshotPolicy(), losses, server_calls, taker
+        )
         self._shard_controller = ShardController(
             leading,
             self.snapshots.restore_lost,
@@ -111,6 +115,7 @@ class Coordinator:
         self.weights = WeightSeriesService(
             leading,
             server_calls,
+            taker.publish,
             authorize=self.registry.authorize,
             require_leading=self.registry.require_leading,
             is_job=lambda job: not self.registry.is_free(job),
@@ -182,16 +187,19 @@ class Coordinator:
         return actor.job.phase.value
 
     def _snapshot_service(
-        self, policy: SnapshotPolicy, losses: LossLog, server_calls: ServerCalls
+        self,
+        policy: SnapshotPolicy,
+        losses: LossLog,
+        server_calls: ServerCalls,
+        taker: SnapshotTaker,
     ) -> SnapshotService:
         # Made after this service, like the services that the registry tells.
         def begun_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
 
-        state = JobPosition(cursor=self.samples.books, training=self._training)
         return SnapshotService(
             policy,
-            SnapshotTaker(self._store, server_calls, state, self._snapshot_taken),
+            taker,
             SnapshotRestorer(self._store, server_calls, self.samples.close_replaced, answering),
             self.registry.require_leading,
             begun_unix_s,

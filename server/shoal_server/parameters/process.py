@@ -198,16 +198,6 @@ async def running(
         # Storage may be slow: it keeps no shard waiting for a thread.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
-        snapshots = SnapshotsServicer(
-            catalog=catalog,
-            replicas=replicas,
-            barriers=barriers,
-            maker=maker,
-            memory=memory,
-            pool=writers,
-            read_roots=partial(snapshot_roots.read, store),
-        )
-        add_ShardSnapshotsServicer_to_server(snapshots, server)
         weights = await stack.enter_async_context(
             _weights(
                 server,
@@ -218,6 +208,17 @@ async def running(
                 directory=config.weights_directory,
             )
         )
+        snapshots = SnapshotsServicer(
+            catalog=catalog,
+            replicas=replicas,
+            barriers=barriers,
+            maker=maker,
+            memory=memory,
+            pool=writers,
+            weights=weights,
+            read_roots=partial(snapshot_roots.read, store),
+        )
+        add_ShardSnapshotsServicer_to_server(snapshots, server)
         await server.start()
         if config.journal is not None:
             await stack.enter_async_context(_journal(config.journal, store, replicas, config))

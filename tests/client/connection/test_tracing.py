@@ -123,7 +123,7 @@ async def _joins_and_leaves(world: Served) -> None:
 
 
 async def test_a_write_is_part_of_the_trace_that_asked_for_it(spans: Spans, tmp_path: Path) -> None:
-    """A write that waited for another one belongs to the call that asked for it, not to the one before.
+    """A write that waited for another one belongs to the call that asked for it, not to another.
 
     The call may end first: the watch can report the write before etcd answers it."""
     with running_etcd(tmp_path) as etcd:

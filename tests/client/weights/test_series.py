@@ -295,7 +295,7 @@ def test_only_the_difference_crosses_a_socket(cluster: ParameterCluster) -> None
             )
         )
         first = script.publish(before.tobytes(), b"11")
-        base = Base(first, reader.fetch(first))
+        base = Base(first, dict(enumerate(reader.fetch(first))))
         whole_bytes = reader.fetched_bytes
         assert whole_bytes == before.nbytes + 2
         second = script.publish(after.tobytes(), b"11")
@@ -348,7 +348,7 @@ def test_a_wrong_base_gives_the_right_version_all_the_same(cluster: ParameterClu
         second = script.publish(bytes(998) + b"12")
         forged = sealed(b"x" * 1000)
         forged.digest = first.segments[0].digest
-        found = reader.fetch(second, base=Base(first, [forged]))
+        found = reader.fetch(second, base=Base(first, {0: forged}))
         assert contents(found) == [bytes(998) + b"12"]
 
 

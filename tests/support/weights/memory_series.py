@@ -80,6 +80,7 @@ class MemoryContributor:
         publication: int,
         step: int,
         metadata: Mapping[str, str],
+        tied: Mapping[str, str] | None,
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord:
         series, place = self._series, self._place

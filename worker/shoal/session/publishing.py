@@ -48,6 +48,7 @@ class SessionSeries:
         self._fields = fields
         self._check_closed = check_closed
         self._generation: Generation | None = None
+        self._has_tables = options.tables
         look = looking_at(member.coordinators, self.name)
         self._publications = Publications(self.name, self._connect, options, look)
 
@@ -72,21 +73,26 @@ class SessionSeries:
         `model`: another module or tensors by name, the same on all members, such as an average.
         DTensors among them are published by the slices that each member has. Under an asynchronous
         strategy the member with rank 0 publishes what it has in hand, and the call does nothing on
-        the others.
+        the others. A series with `tables` publishes what the servers hold, as of one cut that has
+        all pushes acknowledged before the call; of the member with rank 0 come only buffers and
+        parameters that are not trained.
 
         Raises InvalidSpec within a step, before the first batch is asked for, and for what cannot
         be published; Overloaded if there is no memory for the copy.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
+        if self._has_tables and strategy.synchronous:
+            strategy.own_weights()  # refuses it, on all members alike
         generation = self._generation = self._controller.stand(self._fields)
         rank, world_size = generation.rank, generation.world_size
         if not strategy.synchronous:
             if rank:
                 return _of_others(strategy.step)
             rank, world_size = 0, 1
-        held: HeldWeights = strategy.weights()
+        held: HeldWeights = strategy.own_weights() if self._has_tables else strategy.weights()
         if model is not None:
+            _check_without_tables(self.name, has_tables=self._has_tables)
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
         place = PublishingPlace(number=generation.number, rank=rank, world_size=world_size)
         membership = self._controller.membership
@@ -117,6 +123,16 @@ class SessionSeries:
         """End with the session's block: an `__exit__`. What is on its way is committed first,
         unless the block ends by an error."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
+
+
+def _check_without_tables(series: str, *, has_tables: bool) -> None:
+    if has_tables:
+        raise InvalidSpec(
+            f"series {series} has tables: its versions are what the parameter servers hold",
+            seen="publish(model=...)",
+            expected="publish()",
+            fix="Publish another model under a series of its own, without tables.",
+        )
 
 
 def _of_others(step: int) -> Ticket:

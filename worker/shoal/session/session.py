@@ -434,6 +434,7 @@ class Session:
         keep: int = 2,
         copies: int = 2,
         dtype: torch.dtype | None = None,
+        tables: bool = False,
     ) -> SessionSeries:
         """A series of versions of the model, `JOB/name`, which readers outside of the job fetch:
         rollout engines, evaluators, serving replicas. See docs/weights.md.
@@ -446,11 +447,12 @@ class Session:
                     policy.publish()
 
         The newest `keep` versions are kept, each on `copies` parameter servers; floating point
-        numbers are published in `dtype`, if it is given. Raises InvalidSpec for options out of
-        range, and in a session without a cluster.
+        numbers are published in `dtype`, if it is given. With `tables`, under a strategy that
+        trains embedding tables, a version also has the rows of these, as of the same cut as its
+        parameters. Raises InvalidSpec for options out of range, and in a session without a cluster.
         """
         check_entered(self._reports, "session.series")
-        options = SeriesOptions(keep=keep, copies=copies, dtype=dtype)
+        options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
         fields, check_closed = self._trained.fields, self._steps.check_closed
         found = SessionSeries(self._controller, fields, name, options, check_closed)
         self._held.push(found.end)

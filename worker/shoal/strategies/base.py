@@ -297,6 +297,15 @@ class Strategy(ABC):
             expected="one of Shoal's own strategies; or publish(model=...) of a module",
         )
 
+    def own_weights(self) -> HeldWeights:
+        """What this member holds of the model beside what the parameter servers hold, as `weights`;
+        for a series with tables."""
+        raise InvalidSpec(
+            f"strategy {self.name} does not publish tables",
+            seen="session.series(..., tables=True)",
+            expected="async-sgd, ssp or bsp, whose tables are on parameter servers",
+        )
+
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
         """All samples were trained on: raise TrainingFailed if what came of it is no result."""
 

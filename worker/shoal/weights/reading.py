@@ -14,6 +14,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.layouts.base import shard_of
 from shoal.state.shards import DTYPES, Chunk, TensorShard
+from shoal.weights.rows import TableRows, tables_of
+from shoal_client.weights.cut_parts import TABLES
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
 from shoal_proto.v1 import weights_pb2
 
@@ -78,14 +80,19 @@ class VersionLayout:
                 raise _malformed(f"a slice of tensor {each.tensor} of {len(specs)}")
             name, dtype, shape = specs[each.tensor]
             slices[each.tensor].append(self._checked_slice(each, name, dtype, shape))
-        self.tensors: Mapping[str, StoredTensor] = {
+        found = {
             name: StoredTensor(name=name, dtype=dtype, shape=shape, slices=own)
             for (name, dtype, shape), own in zip(specs, slices, strict=True)
         }
-        if len(self.tensors) < len(specs):
+        if len(found) < len(specs):
             raise _malformed("a name twice")
-        for tensor in self.tensors.values():
+        for tensor in found.values():
             _check_coverage(tensor)
+        self.tables = {n: each for n, each in found.items() if n.startswith(TABLES)}
+        """Columns of embedding tables by name; empty in a version without tables."""
+        self.tensors: Mapping[str, StoredTensor] = {
+            name: each for name, each in found.items() if name not in self.tables
+        }
 
     def _checked_slice(
         self, given: weights_pb2.Slice, name: str, dtype: torch.dtype, shape: tuple[int, ...]
@@ -104,6 +111,13 @@ class VersionLayout:
         if given.at % dtype.itemsize:
             raise _malformed(f"a slice of {name} at byte {given.at}, for {dtype}")
         return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
+
+    def segments_of(self, *, tables: bool) -> list[int]:
+        """The segments that have anything of the model, and with `tables` all of them."""
+        if tables or not self.tables:
+            return list(range(len(self.segment_bytes)))
+        parts = (part for each in self.tensors.values() for part in each.slices)
+        return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
         """By segment the parts of it, from first byte to behind the last, that have these chunks:
@@ -257,6 +271,11 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
             known[key] = tensor.read(segments)
         found[name] = known[key]
     return found
+
+
+def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, TableRows]:
+    """The tables of the version by name: views of the segments."""
+    return tables_of({name: each.read(segments) for name, each in layout.tables.items()})
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:

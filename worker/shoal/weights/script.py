@@ -32,7 +32,11 @@ ALONE = PublishingPlace(number=0, rank=0, world_size=1)
 
 
 def subscribe(
-    series: str, *, coordinator: str | None = None, reader: str | None = None
+    series: str,
+    *,
+    coordinator: str | None = None,
+    reader: str | None = None,
+    tables: bool = False,
 ) -> Subscription:
     """A reader of a series, `JOB/NAME`, for any process: a rollout engine, an evaluator, a server.
 
@@ -44,13 +48,17 @@ def subscribe(
     `reader` is the name under which `shoal status` shows it; by default one is made up. TLS as for
     `shoal.join`. Readers are no members: they hold nobody up, and may come and go.
 
+    `tables`: fetch the rows of embedding tables too, as of the same cut as the parameters, and find
+    out which have changed since the installed version; see `Weights.changes`. This process then
+    keeps the rows of the installed version in memory.
+
     Raises InvalidSpec for a name that no series can have, Unavailable if no coordinator answers.
     """
     addresses = _connected(series, coordinator)
     if reader is not None:
         check_name(reader, "reader")
     own = SeriesReader(addresses, series, reader or reader_id(), apply_difference=apply)
-    return Subscription(own, series)
+    return Subscription(own, series, tables=tables)
 
 
 def publish(

@@ -56,6 +56,9 @@ class SeriesOptions:
     """Parameter servers that hold each segment; fewer if there are fewer."""
     dtype: torch.dtype | None = None
     """What floating point numbers are published in; None: as they are."""
+    tables: bool = False
+    """Each version also has the rows of the model's embedding tables, and all of it is as of one
+    cut through the parameter servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", 1000), ("copies", 16)):
@@ -66,6 +69,13 @@ class SeriesOptions:
                     f"{name} is out of range", seen=repr(value), expected=f"1 to {most}"
                 )
         check_dtype(self.dtype)
+        if self.tables and self.dtype is not None:
+            raise InvalidSpec(
+                "a series with tables is published in the dtypes that its servers hold",
+                seen=f"dtype={self.dtype}",
+                expected="no dtype",
+                fix="Readers convert on installation: fetch into a model of the wanted dtype.",
+            )
 
     def to_message(self) -> weights_pb2.SeriesOptions:
         return weights_pb2.SeriesOptions(keep=self.keep, copies=self.copies)
@@ -82,6 +92,7 @@ class Contributor(Protocol):
         publication: int,
         step: int,
         metadata: Mapping[str, str],
+        tied: Mapping[str, str] | None,
         on_replicated: Callable[[], None],
     ) -> weights_pb2.VersionRecord: ...
 
@@ -262,6 +273,8 @@ class _Publication:
     before: Ticket | None
     """The one that is to be committed first."""
     metadata: Mapping[str, str]
+    tied: Mapping[str, str] | None
+    """Further names of parameters; None: the version has nothing but the ranks' parts."""
 
 
 class Publications:
@@ -325,6 +338,7 @@ class Publications:
             ticket=ticket,
             before=self._tickets[-1] if self._tickets else None,
             metadata=own_metadata,
+            tied=held.tied if self.options.tables else None,
         )
         self._tickets.append(ticket)
         self._num_sent += 1
@@ -393,6 +407,7 @@ class Publications:
                     publication=ticket.publication,
                     step=ticket.step,
                     metadata=own.metadata,
+                    tied=own.tied,
                     on_replicated=ticket.replicated,
                 )
             finally:

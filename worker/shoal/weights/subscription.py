@@ -21,7 +21,14 @@ import structlog
 import torch
 from torch import Tensor
 
-from shoal.weights.reading import Installation, Target, VersionLayout, whole_tensors
+from shoal.weights.reading import (
+    Installation,
+    Target,
+    VersionLayout,
+    table_rows,
+    whole_tensors,
+)
+from shoal.weights.rows import RowChanges, TableRows
 from shoal.weights.version import WeightVersion
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_proto.errors import (
@@ -54,9 +61,20 @@ class Weights(Mapping[str, Tensor]):
     this process' copy of its pages only.
     """
 
-    def __init__(self, version: WeightVersion, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self,
+        version: WeightVersion,
+        tensors: Mapping[str, Tensor],
+        tables: Mapping[str, TableRows] | None = None,
+        changes: Mapping[str, RowChanges] | None = None,
+    ) -> None:
         self.version = version
         self._tensors = tensors
+        self.tables: Mapping[str, TableRows] = tables or {}
+        """By name the rows of embedding tables, of a subscription with `tables`."""
+        self.changes: Mapping[str, RowChanges] = changes or {}
+        """By name the rows that differ from the version that this subscription had installed: all
+        of them if there was none."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -79,14 +97,17 @@ class Weights(Mapping[str, Tensor]):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._tensors = {}
+        self._tensors, self.tables, self.changes = {}, {}, {}
 
 
 class Subscription:
     """One reader of a series. Its methods may be called on any thread; `fetch` on one at a time."""
 
-    def __init__(self, reader: SeriesReader, series: str) -> None:
+    def __init__(self, reader: SeriesReader, series: str, *, tables: bool = False) -> None:
         self.series = series
+        self._has_tables = tables
+        self._rows: Mapping[str, TableRows] = {}
+        """Of the version that is installed."""
         self._reader = reader
         self._layouts: dict[bytes, VersionLayout] = {}
         self._installing = threading.RLock()
@@ -136,8 +157,9 @@ class Subscription:
         the version is staged and verified as a whole.
 
         Raises VersionGone if it is not kept any more, Regressed if it is older than the one that
-        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit. The newest
-        one is replaced by the next if it goes before this reader has a lease on it.
+        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit, or has no
+        tables for a subscription that wants them. The newest one is replaced by the next if it goes
+        before this reader has a lease on it.
         """
         with self._installing:
             while True:
@@ -162,27 +184,49 @@ class Subscription:
             layout = self._layout_of(record)
             target = None if into is None else Installation(layout, into)
             started_s = time.perf_counter()
-            # What is installed is copied: nothing but the base refers to the memory it came in.
             ranges = None if target is None else target.ranges
-            segments = self._staged(record, ranges, reuses_memory=target is not None)
+            if ranges is not None and self._has_tables:
+                raise InvalidSpec(
+                    "tables are fetched with whole tensors only",
+                    seen="into= of DTensors that hold slices",
+                    expected="a subscription without tables, or tensors that are whole",
+                )
+            numbers = layout.segments_of(tables=self._has_tables)
+            # What is installed is copied: nothing but the base refers to the memory it came in.
+            # Rows of tables are views of it, also after the installation.
+            reuses_memory = target is not None and not self._has_tables
+            segments = self._staged(record, numbers, ranges, reuses_memory=reuses_memory)
             took_s = time.perf_counter() - started_s
         finally:
             self._reader.release(record.number)
         found = WeightVersion(record)
         memory = {number: memory_of(each) for number, each in segments.items()}
         num_bytes = sum(each.num_bytes for each in segments.values())
+        tables, changes = {}, {}
+        if self._has_tables:
+            tables = table_rows(layout, memory)
+            changes = {n: each.changes_since(self._rows.get(n)) for n, each in tables.items()}
         if target is None:
             self._fetched = (took_s, num_bytes)
-            return Weights(found, whole_tensors(layout, memory))
+            return Weights(found, whole_tensors(layout, memory), tables, changes)
         target.write(memory)
         self._report(found, took_s, num_bytes)
-        return Weights(found, {})
+        self._rows = tables
+        return Weights(found, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
         """Report that the version serves now. Raises Regressed if a newer one did before."""
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
+            if self._has_tables:
+                if not isinstance(weights, Weights):
+                    raise InvalidSpec(
+                        "a subscription with tables installs what fetch() gave",
+                        seen=repr(weights),
+                        expected="the Weights, by whose rows the next changes are found",
+                    )
+                self._rows = weights.tables
             self._report(version, *self._fetched)
 
     _fetched = (0.0, 0)
@@ -232,6 +276,12 @@ class Subscription:
                 self._layouts.pop(next(iter(self._layouts)))
             found = VersionLayout(self._reader.layout(record))
             self._layouts[record.layout_digest] = found
+        if self._has_tables and not record.tables_cut:
+            raise InvalidSpec(
+                f"version {record.number} of {self.series} has no tables",
+                expected="session.series(..., tables=True) in the job that publishes it",
+                fix="Subscribe without tables.",
+            )
         sizes = [segment.num_bytes for segment in record.segments]
         if sizes != list(found.segment_bytes):
             raise ChecksumMismatch(
@@ -244,11 +294,13 @@ class Subscription:
     def _staged(
         self,
         record: weights_pb2.VersionRecord,
+        numbers: Sequence[int],
         wanted: Mapping[int, Sequence[tuple[int, int]]] | None,
         *,
         reuses_memory: bool,
     ) -> dict[int, Segment]:
-        numbers = list(range(len(record.segments))) if wanted is None else sorted(wanted)
+        if wanted is not None:
+            numbers = sorted(wanted)
         before = self._reader.fetched_bytes
         found = self._reader.fetch(
             record, numbers, wanted, base=self._base, reuses_memory=reuses_memory
@@ -257,7 +309,7 @@ class Subscription:
         if wanted is None and self._reader.fetched_bytes > before:
             # Over a network the next version is fetched as a difference to this one. Memory of this
             # host's servers is not held on to: they are to be free to drop it.
-            self._base = Base(record, found)
+            self._base = Base(record, segments)
         digests = [
             segments[number].digest if number in segments else own.digest
             for number, own in enumerate(record.segments)

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from shoal_proto.errors import (
     InvalidSpec,
@@ -110,8 +111,35 @@ def check_rank(rank: int, world: int) -> None:
         )
 
 
-def part_from_pb(request: pb.ContributePartRequest) -> PublicationPart:
-    """Raises InvalidSpec and MalformedMessage."""
+def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
+    """The publisher's own part, and those of a cut of its job's shards. Raises InvalidSpec and
+    MalformedMessage."""
+    own = _own_part(request)
+    if not request.cut_parts:
+        return [own]
+    if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
+        raise MalformedMessage(
+            "the segments of a cut that is not a single publisher's",
+            seen=f"{len(request.cut_parts)} segments from rank {request.rank} of {request.world}",
+            expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
+        )
+    world, cut = 1 + len(request.cut_parts), request.tables_cut
+    parts = [replace(own, world=world, tables_cut=cut)]
+    for rank, each in enumerate(request.cut_parts, 1):
+        layout = each.layout.SerializeToString(deterministic=True)
+        parts.append(
+            replace(
+                parts[0],
+                rank=rank,
+                segment=records.segment_from_pb(each.segment),
+                layout=layout,
+                layout_key=hashlib.sha256(layout).digest(),
+            )
+        )
+    return parts
+
+
+def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
     check_rank(request.rank, request.world)
     segment = request.segment
     if not request.publication or not segment.digest or not segment.holders:

@@ -20,11 +20,13 @@ from shoal_proto.errors import (
     Regressed,
     SeriesHeld,
     ShoalError,
+    StaleEpoch,
     Unavailable,
     UnknownSeries,
 )
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.snapshots_pb2 import FreezeReply, PublishCutRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesServicer
 from shoal_server.coordinator.publications import messages, stored_series
 from shoal_server.coordinator.publications.actor import Answer, SeriesActor
@@ -32,7 +34,8 @@ from shoal_server.coordinator.publications.layouts import MergedLayouts
 from shoal_server.coordinator.publications.leading_check import LeadingCheck
 from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.core.publications.holders import servers_for
+from shoal_server.coordinator.snapshots.taking import PublishedCut
+from shoal_server.core.publications.holders import further_servers, servers_for
 from shoal_server.core.publications.limits import LEASE_S
 from shoal_server.core.publications.protocol import (
     BeginRequested,
@@ -42,6 +45,7 @@ from shoal_server.core.publications.protocol import (
     PartContributed,
     PinRequested,
     PublicationBegun,
+    PublicationPart,
     RollbackRequested,
     VersionAnswered,
 )
@@ -62,6 +66,7 @@ MAX_SERIES = 1024
 MAX_WATCHERS = 8192
 
 Authorize = Callable[[Token], Awaitable[None]]
+PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[PublishedCut]]
 
 
 class WeightSeriesService(WeightSeriesServicer):
@@ -71,6 +76,7 @@ class WeightSeriesService(WeightSeriesServicer):
         self,
         store: LeaderStore,
         calls: ServerCalls,
+        publish_cut: PublishCut,
         *,
         authorize: Authorize,
         require_leading: Callable[[], None],
@@ -79,9 +85,11 @@ class WeightSeriesService(WeightSeriesServicer):
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
         """`authorize` raises for a token that may not speak; `is_job` tells if there is a job of a
-        name, whose series only its members publish. `call_wait_s`: the longest that a part waits
+        name, whose series only its members publish; `publish_cut` is `SnapshotTaker.publish`.
+        `call_wait_s`: the longest that a part waits
         for the others before its caller is to hand it in again."""
         self._store = store
+        self._publish_cut = publish_cut
         self._authorize = authorize
         self._require_leading = require_leading
         self._is_job = is_job
@@ -280,9 +288,9 @@ class WeightSeriesService(WeightSeriesServicer):
     ) -> pb.ContributePartReply:
         await self._authorize_publisher(request.series, request.publisher)
         publisher = messages.publisher_of(request.series, request.publisher)
-        part = messages.part_from_pb(request)
+        own, *of_cut = messages.parts_from_pb(request)
 
-        def contributed(call: Call) -> Event:
+        def contributed(call: Call, part: PublicationPart = own) -> Event:
             return PartContributed(
                 call=call,
                 publisher=publisher,
@@ -292,6 +300,10 @@ class WeightSeriesService(WeightSeriesServicer):
             )
 
         actor = await self._find(request.series)
+        actor.check_lives()
+        for part in of_cut:
+            # Nobody waits for their answers: the publisher's own part is answered for all.
+            actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
                 answer = await actor.ask(contributed)
@@ -303,6 +315,47 @@ class WeightSeriesService(WeightSeriesServicer):
                 fix="Hand it in again.",
             ) from None
         return pb.ContributePartReply(version=_version(answer))
+
+    async def CutTables(self, request: pb.CutTablesRequest, context: Context) -> pb.CutTablesReply:
+        await self._authorize_publisher(request.series, request.publisher)
+        publisher = messages.publisher_of(request.series, request.publisher)
+        actor = await self._find(request.series)
+        head = actor.series.head
+        if (head.epoch, head.publisher) != (request.epoch, publisher) or publisher.script:
+            raise StaleEpoch(
+                f"this publisher of {request.series} was replaced, or is no member of a job",
+                seen=f"{publisher}, with epoch {request.epoch}",
+                expected=f"{head.publisher}, with epoch {head.epoch}",
+            )
+        present, addresses = self._stores.present, self._stores.addresses
+
+        def request_to(server: str) -> PublishCutRequest:
+            further = further_servers(server, head.copies, present)
+            return PublishCutRequest(
+                series=request.series,
+                epoch=request.epoch,
+                publication=request.publication,
+                chain=(pb.StoreServer(id=each, address=addresses[each]) for each in further),
+            )
+
+        cut = await self._publish_cut(messages.job_of(request.series), request_to)
+        log.info(
+            "tables_cut",
+            series=request.series,
+            publication=request.publication,
+            num_bytes=sum(each.segment.num_bytes for each in cut.segments),
+            pause_s=round(cut.pause_s, 4),
+            num_partial_steps=len(cut.torn),
+        )
+        return pb.CutTablesReply(
+            segments=cut.segments,
+            parameters=(
+                pb.TensorSpec(name=each.name, dtype=each.dtype, shape=each.shape)
+                for each in cut.layout.parameters
+            ),
+            tables_cut=FreezeReply(shards=cut.stamps).SerializeToString(deterministic=True),
+            partial_steps=cut.torn,
+        )
 
     async def _authorize_publisher(self, series: str, publisher: pb.Publisher) -> None:
         self._require_leading()

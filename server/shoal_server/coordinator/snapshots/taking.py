@@ -24,6 +24,7 @@ import structlog
 from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed, StateLost
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_proto.v1.weights_pb2 import CutSegment
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
@@ -45,6 +46,8 @@ WAITS_S = (1.0, 2.0, 4.0)
 PAUSE_S = 0.5
 """Between two attempts: training goes on a little."""
 WRITE_WITHIN_S = 3600.0
+PUBLISH_WITHIN_S = 60.0
+"""Less than the servers' grace for segments that no version names yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +64,18 @@ class Taken:
     manifest: Manifest
     pause_s: float
     """From the first server that let nothing new in to the last that did again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedCut:
+    """A cut that servers keep as segments, in the order of shards."""
+
+    segments: Sequence[CutSegment]
+    layout: ShardMap
+    stamps: Sequence[pb.ShardStamp]
+    torn: Sequence[str]
+    """Pushes that were left half-done."""
+    pause_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +156,52 @@ class SnapshotTaker:
         taken = Taken(manifest=manifest, pause_s=frozen.pause_s)
         self._on_taken(taken)
         return taken
+
+    async def publish(
+        self, job: str, request_to: Callable[[str], pb.PublishCutRequest]
+    ) -> PublishedCut:
+        """Take a cut and have the servers keep it as segments of published weights.
+
+        `request_to` gives the request to a server, by its id. Waits while a snapshot of the job is
+        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; then nothing of the cut is
+        left but segments that no version names.
+        """
+        async with self._turns.setdefault(job, asyncio.Lock()):
+            await self._check_has_shards(job)
+            cut, frozen = await self._frozen(job, "", None)
+            requests = {server: request_to(server) for server in cut.addresses}
+            for request in requests.values():
+                request.job, request.cut_id = job, cut.cut_id
+            try:
+                replies = await gather_settled(
+                    *(
+                        self._calls.call(
+                            cut.addresses[server],
+                            lambda stub: stub.Publish,
+                            request,
+                            PUBLISH_WITHIN_S,
+                        )
+                        for server, request in requests.items()
+                    )
+                )
+            except BaseException:
+                await self._abort(job, cut)
+                raise
+        segments = sorted((s for r in replies for s in r.segments), key=lambda s: s.shard_id)
+        stamps = sorted((s for r in frozen.stamps.values() for s in r), key=lambda s: s.shard_id)
+        if [each.shard_id for each in segments] != [each.shard_id for each in stamps]:
+            raise SnapshotFailed(
+                f"not every shard of job {job} was kept as it was taken",
+                seen=f"{len(segments)} segments",
+                expected=f"{len(stamps)}, one a shard",
+            )
+        return PublishedCut(
+            segments=segments,
+            layout=cut.layout,
+            stamps=stamps,
+            torn=frozen.torn,
+            pause_s=frozen.pause_s,
+        )
 
     async def _check_has_shards(self, job: str) -> None:
         """Before anything is written: of a job that is not there nothing is to be left."""

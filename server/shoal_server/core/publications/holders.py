@@ -42,6 +42,18 @@ def servers_for(
     return [each.server_id for each in [first, *others][:copies]]
 
 
+def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
+    """The servers to which `first` passes on what it has made itself: those behind it in the order
+    of ids, on other hosts where there are any."""
+    found = sorted(servers, key=lambda each: each.server_id)
+    host = next((each.host for each in found if each.server_id == first), "")
+    others = [each for each in found if each.server_id != first and not each.is_leaving]
+    behind = [each for each in others if each.server_id > first]
+    turned = behind + others[: len(others) - len(behind)]
+    turned.sort(key=lambda each: each.host == host)
+    return [each.server_id for each in turned[: copies - 1]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsAnswer:
     """What a server says of the segments that it was asked for."""

@@ -69,6 +69,8 @@ class PublicationPart:
     """Its identity."""
     step: int
     metadata: Mapping[str, str] = field(default_factory=dict)
+    tables_cut: bytes = b""
+    """Of a version with tables: the cut that the parts are of; the same on all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

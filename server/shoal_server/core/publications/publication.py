@@ -1,5 +1,6 @@
 """A publication that is being gathered: the parts that ranks have handed in."""
 
+import hashlib
 from enum import Enum
 
 from shoal_server.core.publications.protocol import Call, PublicationPart
@@ -69,6 +70,7 @@ class Publication:
             for name, seen, expected in (
                 ("number of ranks", part.world, other.world),
                 ("step", part.step, other.step),
+                ("cut of the tables", _shown(part.tables_cut), _shown(other.tables_cut)),
             ):
                 if seen != expected:
                     raise Mismatch(
@@ -85,7 +87,18 @@ class Publication:
         self._calls.pop(call, None)
 
 
+def _shown(cut: bytes) -> str:
+    """The identity of a cut, for comparison and for people."""
+    return hashlib.sha256(cut).hexdigest()[:12] if cut else "none"
+
+
 def _is_same(one: PublicationPart, other: PublicationPart) -> bool:
     """True if a version would be the same; the servers that hold it may be others."""
-    identity = one.segment.digest, one.layout_key, one.step, one.world
-    return identity == (other.segment.digest, other.layout_key, other.step, other.world)
+    identity = one.segment.digest, one.layout_key, one.step, one.world, one.tables_cut
+    return identity == (
+        other.segment.digest,
+        other.layout_key,
+        other.step,
+        other.world,
+        other.tables_cut,
+    )

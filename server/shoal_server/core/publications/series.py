@@ -449,6 +449,7 @@ class PublishedSeries:
             segments=event.segments,
             created_unix_s=now_s,
             metadata=first.metadata,
+            tables_cut=first.tables_cut,
         )
         yield self._put_newest(version, now_s, committed=publication)
 

@@ -12,6 +12,7 @@ from shoal_proto.errors import InvalidSpec, MalformedMessage, SnapshotDamaged, W
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsServicer
+from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard import image_file
@@ -22,6 +23,8 @@ from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.snapshot.barriers import SnapshotBarriers
 from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 from shoal_server.parameters.tables import restore
+from shoal_server.parameters.weights.cut_segments import planned
+from shoal_server.parameters.weights.servicer import WeightsServicer
 from shoal_server.serving.rpc import Context
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
@@ -52,6 +55,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         maker: TableMaker,
         memory: Memory,
         pool: Executor,
+        weights: WeightsServicer,
         read_roots: Callable[[], Awaitable[Sequence[str]]],
     ) -> None:
         self._catalog = catalog
@@ -60,6 +64,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         self._maker = maker
         self._memory = memory
         self._pool = pool
+        self._weights = weights
         self._read_roots = read_roots
 
     async def Close(self, request: pb.CloseRequest, context: Context) -> pb.CloseReply:
@@ -101,6 +106,23 @@ class SnapshotsServicer(ShardSnapshotsServicer):
             return pb.WriteReply(files=files)
         finally:
             self._barriers.abort(request.job, request.cut_id, "it was written, or could not be")
+
+    async def Publish(self, request: pb.PublishCutRequest, context: Context) -> pb.PublishCutReply:
+        put = PutSegmentRequest(
+            series=request.series,
+            epoch=request.epoch,
+            publication=request.publication,
+            chain=request.chain,
+        )
+        try:
+            found = []
+            for frozen in self._barriers.taken(request.job, request.cut_id):
+                # As the parts of a publication are numbered: the publisher's own comes first.
+                put.rank = frozen.stamp.shard_id + 1
+                found.append(await self._weights.keep_cut(put, planned(frozen.cut)))
+            return pb.PublishCutReply(segments=found)
+        finally:
+            self._barriers.abort(request.job, request.cut_id, "it was published, or could not be")
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortReply:
         self._barriers.abort(request.job, request.cut_id, "the coordinator gave it up")

@@ -112,6 +112,29 @@ class WeightHoldings:
         with self._claimed(num_bytes) as claim:
             return self._hold(series, await get(), None, claim)
 
+    async def make(
+        self, series: str, num_bytes: int, origin: Origin, fill: Callable[[memoryview], None]
+    ) -> Segment:
+        """Hold a segment whose bytes `fill` writes, on a thread, into memory that is zero before.
+
+        Raises what `admit` raises, Overloaded if the server has no memory for it, and what `fill`
+        raises.
+        """
+
+        def made() -> Segment:
+            writer = SegmentWriter(num_bytes)
+            try:
+                fill(writer.buffer)
+                return writer.seal()
+            except BaseException:
+                writer.close()
+                raise
+
+        with self._claimed(num_bytes) as claim:
+            segment = await self._in_thread(made)
+            self._store.admit(series, segment.digest, origin)
+            return self._hold(series, segment, origin, claim)
+
     def follow(self, series: str, newest: Position, named: Mapping[bytes, Position]) -> None:
         """See `SegmentStore.follow`."""
         self._free(series, self._store.follow(series, newest, named, self._now_s()))

@@ -21,6 +21,7 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
 from shoal_server.parameters.bulk.offers import Offers, Purpose, Use
+from shoal_server.parameters.weights.cut_segments import PlannedSegment
 from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
@@ -143,6 +144,34 @@ class WeightsServicer(WeightStoreServicer):
             segment = await self._holdings.receive(series, digest, num_bytes, origin, way)
         holders = [self._server_id, *await self._passed_on(request, segment)]
         yield [pb.PutSegmentReply(holders=holders)]
+
+    async def keep_cut(
+        self, request: pb.PutSegmentRequest, planned: PlannedSegment
+    ) -> pb.CutSegment:
+        """Hold a shard's segment here and along the chain of the request, which lacks its digest.
+
+        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not take it.
+        """
+        series = request.series
+        origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
+        # An earlier attempt at this publication may have left its cut.
+        request.abandoned[:] = [request.publication]
+        self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
+        await self._admit(series, b"", origin)
+        segment = await self._holdings.make(series, planned.num_bytes, origin, planned.fill)
+        found = pb.CutSegment()
+        found.CopyFrom(planned.described)
+        found.segment.digest, found.segment.num_bytes = segment.digest, segment.num_bytes
+        request.segment.CopyFrom(found.segment)
+        holders = [self._server_id, *await self._passed_on(request, segment)]
+        if len(holders) <= len(request.chain):
+            raise Unavailable(
+                f"a shard of {series} was not copied to every server that is to hold it",
+                seen=f"{len(holders)} copies",
+                expected=f"{len(request.chain) + 1}",
+            )
+        found.segment.holders.extend(holders)
+        return found
 
     async def _admit(self, series: str, digest: bytes, origin: Origin) -> None:
         """Raises StaleEpoch and Overloaded as of the newest record: what was committed a moment ago

@@ -175,6 +175,8 @@ class SegmentStore:
             origin = held.origin
             if origin is None or held.was_named or (origin.rank, origin.epoch) != (rank, epoch):
                 continue
+            if known is not None and digest in known.named:
+                continue  # an earlier version has the same bytes
             if origin.publication in publications:
                 assert known is not None
                 gone.append(known.held.pop(digest).segment)

@@ -73,11 +73,12 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Identify": frozenset({SERVER, COORDINATOR}),
     },
     "shoal.v1.ShardSnapshots": dict.fromkeys(
-        ("Close", "Freeze", "Write", "Abort", "Load"), frozenset({COORDINATOR})
+        ("Close", "Freeze", "Write", "Publish", "Abort", "Load"), frozenset({COORDINATOR})
     ),
     "shoal.v1.WeightSeries": {
         "Begin": _MEMBER,
         "Contribute": _MEMBER,
+        "CutTables": _MEMBER,
         "Watch": _WEIGHTS_READER | _LISTING,
         "Report": _WEIGHTS_READER,
         "GetLayout": _WEIGHTS_READER,

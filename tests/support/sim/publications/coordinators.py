@@ -8,11 +8,18 @@ from support.sim.event_loop import LoopProcess, remote
 from support.sim.publications.etcd import SimEtcd, SimKeyspace
 from support.sim.publications.servers import SimCalls, SimServer
 
-from shoal_proto.errors import NotLeader, RetryError
+from shoal_proto.errors import NotLeader, RetryError, Unavailable
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.publications.service import WeightSeriesService
+from shoal_server.coordinator.snapshots.taking import PublishedCut
 from shoal_server.etcd.api import Compare
 from shoal_server.etcd.leader_store import LeaderStore
+
+
+async def without_tables(job: str, request_to: object) -> PublishedCut:
+    """Stand-in for the parameter servers' cuts: this simulation has none."""
+    raise Unavailable(f"job {job} has no shards")
+
 
 UNIX_S = 1_700_000_000.0
 PART_WAIT_S = 20.0
@@ -38,6 +45,7 @@ class SimCoordinator:
         self.service = WeightSeriesService(
             store,
             cast("Any", SimCalls(self.process, servers)),
+            without_tables,
             authorize=self._authorize,
             require_leading=self._require_leading,
             is_job=lambda job: job == "rl",

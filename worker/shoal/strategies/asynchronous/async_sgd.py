@@ -515,6 +515,19 @@ class AsyncSGD(Strategy):
             tied=tied(model),
         )
 
+    def own_weights(self) -> HeldWeights:
+        if not self.pushes_rows:
+            return super().own_weights()
+        model = self._shared.model
+        return held_by_all(
+            self._shared.untrained,
+            persistent_buffers(model),
+            step=self._step,
+            rank=0,
+            world_size=1,
+            tied=tied(model),
+        )
+
     def metrics(self) -> Mapping[str, float]:
         counts = self._counts.metrics()
         if not counts:

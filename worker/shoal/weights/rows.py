@@ -1,0 +1,125 @@
+"""Rows of embedding tables in a version, and what has changed of them since another one."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shoal_client.weights.cut_parts import BIRTHS, IDS, TABLES, VALUES
+from shoal_proto.errors import MalformedMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowChanges:
+    """Rows that differ from an earlier version; ids rise."""
+
+    ids: Tensor
+    """Rows that are new or have other values, int64."""
+    values: Tensor
+    """Their values, a row for each id."""
+    removed: Tensor
+    """Ids whose rows are gone, int64: they were evicted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _ShardRows:
+    """Rows by position; a position without a row has birth 0."""
+
+    ids: Tensor
+    births: Tensor
+    values: Tensor
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return self.ids[positions], self.values[positions]
+
+    @property
+    def is_live(self) -> Tensor:
+        return self.births > 0
+
+
+class TableRows:
+    """The rows of one table in a version. The tensors are views of the version's memory."""
+
+    def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
+        """By shard the columns. Raises MalformedMessage if one is missing."""
+        self._shards: dict[int, _ShardRows] = {}
+        for index, columns in sorted(shards.items()):
+            if set(columns) != {IDS, BIRTHS, VALUES}:
+                raise MalformedMessage(
+                    "a table's shard lacks a column", seen=", ".join(sorted(columns))
+                )
+            self._shards[index] = _ShardRows(
+                ids=columns[IDS], births=columns[BIRTHS], values=columns[VALUES]
+            )
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return sum(int(each.is_live.sum()) for each in self._shards.values())
+
+    def all(self) -> RowChanges:
+        """Every row, as changes to an empty table. Copies."""
+        return _merged([_changes(None, each) for each in self._shards.values()])
+
+    def changes_since(self, earlier: "TableRows | None") -> RowChanges:
+        """The rows that differ from those of an earlier version, by ids and bits of values; every
+        row if there is none. Copies."""
+        before = earlier._shards if earlier is not None else {}
+        if before.keys() != self._shards.keys():
+            before = {}
+        found = [_changes(before.get(i), each) for i, each in self._shards.items()]
+        return _merged(found)
+
+
+def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, TableRows]:
+    """The tables among a version's tensors, by name."""
+    found: dict[str, dict[int, dict[str, Tensor]]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith(TABLES):
+            table, index, column = name.removeprefix(TABLES).rsplit("/", 2)
+            found.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
+    return {table: TableRows(shards) for table, shards in found.items()}
+
+
+def _changes(before: _ShardRows | None, now: _ShardRows) -> RowChanges:
+    is_new = now.is_live
+    was_there = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
+    if before is not None:
+        # Rows mostly stay at their positions: only what differs there is compared by id.
+        count = min(len(is_new), len(was_there))
+        is_same = (before.ids[:count] == now.ids[:count]) & is_new[:count] & was_there[:count]
+        is_same &= _equal_bits(before.values[:count], now.values[:count])
+        is_new, was_there = is_new.clone(), was_there.clone()
+        is_new[:count] &= ~is_same
+        was_there[:count] &= ~is_same
+    ids, values = now.at(is_new.nonzero().view(-1))
+    removed = ids.new_empty(0)
+    if before is not None:
+        old_ids, old_values = before.at(was_there.nonzero().view(-1))
+        order = old_ids.argsort()
+        old_ids, old_values = old_ids[order], old_values[order]
+        if len(old_ids):
+            found = torch.searchsorted(old_ids, ids).clamp(max=len(old_ids) - 1)
+            has_moved = (old_ids[found] == ids) & _equal_bits(old_values[found], values)
+        else:
+            has_moved = torch.zeros(len(ids), dtype=torch.bool)
+        removed = old_ids[~torch.isin(old_ids, ids)]
+        ids, values = ids[~has_moved], values[~has_moved]
+    return RowChanges(ids=ids, values=values, removed=removed)
+
+
+def _equal_bits(one: Tensor, other: Tensor) -> Tensor:
+    """For each row, True if it is the same to the last bit."""
+    if one.shape[1] == 0 or not len(one):
+        return torch.ones(len(one), dtype=torch.bool)
+    return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all(dim=1)
+
+
+def _merged(parts: Sequence[RowChanges]) -> RowChanges:
+    ids = torch.cat([each.ids for each in parts])
+    order = ids.argsort()
+    return RowChanges(
+        ids=ids[order],
+        values=torch.cat([each.values for each in parts])[order],
+        removed=torch.cat([each.removed for each in parts]).sort().values,
+    )
