@@ -288,9 +288,11 @@ def test_a_cut_is_refused_to_a_publisher_that_was_replaced(
         epoch=1,
         publication=2,
     )
-    with grpc.insecure_channel(training.address) as channel:
-        with pytest.raises(grpc.RpcError) as refused:
-            WeightSeriesStub(channel).CutTables(request, timeout=LIMIT_S)
+    with (
+        grpc.insecure_channel(training.address) as channel,
+        pytest.raises(grpc.RpcError) as refused,
+    ):
+        WeightSeriesStub(channel).CutTables(request, timeout=LIMIT_S)
     assert isinstance(from_rpc_error(refused.value, "it"), StaleEpoch)
 
 
