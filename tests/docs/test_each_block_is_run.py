@@ -203,6 +203,12 @@ TABLE = {
         "docs/weights.md",
         "shoal weights list",
     ): "tests/server/coordinator/publications/test_service.py",
+    ("docs/weights.md", "series = session.series"): (
+        "tests/e2e/test_weights_with_tables.py::test_a_job_publishes_its_tables_with_its_parameters"
+    ),
+    ("docs/weights.md", "with shoal.subscribe"): (
+        "tests/e2e/test_weights_with_tables.py::test_a_job_publishes_its_tables_with_its_parameters"
+    ),
     ("docs/weights.md", "VLLM_SERVER_DEV_MODE=1"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from vllm.distributed"): "tests/worker/integrations/test_vllm.py",
     ("docs/weights.md", "from shoal.integrations import trl"): (

@@ -23,7 +23,7 @@ class RowChanges:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _ShardRows:
+class ShardRows:
     """Rows by position; a position without a row has birth 0."""
 
     ids: Tensor
@@ -43,31 +43,32 @@ class TableRows:
 
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
         """By shard the columns. Raises MalformedMessage if one is missing."""
-        self._shards: dict[int, _ShardRows] = {}
+        self.shards: dict[int, ShardRows] = {}
+        """By index the rows of each shard of the table."""
         for index, columns in sorted(shards.items()):
             if set(columns) != {IDS, BIRTHS, VALUES}:
                 raise MalformedMessage(
                     "a table's shard lacks a column", seen=", ".join(sorted(columns))
                 )
-            self._shards[index] = _ShardRows(
+            self.shards[index] = ShardRows(
                 ids=columns[IDS], births=columns[BIRTHS], values=columns[VALUES]
             )
 
     def __len__(self) -> int:
         """Number of rows."""
-        return sum(int(each.is_live.sum()) for each in self._shards.values())
+        return sum(int(each.is_live.sum()) for each in self.shards.values())
 
     def all(self) -> RowChanges:
         """Every row, as changes to an empty table. Copies."""
-        return _merged([_changes(None, each) for each in self._shards.values()])
+        return _merged([_changes(None, each) for each in self.shards.values()])
 
     def changes_since(self, earlier: "TableRows | None") -> RowChanges:
         """The rows that differ from those of an earlier version, by ids and bits of values; every
         row if there is none. Copies."""
-        before = earlier._shards if earlier is not None else {}
-        if before.keys() != self._shards.keys():
+        before = earlier.shards if earlier is not None else {}
+        if before.keys() != self.shards.keys():
             before = {}
-        found = [_changes(before.get(i), each) for i, each in self._shards.items()]
+        found = [_changes(before.get(i), each) for i, each in self.shards.items()]
         return _merged(found)
 
 
@@ -81,7 +82,7 @@ def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, TableRows]:
     return {table: TableRows(shards) for table, shards in found.items()}
 
 
-def _changes(before: _ShardRows | None, now: _ShardRows) -> RowChanges:
+def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
     is_new = now.is_live
     was_there = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
     if before is not None:

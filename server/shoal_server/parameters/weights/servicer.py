@@ -155,7 +155,8 @@ class WeightsServicer(WeightStoreServicer):
         series = request.series
         origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
         # An earlier attempt at this publication may have left its cut.
-        request.abandoned[:] = [request.publication]
+        del request.abandoned[:]
+        request.abandoned.append(request.publication)
         self._holdings.abandon(series, origin.rank, origin.epoch, request.abandoned)
         await self._admit(series, b"", origin)
         segment = await self._holdings.make(series, planned.num_bytes, origin, planned.fill)

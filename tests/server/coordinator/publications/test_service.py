@@ -39,6 +39,7 @@ from shoal_proto.v1.weights_pb2_grpc import (
 from shoal_server.coordinator.publications import service as service_module
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.coordinator.snapshots.taking import PublishedCut
 from shoal_server.core.publications.limits import HELD_S
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, created_at
@@ -72,6 +73,11 @@ class Store(MemoryStore):
         if lost:
             raise Unavailable("the answer was lost", details={"outcome": "unknown"})
         return result
+
+
+async def without_tables(job: str, request_to: object) -> PublishedCut:
+    """Stand-in for the parameter servers' cuts: these jobs have none."""
+    raise Unavailable(f"job {job} has no shards")
 
 
 @dataclass
@@ -109,6 +115,7 @@ class World:
         service = WeightSeriesService(
             LeaderStore(self.store, lambda: conditions, self.on_deposed),
             calls,
+            without_tables,
             authorize=self.authorize,
             require_leading=self.require_leading,
             is_job=lambda job: job in self.jobs,

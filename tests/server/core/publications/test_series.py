@@ -415,3 +415,20 @@ def test_a_leaving_server_is_let_go_of_once_others_have_what_it_has() -> None:
     holders.note(servers[2], [b"d"], HoldsAnswer(held=[b"d"]))
     done = holders.replaced(changed, 2, 0.0)
     assert done is not None and done.segments[0].holders == ("s1", "s2")
+
+
+def test_a_version_has_the_cut_of_its_parts_and_parts_of_two_cuts_are_none() -> None:
+    run = Run()
+    run.begin()
+    parts = [contributed(1, rank=rank, world=2) for rank in range(2)]
+    for each in parts:
+        run.submit(replace(each, part=replace(each.part, tables_cut=b"first")))
+    run.settle()
+    assert run.series.versions[1].tables_cut == b"first"
+    parts = [contributed(2, rank=rank, world=2, call=f"c{rank}") for rank in range(2)]
+    for each, cut in zip(parts, (b"second", b"third"), strict=True):
+        effects = run.submit(replace(each, part=replace(each.part, tables_cut=cut)))
+    refused = [each for each in effects if isinstance(each, RequestRefused)]
+    assert refused and "cut of the tables" in refused[0].what
+    run.effects.clear()
+    assert run.publish(3) == 2, "the number was not used"

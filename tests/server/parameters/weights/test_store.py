@@ -132,3 +132,12 @@ def test_a_copy_made_on_order_stays_for_the_grace_period() -> None:
     store.insert(SERIES, A, None, 0.0)
     assert store.follow(SERIES, (9, 9), {}, 1.0) == []
     assert [each.segment for each in store.sweep(GRACE_S)] == [A]
+
+
+def test_what_a_version_names_stays_if_a_later_publication_of_the_same_bytes_is_given_up() -> None:
+    store = SegmentStore()
+    put(store, A, 1)
+    store.follow(SERIES, (1, 1), {A.digest: (1, 1)}, 1.0)
+    put(store, A, 2)
+    assert store.abandon(SERIES, 0, 1, frozenset({2})) == []
+    assert held(store) == [A]

@@ -1,0 +1,53 @@
+"""Runs of a flattened tensor as rectangular slices, and the layouts of a cut's segments."""
+
+from math import prod
+
+import pytest
+
+from shoal_client.weights.cut_parts import boxes, check_names, cut_parts
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.v1 import weights_pb2 as pb
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 4), (2, 3, 4), (1, 5, 1), (2, 1, 3, 2)])
+def test_the_slices_of_a_run_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
+    count = prod(shape)
+    for start in range(count):
+        for stop in range(start + 1, count + 1):
+            at = start
+            for offsets, sizes, first in boxes(shape, start, stop - start):
+                assert first == at, "each slice goes on where the one before ended"
+                elements = sorted(flat(shape, offsets, sizes))
+                assert elements == list(range(at, at + prod(sizes)))
+                at += len(elements)
+            assert at == stop
+
+
+def flat(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> list[int]:
+    """Numbers of the elements of a slice in the flattened tensor."""
+    found = [0]
+    for extent, offset, size in zip(shape, offsets, sizes, strict=True):
+        found = [each * extent + offset + i for each in found for i in range(size)]
+    return found
+
+
+def test_a_tied_parameter_has_the_same_bytes_under_each_name() -> None:
+    cut = pb.CutTablesReply(
+        parameters=[pb.TensorSpec(name="w", dtype="float32", shape=[4])],
+        segments=[
+            pb.CutSegment(
+                segment=pb.Segment(digest=b"d", num_bytes=16),
+                blocks=[pb.CutBlock(parameter="w", offset=0, num_elements=4, at=0)],
+            )
+        ],
+    )
+    [part] = cut_parts(cut, {"head": "w", "buffer": "other"})
+    assert [each.name for each in part.layout.tensors] == ["w", "head"]
+    places = {(each.segment, each.at, tuple(each.sizes)) for each in part.layout.slices}
+    assert places == {(1, 0, (4,))} and len(part.layout.slices) == 2
+
+
+def test_a_tensor_of_a_publisher_cannot_pass_for_rows() -> None:
+    layout = pb.Layout(tensors=[pb.TensorSpec(name="shoal.tables/users/00000/ids")])
+    with pytest.raises(InvalidSpec, match="kept for embedding tables"):
+        check_names(layout)
