@@ -1,4 +1,4 @@
-"""Who comes, comes back or is away: what each process that has a member's name is told."""
+"""Members that join, reconnect or are away, and the refusal of processes that are not members."""
 
 from uuid import UUID
 
@@ -28,7 +28,7 @@ from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
 class Arrivals:
-    """Lets members in, and knows those that are in from those that were."""
+    """Admits members, and refuses processes that are no longer members."""
 
     def __init__(
         self, state: JobState, pause_keeper: PauseKeeper, removal: Removal, drains: Drains
@@ -41,14 +41,14 @@ class Arrivals:
     def known(self, event: Event) -> Member:
         member = self._state.members.get(event.member_id)
         if refusal := self._state.table.expelled.get(event.incarnation):
-            # The notice that says so is on its way; whichever comes first, the reason is one.
+            # A notice with this refusal is on its way: the call gets the same reason.
             raise Refused(refusal)
         if member is None or member.incarnation != event.incarnation:
             raise Refused(self._fenced(member, event))
         return member
 
     def _fenced(self, holder: Member | None, event: Event) -> Refusal:
-        """To a process that is no member, where `holder` has its name now."""
+        """The refusal of a process that is no member; `holder` has its name now, if any."""
         if holder is None:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)
@@ -114,7 +114,10 @@ class Arrivals:
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
     def _tell_again(self, member: Member, generation: Generation, now_s: float) -> None:
-        """What a member that was away, in that generation, may have missed and has to act on."""
+        """Repeat the notices that a reconnected member may have missed and has to act on.
+
+        `generation` is the newest one that the member's trainer was sent into.
+        """
         agreement, running = self._state.agreement, self._state.running
         missed_end = self._is_over(member, generation)
         if missed_end:
@@ -157,11 +160,12 @@ class Arrivals:
             self._drains.tell_stopping(member, reason, now_s)
 
     def _is_over(self, member: Member, generation: Generation) -> bool:
-        """Whether the generation is over that the member says it is in, as it may not know.
+        """True if the generation that the member says it is in is over.
 
-        A leader that dies right after it aborted a generation has told nobody, and the next one
-        goes on with an older one, or forms one of those who came first: whoever brings the aborted
-        one up would wait for its peers until a time limit.
+        The member may not know: a leader that died right after it aborted the generation has
+        notified no member, and its successor goes on with an older generation, or forms one of
+        the members that came first. A member that brought up the aborted one would wait for its
+        peers until a time limit.
         """
         running, attempt = self._state.running, self._state.attempt
         if self._state.stage.phase is not Phase.COMMITTED:

@@ -34,15 +34,15 @@ from shoal_server.core.membership.reach import whom_to_exclude
 
 @dataclass(frozen=True, kw_only=True)
 class RosterChecks:
-    """What is asked of a roster before its members are shown it."""
+    """Functions that the edge gives: they check a roster before its members see it."""
 
     digest_of: Callable[[Roster], str]
     size_problem: Callable[[Roster], str]
-    """Why its record could not be kept; empty for one that can."""
+    """Says why etcd would not take the roster's record; empty if it would."""
 
 
 class Attempts:
-    """The attempt under way, from its roster to its first collective."""
+    """Forms a generation, from its roster to its first collective."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Attempts:
         return True
 
     def _refuse_too_large(self, chosen: list[Member], problem: str, now_s: float) -> None:
-        """Nobody is shown what could not be kept. Who trains goes on as before."""
+        """Refuse the members at fault for a record that is too large. The others go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
         for member in self._state.at_fault(chosen):
             self._removal.refuse(member, refusal, now_s)
@@ -107,7 +107,7 @@ class Attempts:
             return confined
         names = {m.member_id for m in staying}
         if any(c.member_id in names for c in confined):
-            # They stay, on their own host: nobody comes in from another.
+            # Members that stay can be reached on their own host only: none joins from another.
             confined += [c for c in candidates if c.info.host not in hosts]
         return [c for c in confined if c.member_id not in names]
 
@@ -143,13 +143,13 @@ class Attempts:
             else:
                 self._commit_if_there_is_state(agreement, now_s)
         else:
-            # While answers come nobody is late: those of ten thousand take their time.
+            # While answers arrive no member is late: ten thousand answers take a while.
             limits, since_s = self._state.limits, self._state.stage.since_s
             until_s = min(now_s + limits.prepare_s, since_s + limits.join_s)
             self._state.deadlines.deadline_s = until_s
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
-        """Members that cannot reach each other never start: the fewest go, the rest try again."""
+        """Abort, and remove the fewest members so that all others reach each other."""
         members = self._state.members_of(agreement.roster)
         newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))
         names, running = [m.member_id for m in newest_last], self._state.running
@@ -171,7 +171,11 @@ class Attempts:
             )
 
     def _commit_if_there_is_state(self, agreement: Agreement, now_s: float) -> None:
-        """Whoever trained here before: a job never starts from initial values a second time."""
+        """Commit if the members have a state to start from.
+
+        A job that has trained never starts from initial values again: it needs a checkpoint that
+        all members see, and members that do not see it are removed.
+        """
         if not agreement.roster.from_checkpoint:
             self._commit(agreement, now_s)
             return
@@ -201,7 +205,7 @@ class Attempts:
         self._state.to(Trigger.ACCEPTED, reason, now_s)
         record = self._state.record_of(Verdict.COMMITTED, reason, now_s)
         self._state.previous, self._state.record = roster, record
-        # Who was waited for after a break has settled or is gone.
+        # After a break, all members have settled or are gone by now.
         self._state.deadlines.broken_since_s = None
         self._state.do(Write(record=record))
         to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
@@ -215,7 +219,7 @@ class Attempts:
             self._state.tell(member, notice)
 
     def _note_leavers(self, roster: Roster) -> None:
-        """Those who trained before, are here still and not in the roster: they go by it."""
+        """Note members that trained before and are not in this roster: they leave by it."""
         changes = self._state.tries.changes
         before = self._state.members_of(changes.before) if changes.before is not None else []
         for member in before:
@@ -283,10 +287,10 @@ class Attempts:
     def _tell_story(
         self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> None:
-        """How the generation that runs now came to follow the one before."""
+        """Log how the running generation came to follow the one before."""
         changes = self._state.tries.changes
         if changes.newest_ran == roster.generation:
-            # It ran under the leader before this one, which told of it.
+            # It ran under an earlier leader, which has logged its story.
             reason = f"generation {roster.generation} continues under a new leader"
             self._state.log("leader_took_over", reason)
         else:
@@ -298,8 +302,8 @@ class Attempts:
         changes.runs(roster)
 
     def _note_start(self, agreement: Agreement, trainers: list[Member]) -> Step:
-        """A synchronous generation runs: whatever its members came with, all hold one state, behind
-        so many steps."""
+        """Note the step from which a synchronous generation starts; all its members hold that
+        state now."""
         start, reached = agreement.starts_at, self._state.progress.reached
         if start is None:
             start = max(agreement.stop_at or agreement.roster.step, reached)
@@ -310,6 +314,6 @@ class Attempts:
             reason = f"generation {agreement.generation} continues from step {start}"
             self._state.log("went_back", f"{reason}; the job had reached step {reached}")
         if self._state.progress.ran(agreement.generation, start):
-            # Before anybody takes a step: nobody does until all have an answer to their Ready.
+            # Durable before any member takes a step: each waits for the answer to its Ready.
             self._state.do(Save())
         return start

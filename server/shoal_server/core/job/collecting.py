@@ -1,4 +1,4 @@
-"""COLLECT: who would be in a roster drawn up now, and whether it may be."""
+"""COLLECT: chooses the members of the next roster, and decides when it can be drawn up."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from shoal_server.core.membership.member import Member, names_of
 
 
 class Collecting:
-    """Whom the next roster takes in."""
+    """Chooses the members of the next roster."""
 
     def __init__(self, state: JobState, drains: Drains) -> None:
         self._state = state
@@ -26,7 +26,7 @@ class Collecting:
             raise Refused(refusals.conflict(self._state.spec.job, conflicts))
         known = member.proposal
         if known is not None and known.fields == proposal.fields:
-            # Said again after a reconnection, or a call that comes late: what it said since stands.
+            # Repeated after a reconnection, or a late call: a later step and state stay.
             step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
             proposal = replace(proposal, step=step, has_state=has_state)
         self._state.table.propose(member, self._sharing_listings(proposal))
@@ -39,8 +39,10 @@ class Collecting:
             self._state.log("member_proposed", f"{member.member_id} is ready to train", member)
 
     def _conflicts_with_trainers(self, member: Member, proposal: Proposal) -> tuple[Conflict, ...]:
-        """A newcomer that differs from those who train, or did before a break, is refused here:
-        it must not disturb them."""
+        """Conflicts of a newcomer with the members that train, or trained before a break.
+
+        Such a newcomer is refused at once, so that it does not disturb them.
+        """
         roster = self._state.running or self._state.previous
         if roster is None or member.is_in(roster):
             return ()
@@ -53,16 +55,17 @@ class Collecting:
         return find_conflicts([*(m.as_candidate() for m in trainers), newcomer])
 
     def _sharing_listings(self, proposal: Proposal) -> Proposal:
-        """The proposal with the listings of another member, if they are the same: kept once."""
+        """The proposal, sharing another member's listings if they are equal, to save memory."""
         others = (m.proposal.listings for m in self._state.members.values() if m.proposal)
         same = next((each for each in others if each == proposal.listings), proposal.listings)
         return replace(proposal, listings=same)
 
     def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
-        """Why the running generation is to be changed ("": it is not), and to whom."""
+        """The reason for a planned change of the running generation ("" for none), and the members
+        of the next roster."""
         assert self._state.running is not None
         if self._state.table.has_finished_in(self._state.running):
-            # The others are near their end, and may be at work that a change would cut off.
+            # The other members are near their end; a change could interrupt their last work.
             self._hold_newcomers(now_s)
             if not self._state.table.draining:
                 return "", []
@@ -70,7 +73,7 @@ class Collecting:
         if not newcomer and not self._state.table.draining:
             return "", []
         if any(m.proposal is None for m in self._state.members_of(self._state.running)):
-            # After a change of leaders: a roster without them would leave behind who trains.
+            # After a leader failover: a roster drawn up now would leave out members that train.
             return "", []
         chosen = self.chosen(now_s)
         joiners = [m for m in chosen if not m.is_in(self._state.running)]
@@ -94,7 +97,7 @@ class Collecting:
             self._state.tell(member, StandbyNotice(reason=reason, position=position))
 
     def tell_waiting(self) -> None:
-        """After anything that may change it: tell torchrun's nodes how many others wait."""
+        """Tell torchrun's nodes how many others wait, if that changed. Call after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
         if running is None or first is None or first.proposal is None:
@@ -116,8 +119,8 @@ class Collecting:
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[Member]:
-        """Who would be in a roster drawn up now: who trained before first, then by arrival."""
-        # Who has still to settle may have missed what it was told: it would go on where it was.
+        """Members of a roster drawn up now: former trainers by rank first, then by arrival."""
+        # A member that has not settled may have missed its notice and still be training.
         candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
         if amid := self.amid_call():
             names = {m.member_id for m in amid}
@@ -126,12 +129,12 @@ class Collecting:
         if self._state.running is not None and not any(
             m.is_in(self._state.running) for m in candidates
         ):
-            # All who train are to leave: first they hand over to those who came.
+            # All trainers are to leave: first they hand their state over to the newcomers.
             candidates += [
                 m for m in self._state.members_of(self._state.running) if m.proposal is not None
             ]
         if self._state.lacks_state(candidates):
-            # Who is to leave hands over first, to whom it can.
+            # Draining members that hold the state hand it over first.
             candidates += [m for m in self._state.table.draining.values() if m.holds_state]
         ranks = (
             {e.member_id: e.rank for e in self._state.previous.entries}
@@ -153,8 +156,10 @@ class Collecting:
         return candidates[: self._state.spec.max_members]
 
     def hold_for_members(self, now_s: float) -> None:
-        """Where nothing runs: have those that are there wait for as long as the job does, if it has
-        trained and too few are left of it."""
+        """Put members on standby while a job that has trained has too few members to go on.
+
+        Called only while no generation runs.
+        """
         if self._state.previous is None or not self._state.table.all_settled or self.are_enough:
             return
         waiting = [m for m in self._state.able if m.settled]
@@ -171,16 +176,16 @@ class Collecting:
 
     @property
     def waits_for_members(self) -> bool:
-        """True if others that join are all that a job lacks which has trained."""
-        # Who joins cannot help in a call between two steps.
+        """True if the job has trained, holds its state, and lacks only further members."""
+        # A member that joins cannot take part in a call between two steps.
         return not self.amid_call() and any(
             m.keeps_job for m in self._state.table.candidates.values()
         )
 
     def may_form(self, now_s: float) -> bool:
-        """Whether a roster can be drawn up, where nothing runs."""
+        """True if a roster can be drawn up now. Called only while no generation runs."""
         num_ready = len(self._state.able) + len(self._state.table.finished)
-        # Survivors that still have to settle are worth waiting for.
+        # Wait for survivors that have not settled yet.
         if not self._state.table.all_settled or not self.are_enough:
             return False
         if self.awaits_state:
@@ -194,21 +199,22 @@ class Collecting:
 
     @property
     def are_enough(self) -> bool:
-        """Whether those who are there suffice for a roster, where nothing runs."""
+        """True if enough members are there for a roster, while no generation runs."""
         amid = self.amid_call()
         return len(amid or self._state.able) >= self.num_needed(amid)
 
     def num_needed(self, amid: list[Member]) -> int:
-        """Of the members amid a call; of all, where nobody is in one."""
+        """The number of members that a roster needs: of those amid a call, or of all if none is."""
         # No step is taken in a call between two steps: it needs no minimum.
         enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
         least = self._state.least_members
         return least if enough is None else min(least, enough)
 
     def amid_call(self) -> list[Member]:
-        """Those who are to make a call between two steps again, before anybody else comes in.
+        """Members that have to repeat a call between two steps before others join.
 
-        Whoever joins, or has its result, has its script elsewhere and cannot take part in it.
+        A member that joins, or that has the call's result, is elsewhere in its script and cannot
+        take part.
         """
         table = self._state.table
         if self._state.running is not None or not table.in_call:
@@ -224,8 +230,8 @@ class Collecting:
 
     @property
     def awaits_state(self) -> bool:
-        """Whether the state that is missing may be with somebody who has not spoken yet, or is with
-        one whose next try is put off."""
+        """True if the missing state may be held by a member that has not proposed yet under this
+        leader, or whose next try is put off."""
         if not self._state.lacks_state(self._state.able):
             return False
         candidates = self._state.table.candidates.values()
@@ -237,7 +243,7 @@ class Collecting:
 
     @property
     def _has_survivors(self) -> bool:
-        """Whether somebody is there who trained before: then nobody waits for a last call."""
+        """True if a member that trained before is there: then there is no last call to wait for."""
         if self._state.previous is None:
             return False
         staying = self._state.able

@@ -1,4 +1,4 @@
-"""How an attempt, a generation, a membership and the job end."""
+"""Ends of an attempt, a generation, a membership and the job."""
 
 from shoal_proto.back_off import doubled_s
 from shoal_server.core.generations.conflicts import in_short
@@ -29,16 +29,16 @@ MAX_BACK_OFF_S = 5.0
 
 
 class Endings:
-    """Aborts attempts and breaks generations off; who is in them settles."""
+    """Aborts attempts and breaks generations off; their members then settle."""
 
     def __init__(self, state: JobState) -> None:
         self._state = state
 
     def abort(self, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()) -> None:
-        """End the attempt with one record for all.
+        """End the attempt with one record for all its members.
 
-        Once the boundary may be agreed, members may have begun to leave the old generation: then
-        that is over too. Before, it goes on as if nothing had been.
+        Once the boundary may have been agreed, members may have begun to leave the old generation:
+        then that generation is over too. Before that, it goes on unchanged.
         """
         agreement = self._state.agreement
         assert agreement is not None
@@ -52,7 +52,7 @@ class Endings:
         self._state.agreement, self._state.tries.failures = None, self._state.tries.failures + 1
         self._state.do(Write(record=record))
         if brought_up and old_is_over and self._state.running is not None:
-            # First of all: who waits at the boundary must not take the abort for leave to train on.
+            # First: members at the boundary must not take the abort as permission to train.
             old, self._state.running = self._state.running, None
             self._state.tries.changes.broke(reason, now_s)
             self.tell_broken(old, (), reason, now_s)
@@ -65,13 +65,13 @@ class Endings:
             newcomers = [
                 m for m in self._state.members_of(roster) if not m.is_in(self._state.running)
             ]
-            # They had begun to bring it up. Or, where a new leader took the old generation for the
-            # one that runs, they have trained in it since.
+            # The newcomers had begun to bring the generation up; or they have trained in it, if a
+            # new leader wrongly took the old generation for the running one.
             self._state.table.settle(newcomers, settled=False)
         self._state.previous = self._state.running or self._state.previous
         failures = self._state.tries.failures
         back_off_s = doubled_s(FIRST_BACK_OFF_S, MAX_BACK_OFF_S, failures - 1)
-        # One loss is news, not a failure to agree: the survivors need not wait to try again.
+        # No back-off after the first failure: survivors of one loss try again at once.
         again_s = now_s + (back_off_s if failures > 1 else 0.0)
         self._state.deadlines.deadline_s = None if self._state.end.completing else again_s
 
@@ -85,7 +85,7 @@ class Endings:
             None,
         )
         if running is None:
-            return  # the abort took it along and told its members
+            return  # The abort ended it too and notified its members.
         if not self._state.end.stopping:
             self._state.tally.num_breaks += 1
         if running.synchronous:
@@ -107,10 +107,11 @@ class Endings:
             self._state.tell(member, notice)
 
     def believe_left(self, member: Member, left: Generation, now_s: float) -> None:
-        """It was told of a break by a leader whose word is lost: what it left does not run."""
+        """End what the member says it has left: an earlier leader told it of a break, and did not
+        make that durable."""
         reason = f"{member.member_id} has left generation {left}"
         running, attempt = self._state.running, self._state.attempt
-        # A leader that took over may attempt an older one than the newest, which was aborted.
+        # A leader that took over may attempt an older generation than the newest, aborted one.
         if (
             attempt is not None
             and left >= attempt.generation
@@ -122,7 +123,7 @@ class Endings:
 
 
 class Removal:
-    """Takes members out, and with each whatever it was needed for."""
+    """Removes members, and ends the attempt or generation that a removed member was part of."""
 
     def __init__(self, state: JobState, endings: Endings) -> None:
         self._state = state
@@ -139,9 +140,9 @@ class Removal:
         cause: str = "",
         lost: bool = True,
     ) -> None:
-        """Take a member out, and with it whatever it was needed for.
+        """Remove a member, and end the attempt or generation that it was part of.
 
-        `cause`: the reason in a word or two; `lost`: whether it went without leave.
+        `cause` is the reason in a word or two; `lost` is true if the member did not leave in order.
         """
         self._state.tries.changes.gone(member.member_id, cause or reason, lost=lost)
         has_work = not self._state.table.has_finished(member)
@@ -156,7 +157,7 @@ class Removal:
         if not self._state.table.candidates:
             self._state.deadlines.first_proposal_s = None
         if not self._state.members and self._state.table.finished:
-            # Whoever comes now begins with nobody: it is the whole minimum that it needs.
+            # No member is left, so the next ones need the whole minimum again.
             self._state.table.finished.clear()
             self._state.do(Save())
         if self._state.end.completing:
@@ -177,15 +178,15 @@ class Removal:
 
     def refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
         self._state.tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
-        told = f"{member.member_id} was refused: {refusal.what}"
-        self._state.log("member_refused", told, member)
-        # Who was too late may join again, and so is fenced like any that was lost.
+        text = f"{member.member_id} was refused: {refusal.what}"
+        self._state.log("member_refused", text, member)
+        # A member that was too late may join again, so it is fenced like a lost one.
         lasting = refusal if refusal.kind != RefusalKind.TIMEOUT else None
         reason = f"refused: {refusal.what}"
         self.remove(member, reason, now_s, refusal=lasting, cause=refusal.what)
 
     def abort_conflicting(self, conflicts: tuple[Conflict, ...], now_s: float) -> None:
-        """Nobody in conflict trains; members that train, or keep the job, are not to blame."""
+        """Abort and refuse the members in conflict, except those that train or keep the job."""
         roster, conflicts = self._state.attempt, in_short(conflicts)
         assert roster is not None
         at_fault = self._state.at_fault(self._state.members_of(roster))
@@ -195,7 +196,7 @@ class Removal:
             self.refuse(member, refusals.conflict(self._state.spec.job, conflicts), now_s)
 
     def lose_state(self, seen: str, now_s: float) -> None:
-        """End the job: what it had come to is gone, and it must not begin anew unasked."""
+        """End the job, whose state is gone: it must not start over unless an operator asks."""
         self._state.end.lost = refusals.state_lost(self._state.spec.job, self._state.progress, seen)
         self._endings.abort(self._state.end.lost.what, now_s)
         self._state.to(Trigger.STATE_LOST, self._state.end.lost.what, now_s)
@@ -206,9 +207,9 @@ class Removal:
             self.refuse(member, self._state.end.lost, now_s)
 
     def finish(self, member: Member, why: str, now_s: float) -> None:
-        """Wait for the member no more: it has done its work. With the last one the job completes.
+        """Stop waiting for a member that has done its work; after the last one the job completes.
 
-        Others train on, and form further generations without it if they have to.
+        The other members train on, and form further generations without it if they have to.
         """
         table, agreement = self._state.table, self._state.agreement
         trained = self._state.running or self._state.previous
@@ -217,8 +218,8 @@ class Removal:
         elif not member.is_in(trained):
             return
         elif table.has_finished(member):
-            # It said so before. If all did, an earlier leader may not have come to complete the
-            # job; a member that was lost since has not.
+            # A repeated report. If all members have finished, an earlier leader may have died
+            # before it completed the job. A member that was lost since has not finished.
             is_last = table.finished.issuperset(trained.ranks)
         else:
             table.finish(member)
@@ -235,19 +236,20 @@ class Removal:
             self.complete(member, why, now_s)
 
     def complete(self, leaver: Member, why: str, now_s: float) -> None:
-        """Nobody else needs to join. Who trains finishes; an attempt to change is called off."""
+        """Close the job to new members. Its trainers finish; an attempt at a change is aborted."""
         self._state.end.completing = True
         reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
         self._state.log("job_completing", reason)
         if self._state.agreement is not None and (
             self._state.running or self._state.stage.phase is Phase.PREPARE
         ):
-            self._state.agreement.stop_at = None  # who has steps left goes on with them
+            self._state.agreement.stop_at = None  # Members with steps left go on.
             self._endings.abort(reason, now_s)
             if self._state.running is not None:
                 self._state.to(Trigger.INTACT, reason, now_s)
         self._state.deadlines.deadline_s, self._state.stage.reason = None, reason
-        # Who trained before finishes by itself, in a generation or (asynchronous) between two.
+        # Members that have trained finish by themselves, asynchronous ones even between two
+        # generations.
         trained = self._state.running or self._state.previous
         newcomers = [m for m in self._state.members.values() if not m.is_in(trained)]
         for member in [m for m in newcomers if m is not leaver]:
@@ -256,7 +258,7 @@ class Removal:
             self._state.tell(member, ClosingNotice(reason=reason))
 
     def end(self, trigger: Trigger, reason: str, now_s: float) -> None:
-        """Nobody is a member any more: the job is over."""
+        """End the job: it has no members any more."""
         self._state.to(trigger, reason, now_s)
         self._state.running = self._state.agreement = None
         self._state.deadlines.stop()
@@ -264,7 +266,7 @@ class Removal:
 
 
 class Drains:
-    """Who is to leave, and when it is told to go."""
+    """Drains: members that are to leave, and when each is told to."""
 
     def __init__(self, state: JobState, removal: Removal) -> None:
         self._state = state
@@ -282,7 +284,7 @@ class Drains:
         self._tell(member, event.reason, now=member.drain.let_go, now_s=now_s)
 
     def let_go(self, now_s: float) -> None:
-        """Tell those to leave now whom no planned change can spare the others."""
+        """Tell members to leave now if a planned change cannot replace them first."""
         for member in list(self._state.table.draining.values()):
             if member.drain.let_go or self._is_worth_waiting(member, now_s):
                 continue
@@ -299,8 +301,8 @@ class Drains:
         self._state.tell(member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced))
 
     def _is_unreplaced(self, member: Member, now_s: float) -> bool:
-        """True if no generation follows without this member. Not if others, which did not come to
-        an agreed boundary in time, would keep it from taking a further step."""
+        """True if no generation follows without this member. False once its drain is overdue:
+        members that did not agree on a boundary in time would keep it from taking a step."""
         running = self._state.running
         if running is None:
             return member.holds_state and len(self._state.table.draining) == len(
@@ -311,8 +313,8 @@ class Drains:
 
     def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
         """True if a generation without the member may soon follow the one it trains in."""
-        # A change that members are agreeing on is carried out first, though all of them are to
-        # leave by now: one that left amid it would take the state of the others with it.
+        # A planned change that is in progress is finished first, even if all its members are to
+        # leave by now: one that left in the middle would take the others' state with it.
         if self._may_hand_over(member) or self._is_changing(member):
             return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
@@ -327,20 +329,20 @@ class Drains:
             m.is_in(roster) for m in candidates.values()
         ):
             return True
-        # Else its state has to be handed to somebody who is only on the way.
+        # Otherwise its state has to be handed to a member that is still joining.
         return any(
             m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
         )
 
     def _is_changing(self, member: Member) -> bool:
-        """True if the synchronous generation of this member is being changed by plan."""
+        """True if a planned change of this member's synchronous generation is in progress."""
         running, attempt = self._state.running, self._state.attempt
         changes = running is not None and running.synchronous and attempt is not None
         return changes and (member.is_in(running) or member.is_in(attempt))
 
     def _may_hand_over(self, member: Member) -> bool:
-        """True if nobody but members that are to leave holds the job's state, and others are there
-        that can take it: with fewer than the minimum no generation forms."""
+        """True if only members that are to leave hold the job's state, and enough others for a
+        generation are there to take it."""
         others = len(self._state.members) - len(self._state.table.draining)
         return (
             others >= self._state.spec.min_members
@@ -349,7 +351,7 @@ class Drains:
         )
 
     def leavers(self, chosen: list[Member]) -> list[Member]:
-        """Who trains and would not be in a roster of the chosen."""
+        """Draining members that train and would not be in a roster of the chosen."""
         if self._state.running is None or not self._state.table.draining:
             return []
         staying = {m.member_id for m in chosen}
@@ -357,25 +359,25 @@ class Drains:
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
     def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
-        """Let those go who trained in the old generation and are not in the one that runs now."""
+        """Release members of the old generation that are not in the one that runs now."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
                 self._state.tell(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
                 reason, job = leaver.drain.reason, self._state.spec.job
                 refusal = refusals.drained(job, leaver.member_id, reason)
-                # A call of its own may come before the notice: it is to hear the same.
-                told = f"drained: {reason}"
-                self._removal.remove(leaver, told, now_s, refusal=refusal, cause=told, lost=False)
+                # The member's own call may arrive before the notice: it gets the same reason.
+                why = f"drained: {reason}"
+                self._removal.remove(leaver, why, now_s, refusal=refusal, cause=why, lost=False)
             elif self._state.table.has_finished(leaver):
                 self._state.tell(leaver, self._state.break_notice(old.generation))
             else:
-                # It asked a leader before this one, and will ask again: it waits at the boundary.
+                # It asked an earlier leader to leave and will ask again; it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)
                 self._state.tell(leaver, self._state.break_notice(old.generation))
 
 
 class Lifetime:
-    """Stops a job, gives it up, or lets it be joined again."""
+    """Stops a job, ends it as failed, or allows joins again."""
 
     def __init__(self, state: JobState, removal: Removal, drains: Drains) -> None:
         self._state = state
@@ -383,9 +385,9 @@ class Lifetime:
         self._drains = drains
 
     def stop(self, reason: str, now_s: float) -> None:
-        """Have every member leave at its next step boundary; with the last of them the job is over.
+        """Make all members leave at their next step boundary; the job is over once they have left.
 
-        To be said again, by a new leader too. A job that is over stays as it is.
+        May be repeated, by a new leader too. Does nothing to a job that is over.
         """
         if self._state.stage.phase in OVER:
             return
@@ -400,24 +402,24 @@ class Lifetime:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 
     def abandon(self, reason: str, now_s: float) -> None:
-        """The job has failed: all its members are gone, and none came back. Nothing for one that
-        has members, or is over."""
+        """End the job as failed: all its members are gone, and none came back. Does nothing if the
+        job has members or is over."""
         if self._state.members or self._state.stage.phase not in (Phase.COLLECT, Phase.ABORTED):
             return
         self._removal.end(Trigger.ABANDONED, reason, now_s)
 
     def keep_result(self, result: Result) -> None:
-        """What came of a job that is over; nothing of one that was joined again meanwhile."""
+        """Keep the result of a job that is over; ignored if it was joined again meanwhile."""
         if self._state.stage.phase in OVER:
             self._state.tally.result = result
             self._state.do(Save())
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> None:
-        """Let the job be joined again. Raises Refused for one that has members, is finished, or of
-        which nothing is left to go on with, unless from step 0.
+        """Allow joins again. Raises Refused if the job has members or is finished, or if its
+        records were removed and `from_scratch` is false.
 
-        One that nobody is in can be joined already: whoever asks twice, since the first answer did
-        not come or the first wish was another, is answered as at first.
+        A job without members that is not over can be joined already: a repeated call, perhaps with
+        another `from_scratch`, succeeds too.
         """
         phase = self._state.stage.phase
         if phase is Phase.FINISHED:

@@ -1,26 +1,26 @@
 """One job's membership: how its members agree on each generation. The heart of Shoal.
 
 `Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
-happen; a `Write` is durable before anything behind it leaves. `Job.next_deadline_s()` says when
+happen; a `Write` is durable before any effect after it leaves. `Job.next_deadline_s()` says when
 `tick` has something to do. A refused event raises `Refused` and leaves the state as it was.
 
-A generation forms in three moves. COLLECT waits until everybody who is wanted stands ready, then
-freezes the roster. PREPARE shows it to each of them; all must accept the same digest. COMMITTED is
-one durable record that all receive; they bring the generation up, and it runs when the last of
-them is ready. Anything that goes wrong ends in one durable ABORTED record with the same reason for
-all.
+A generation forms in three moves. COLLECT waits until all members that are wanted are ready,
+then freezes the roster. PREPARE shows it to each of them; all must accept the same digest.
+COMMITTED is one durable record that all receive; they bring the generation up, and it runs when
+the last of them is ready. A failure on the way ends in one durable ABORTED record with the same
+reason for all.
 
-A planned change (somebody joins) goes through COLLECT and PREPARE while the old generation trains
+A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
 on, and stops it at one step that all its members share: each member offers the first step that it
-has not begun and begins none from there on; the highest offer is where the old generation stops.
-Members of a synchronous generation are never more than one step apart, so this takes a step at the
-most, and since a member offers while its trainer computes, nobody holds up a collective.
+has not begun, and begins no step from there on; the old generation stops at the highest offer.
+Members of a synchronous generation are never more than one step apart, so this takes at most one
+step. A member offers while its trainer computes, so no collective is held up.
 
-A loss breaks the generation at once. Its survivors settle (stop, and say at which step)
-and form the next one without waiting for anybody else.
+A loss breaks the generation at once. Its survivors settle (stop, and report their step) and form
+the next one without waiting for other members.
 
-A member that is to leave (drain) is left out by a planned change too, and goes once the others
-train without it.
+A planned change also leaves out a member that drains. That member leaves once the others train
+without it.
 
 Members of an asynchronous job never stop: they need neither boundary nor settling.
 """
@@ -68,7 +68,7 @@ from shoal_server.core.membership.setbacks import Setbacks
 
 
 class Job:
-    """One job's state machine. `handle` and `tick` change it; the edge only reads it."""
+    """State machine of one job. `handle` and `tick` change it; the edge only reads it."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Job:
         size_problem: Callable[[Roster], str] = lambda roster: "",
         phase_since_s: float = 0.0,
     ) -> None:
-        """`size_problem`: why the record of a roster could not be kept; empty for one that can."""
+        """`size_problem` says why etcd would not take a roster's record; empty if it would."""
         table = MembershipTable(limits=limits)
         stage = PhaseState(since_s=phase_since_s)
         self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
@@ -115,7 +115,7 @@ class Job:
     # --- what the edge calls ---
 
     def handle(self, event: Event, now_s: float) -> list[Effect]:
-        """Take one event in and say what follows from it."""
+        """Apply one event; returns the effects."""
         self._pause_keeper.keep_limits(now_s)
         if isinstance(event, Joined):
             self._arrivals.joined(event, now_s)
@@ -127,25 +127,25 @@ class Job:
         return self.state.take_effects()
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
-        """Have all members leave at a step boundary; then the job is over."""
+        """Make all members leave at a step boundary; the job is over once they have left."""
         self._lifetime.stop(reason, now_s)
         self._advance(now_s)
         return self.state.take_effects()
 
     def abandon(self, reason: str, now_s: float) -> list[Effect]:
-        """Nobody came back for too long: the job has failed."""
+        """End the job as failed: for too long it has had no members."""
         self._lifetime.abandon(reason, now_s)
         return self.state.take_effects()
 
     def keep_result(self, result: Result) -> list[Effect]:
-        """What came of a job that is over, for its own record."""
+        """Note the result of a job that is over, in the job's own record."""
         self._lifetime.keep_result(result)
         return self.state.take_effects()
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
-        """A job that failed, was stopped or is lost may be joined again; from step 0 on request.
+        """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
-        Raises Refused for one that runs, or is finished.
+        Raises Refused if the job runs or is finished.
         """
         self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
         return self.state.take_effects()
@@ -174,9 +174,9 @@ class Job:
         return self.state.take_effects()
 
     def heartbeat(self, event: Heartbeat, now_s: float) -> None:
-        """Take in what a heartbeat tells of the member's trainer. Nothing follows from it at once.
+        """Note what a heartbeat says of the member's trainer. Has no effects.
 
-        It is called for every beat, so it costs next to nothing.
+        Cheap, since it is called for every heartbeat.
         """
         member = self.state.members.get(event.member_id)
         if member is None or member.incarnation != event.incarnation:
@@ -188,15 +188,15 @@ class Job:
         member.trainer.loads = event.loads
 
     def next_deadline_s(self) -> float | None:
-        """When `tick` should be called next, if no event comes before."""
+        """Return the time of the next call of `tick`, if no event comes before."""
         return min(self._timeouts.deadlines(), default=None)
 
     def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """A heartbeat: one that trains has so many steps behind it. Costs next to nothing."""
+        """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
         self.state.heard_of_step(member_id, incarnation, step)
 
     def postpone(self, by_s: float) -> None:
-        """Move every limit that runs: for so long nobody could be told anything."""
+        """Move every running limit by the time in which no member could be notified."""
         self.state.postpone(by_s)
 
     # --- what the edge reads ---
@@ -263,7 +263,7 @@ class Job:
 
     @property
     def stopping(self) -> str:
-        """Why it is to be stopped, or was; empty for any other."""
+        """Reason for which the job was or is being stopped; empty for any other job."""
         return self.state.end.stopping
 
     @property
@@ -271,19 +271,19 @@ class Job:
         return self.state.agreement
 
     def members_of(self, roster: Roster) -> list[Member]:
-        """Those of the roster that are still here, by rank."""
+        """Members of the roster that are still in the job, by rank."""
         return self.state.members_of(roster)
 
     def pausing(self) -> list[tuple[Member, Pause]]:
-        """Who is paused, of those whom others wait for."""
+        """Paused members that other members wait for."""
         return self._pause_keeper.pausing()
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Whom all wait for, and until when at most; empty while nobody is paused."""
+        """Text that names the paused members and their limits; empty if no member is paused."""
         return self._pause_keeper.why_paused(now_s)
 
     def rank_of(self, member: Member) -> int | None:
-        """The member's rank in what runs, is to run or ran last."""
+        """The member's rank in the running generation, else in the attempt, else in the last."""
         return self.state.rank_of(member)
 
     # --- what follows ---
@@ -336,7 +336,7 @@ class Job:
             self._removal.complete(member, event.reason, now_s)
 
     def _left(self, member: Member, event: Left, now_s: float) -> None:
-        # Who comes with all its work behind it does not end the training of the others.
+        # A member that joins with its work done does not end the training of the others.
         concerns_all = self.state.running is None or member.is_in(self.state.running)
         if event.completed and member.proposal is not None and member.proposal.stateless:
             # Torchrun's nodes may end at different times.
@@ -372,18 +372,18 @@ class Job:
             self._advance_change(now_s)
 
     def _advance_change(self, now_s: float) -> None:
-        """A generation runs: who would join it, or leave it?"""
+        """Begin, drop or carry on a planned change of the running generation."""
         wanted, chosen = self._collecting.change_wanted(now_s)
         if not wanted:
             if self.state.stage.phase is Phase.COLLECT:
                 self.state.to(Trigger.CHANGE_DROPPED, "who wanted the change is gone", now_s)
             return
         if self._pause_keeper.pausing():
-            return  # they would stop for nothing: the change comes when all can take part in it
+            return  # A paused member cannot take part: the change waits until all can.
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
-        # Members that have not proposed yet are on their way, and where one is told to end others
-        # mostly are within moments: one stop takes them along.
+        # Wait a little for members that have not proposed yet, and for further drains, which mostly
+        # come together: one stop serves them all.
         coming = self.state.table.num_on_the_way > 0 or bool(self.state.table.draining)
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
@@ -393,7 +393,7 @@ class Job:
             self._advance(now_s)
 
     def _asked(self, member: Member, event: DrainAsked | Paused | Resumed, now_s: float) -> None:
-        """What a member, or an operator for it, asks of the others."""
+        """Handle what a member, or an operator on its behalf, asks of the others."""
         match event:
             case DrainAsked():
                 self._drains.ask(member, event, now_s)

@@ -41,28 +41,28 @@ def passed(since_s: float | None, limit_s: float, now_s: float) -> bool:
 
 @dataclass(kw_only=True)
 class Deadlines:
-    """None: that limit does not run."""
+    """Time limits of a job. None: the limit does not run."""
 
     deadline_s: float | None = None
-    """When the phase is over at the latest."""
+    """Latest end of the phase."""
     bring_up_over_s: float | None = None
-    """Whatever still moves then, the generation is not brought up."""
+    """Latest end of the bring-up, even if it still makes progress."""
     first_proposal_s: float | None = None
-    """Since when somebody is ready to train."""
+    """Time of the first proposal: a member is ready to train."""
     broken_since_s: float | None = None
-    """Since when members have been asked to stop."""
+    """Time at which members were told to stop after a break."""
     suspect_since_s: float | None = None
-    """Since when word of a loss is awaited, after a collective failed."""
+    """Time at which a collective failed; notice of a loss is awaited since then."""
     overdue_check_s: float | None = None
-    """No member has waited for the join limit before then."""
+    """Earliest time at which a member may have waited for the join limit."""
 
     def stop(self) -> None:
-        """Nothing is waited for any more."""
+        """Stop all limits but the last call's."""
         self.deadline_s = self.broken_since_s = self.suspect_since_s = None
         self.bring_up_over_s = self.overdue_check_s = None
 
     def postpone(self, by_s: float) -> None:
-        """For so long nobody could be told anything."""
+        """Move the limits by the time in which no member could be notified."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -70,7 +70,7 @@ class Deadlines:
         self.overdue_check_s = _later(self.overdue_check_s, by_s)
 
     def hold(self, by_s: float) -> None:
-        """For so long somebody was paused. Whatever tells of a loss goes on as ever."""
+        """Move the limits by the time of a pause, except those that detect a loss."""
         self.deadline_s = _later(self.deadline_s, by_s)
         self.bring_up_over_s = _later(self.bring_up_over_s, by_s)
         self.broken_since_s = _later(self.broken_since_s, by_s)
@@ -84,7 +84,7 @@ def _later(at_s: float | None, by_s: float) -> float | None:
 
 @dataclass(kw_only=True)
 class PhaseState:
-    """The phase, and why."""
+    """The phase, its reason and its begin."""
 
     phase: Phase = Phase.COLLECT
     reason: str = "the job is new"
@@ -97,28 +97,28 @@ class Tries:
 
     failures: int = 0
     num_excluded: int = 0
-    """Members that were there but could not be trained with; the job does not wait for as many
-    again."""
+    """Members that were ready and had to be left out; the job does not wait for that many others
+    in their place."""
     failed_roster: Roster | None = None
-    """The newest that was to be brought up, and was not."""
+    """The newest roster whose bring-up failed."""
     changes: Changes = field(default_factory=Changes)
-    """Who went and why, and who came: what the next generation is told with."""
+    """Departures and arrivals, from which the next generation's reason is made."""
 
 
 @dataclass(kw_only=True)
 class End:
-    """Whether the job takes nobody in any more."""
+    """The end of a job, as far as it has come: members may no longer join."""
 
     completing: bool = False
     lost: Refusal | None = None
-    """Of a job whose state is lost: what everybody is refused with."""
+    """For a job whose state is lost: the refusal that every member gets."""
     stopping: str = ""
-    """Of a job that was stopped, or is to be once its members have left: why."""
+    """For a job that was stopped, or is over once its members have left: the reason."""
 
 
 @dataclass(kw_only=True)
 class JobState:
-    """What the parts of one job share. Each changes what it decides about."""
+    """State that the parts of one job share. Each part changes what it decides about."""
 
     spec: JobSpec
     limits: Limits
@@ -128,11 +128,11 @@ class JobState:
     running: Roster | None = None
     """The generation that trains, if one does."""
     previous: Roster | None = None
-    """The newest roster that was committed: ranks are kept from it."""
+    """The newest committed roster; members keep their ranks from it."""
     agreement: Agreement | None = None
-    """On the roster in PREPARE or COMMITTED."""
+    """Agreement on the roster in PREPARE or COMMITTED."""
     record: Record | None = None
-    """The newest committed record: of the generation that runs or is brought up."""
+    """The newest committed record: that of the generation that runs or is brought up."""
     deadlines: Deadlines = field(default_factory=Deadlines)
     tries: Tries = field(default_factory=Tries)
     end: End = field(default_factory=End)
@@ -142,7 +142,7 @@ class JobState:
 
     @property
     def tally(self) -> Tally:
-        """What people are told of the job's whole life."""
+        """Figures over the job's whole life, for people to read."""
         return self.progress.tally
 
     @property
@@ -155,31 +155,31 @@ class JobState:
         return self.agreement.roster if self.agreement is not None else None
 
     def members_of(self, roster: Roster) -> list[Member]:
-        """Those of the roster that are still here, by rank."""
+        """Members of the roster that are still in the job, by rank."""
         return self.table.of(roster)
 
     def agreement_of(
         self, member: Member, generation: Generation, phase: Phase
     ) -> Agreement | None:
-        """The attempt under way, if the member is in it and speaks of it where it counts."""
+        """The current attempt, if it is this generation in this phase and the member is in it."""
         agreement = self.agreement
         if agreement is None or self.stage.phase is not phase or generation != agreement.generation:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: Roster) -> list[Member]:
-        """Who has to hear how the attempt ends: its members, and those who leave by it."""
+        """Members to notify of the attempt's outcome: its own, and those that leave by it."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """A heartbeat: one that trains has so many steps behind it. Costs next to nothing."""
+        """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
-        # One that is on its way in may come with steps of another run.
+        # A member that has not entered a generation yet may count steps of another run.
         if member.entered > NO_GENERATION and self._trains_together(member):
             self.progress.heard_of(step)
 
@@ -188,9 +188,9 @@ class JobState:
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
     def postpone(self, by_s: float) -> None:
-        """Move every limit that runs: for so long nobody could be told anything.
+        """Move every running limit by the time in which no member could be notified.
 
-        What was decided waited to become durable, so no member is late for not acting on it.
+        Decisions waited to become durable, so a member is not late for not acting on them.
         """
         self.deadlines.postpone(by_s)
         self.table.postpone(by_s)
@@ -198,21 +198,23 @@ class JobState:
 
     @property
     def attempt_is_synchronous(self) -> bool:
-        """Whether members wait for each other, in what runs or is to; True while nothing is."""
+        """True if members wait for each other in the running generation, else in the attempt, else
+        in the last one; True before the first."""
         roster = self.running or self.attempt or self.previous
         return roster is None or roster.synchronous
 
     def rank_of(self, member: Member) -> int | None:
-        """The member's rank in what runs, is to run or ran last."""
+        """The member's rank in the running generation, else in the attempt, else in the last."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None
 
     @property
     def able(self) -> Collection[Member]:
-        """The candidates but for those whose next try is put off.
+        """Candidates that may be in a roster now: all but those whose next try is put off.
 
-        Who trains is never among them; and who holds state is tried again at once, once.
+        A member that trains is never put off. A member that holds state is tried again at once
+        after its first failure.
         """
         candidates, setbacks = self.table.candidates, self.setbacks
         if not any(setbacks.waits(name) for name in setbacks):
@@ -226,27 +228,27 @@ class JobState:
         ]
 
     def stays(self, member: Member) -> bool:
-        """True if the member does not pay for those that come: it trains, or keeps the job."""
+        """True if the member trains, or keeps the job: newcomers give way to it, not it to them."""
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[Member]) -> list[Member]:
-        """Those of the members that come to others; if none does, those that do not train."""
+        """Newcomers among the members, if others stay; otherwise all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
     @property
     def least_members(self) -> int:
-        """Members that a roster needs. Those that have done their work are not to be had again."""
+        """The number of members that a roster needs. Members that have done their work count."""
         return max(1, self.spec.min_members - len(self.table.finished))
 
     def lacks_state(self, members: Iterable[Member]) -> bool:
-        """Whether a generation of these could not go on from where the job had come to."""
+        """True if a generation of these members could not continue from the step reached."""
         if self.running is not None or self.end.completing or not self.progress.has_trained:
             return False
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
 
     def refuse_if_over(self) -> None:
-        """Raise for a job that takes nobody in any more."""
+        """Raise Refused if the job takes no more members."""
         if self.end.lost is not None:
             raise Refused(self.end.lost)
         if self.stage.phase is Phase.STOPPED:

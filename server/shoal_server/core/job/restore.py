@@ -1,4 +1,4 @@
-"""A job as a new leader finds it in the store."""
+"""Restores a job from what a new leader finds in the store."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,25 +18,25 @@ GRACE_LEASES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What the store holds of a job."""
+    """The stored state of a job."""
 
     last_generation: Generation
     record: Record | None
     """The newest committed record."""
     before: Record | None
-    """The one committed before it, if it did not break or abort since."""
+    """The record committed before it, if that generation has not broken or aborted since."""
     members: tuple[Member, ...]
     finished: bool
     reason: str
     progress: Progress = field(default_factory=Progress)
     lost: str | None = None
-    """Of a job whose state is lost: where it was looked for."""
+    """For a job whose state is lost: where the state was looked for."""
     stopping: str = ""
-    """Of a job that was stopped, or was to be: why."""
+    """For a job that was stopped, or is to be: the reason."""
     failed: bool = False
     tally: Tally = field(default_factory=Tally)
     ended_s: float = 0.0
-    """When it was over; 0: it is not known."""
+    """Time at which the job was over; 0: unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
 
@@ -50,11 +50,11 @@ def restored(
     size_problem: Callable[[Roster], str] = lambda roster: "",
     now_s: float,
 ) -> Job:
-    """The job with what was durable of it.
+    """Make the job from its durable state.
 
-    Whether the newest generation already ran is not recorded: its members say so again when they
-    attend. They get the time of three leases for that before they count as disconnected: the
-    replica that they ask first may be the one that hangs.
+    The store does not say whether the newest generation already ran: its members say so when they
+    attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since the
+    coordinator replica that they ask first may be the one that hangs.
     """
     job = Job(
         spec=spec,
@@ -68,7 +68,7 @@ def restored(
     state.progress = saved.progress
     state.progress.tally = saved.tally
     if saved.finished:
-        # Not in the future: a leader with a wrong clock may have noted it.
+        # Never in the future: a leader with a wrong clock may have written it.
         state.stage.since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
         state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
@@ -93,7 +93,7 @@ def restored(
     if saved.record is not None:
         _continue_generation(state, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
-        # Of what they trained in nothing can be read: they say which step they have come to.
+        # The record of their generation cannot be read: members report the step they reached.
         state.table.settle(saved.members, settled=False)
         state.deadlines.broken_since_s = now_s
     return job
@@ -106,7 +106,7 @@ def _continue_generation(
     state.record, state.previous = record, roster
     state.tries.changes.before = roster
     if state.progress.has_trained and roster.synchronous:
-        # It most likely ran: nothing is written when one does, but for the first.
+        # It most likely ran: only the first generation is written as running.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
     state.table.settle(present, settled=not roster.synchronous)
@@ -114,7 +114,7 @@ def _continue_generation(
     if {m.member_id for m in present} | done >= set(roster.member_ids):
         old = before.roster if before is not None and roster.planned else None
         if old is not None and len(state.members_of(old)) == len(old.entries):
-            # It may be that the members still train in it, on their way to the boundary.
+            # Members may still train in the old generation, on their way to the boundary.
             state.running = old
             state.table.settle(state.members_of(old), settled=not old.synchronous)
         stopping = set(state.running.member_ids if state.running is not None else ()) - done
@@ -125,6 +125,6 @@ def _continue_generation(
         state.deadlines.deadline_s = now_s + state.limits.collective_s + state.limits.bring_up_s
         state.deadlines.bring_up_over_s = now_s + state.limits.longest_bring_up_s
     elif roster.synchronous and present:
-        # One of them was lost while nobody led: those who are left hear of it when they attend.
+        # A member was lost while no coordinator led: survivors are notified when they attend.
         state.deadlines.broken_since_s = now_s
         state.tries.changes.broke("", now_s)

@@ -1,4 +1,4 @@
-"""From the record of a generation on: its bring-up, what members say of a break, and pauses."""
+"""Bring-ups that fail, breaks that members report, and pauses."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
 class BringUps:
-    """Whose failure it was, and what follows for the next tries."""
+    """Decides whose fault a failed bring-up was, and when its members are tried again."""
 
     def __init__(self, state: JobState, endings: Endings, removal: Removal) -> None:
         self._state = state
@@ -30,20 +30,21 @@ class BringUps:
         self._removal = removal
 
     def failed_under(self, member: Member, event: Broke, now_s: float) -> bool:
-        """True if that was all there is to it: an attempt failed, or a member was left out."""
+        """Handle a failed bring-up. True if that settles the event: it ended the attempt, or
+        removed the member."""
         own = event.own and self._shares_failure(member, event.generation)
         error = f"{member.member_id} could not bring it up: {event.error}"
         is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
         newcomers = self._newcomers()
-        # A member that keeps the job fails for those that come to it, such as in handing them its
-        # state: that costs them the attempt, and never the job the member.
+        # A member that keeps the job may fail because of newcomers, as when it sends them its
+        # state: the newcomers lose the attempt, but the job does not lose the member.
         is_spared = own and member.keeps_job and bool(newcomers)
         puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
         if is_attempt:
             self._endings.abort(error, now_s)
         if puts_off:
             self._put_off(newcomers, error, now_s)
-        # Else another's word came first, which may have been a consequence of this.
+        # Otherwise another member reported first, perhaps as a consequence of this failure.
         if is_spared:
             member.failed_in = event.generation
             self._state.log("bring_up_failed", error, member)
@@ -52,7 +53,7 @@ class BringUps:
         return is_attempt or self._state.members.get(member.member_id) is not member
 
     def _shares_failure(self, member: Member, generation: Generation) -> bool:
-        """Whether the member says for the first time what it failed with in the newest bring-up."""
+        """True if this is the member's first report of its failure in the newest bring-up."""
         if member.failed_in >= generation:
             return False
         brought_up = self._brought_up
@@ -63,26 +64,26 @@ class BringUps:
 
     @property
     def _brought_up(self) -> Roster | None:
-        """The roster that is being brought up, or that was last."""
+        """The roster that is being brought up, or the last one whose bring-up failed."""
         if self._state.stage.phase is Phase.COMMITTED:
             return self._state.attempt
         return self._state.tries.failed_roster
 
     def _newcomers(self) -> list[Member]:
-        """Members of the newest bring-up that come to others, which keep the job."""
+        """Members of the newest bring-up that join others, if some of it stay."""
         roster = self._brought_up
         members = self._state.members_of(roster) if roster is not None else []
         newcomers = [m for m in members if not self._state.stays(m)]
         return newcomers if len(newcomers) < len(members) else []
 
     def _put_off(self, newcomers: list[Member], error: str, now_s: float) -> None:
-        """The others go on without them for now, whose coming they stopped for in vain."""
+        """Put off the newcomers' next try: the others stopped for them in vain."""
         for newcomer in newcomers:
             self._state.setbacks.shared(newcomer.member_id, now_s)
             newcomer.waits(f"another try: in the last one, {error}", now_s)
 
     def blame(self, member: Member, generation: Generation, error: str, now_s: float) -> None:
-        """It failed by itself: it is tried again later, or left out for good."""
+        """Count the member's own failure: it is tried again, or removed after its last try."""
         member.failed_in = generation
         num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
         reason = (
@@ -99,7 +100,7 @@ class BringUps:
         return refusals.cannot_bring_up(self._state.spec.job, member_id, MAX_TRIES, error)
 
     def has_no_way_back(self, member: Member, generation: Generation) -> bool:
-        """Whether an attempt that the member is in is all that there is."""
+        """True if the member's attempt has no intact running generation to return to."""
         agreement = self._state.agreement_of(member, generation, Phase.COMMITTED)
         intact = (
             self._state.running is not None and agreement is not None and agreement.stop_at is None
@@ -107,13 +108,13 @@ class BringUps:
         return agreement is not None and agreement.roster.synchronous and not intact
 
     def lost_its_old(self, agreement: Agreement, member: Member) -> bool:
-        """Whether a member on its way to a planned generation comes from none that runs."""
+        """True if the member is still to enter a planned generation and no old one runs."""
         waits = self._state.stage.phase is Phase.COMMITTED and agreement.has_boundary
         return waits and self._state.running is None and member.member_id in agreement.unready
 
 
 class Breaks:
-    """What members say of a break, until all who are left have settled."""
+    """Handles what members report of a break, until all survivors have settled."""
 
     def __init__(
         self, state: JobState, endings: Endings, removal: Removal, bring_ups: BringUps
@@ -124,9 +125,10 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def broke(self, member: Member, event: Broke, now_s: float) -> None:
-        """A collective failed. Who is also disconnected is lost; else word of a loss may follow."""
+        """Handle a failed collective. Members that are disconnected too are lost; if none is, a
+        loss may be noticed later."""
         if self._state.table.has_finished(member):
-            return  # Late: it has no work left that could have failed.
+            return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement
         if event.state_lost and self._bring_ups.has_no_way_back(member, event.generation):
             self._removal.lose_state(event.error, now_s)
@@ -140,7 +142,7 @@ class Breaks:
         running = self._state.running
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
-                # Its end was told by a leader that is gone, or while this member was away.
+                # An earlier leader announced its end, or this member was away then.
                 self._state.tell(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:
@@ -154,18 +156,18 @@ class Breaks:
         self._state.log("collective_failed", self._state.stage.reason, member)
         member.reported_broken = running.generation
         for other in self._state.members_of(running):
-            # A leader that has just taken over gives everybody time to come.
+            # A leader that has just taken over sets this in the future: members get time to attend.
             if other.disconnected_s is not None and other.disconnected_s <= now_s:
                 reason = "its stream broke, and so did a collective"
                 self._removal.remove(other, reason, now_s, cause="connection lost")
         if all(m.reported_broken == running.generation for m in trainers):
-            # Every one of them is here and says so: there is nobody's loss to wait for.
+            # All members are connected and have reported the break: no loss explains it.
             self._endings.break_off((), f"{self._state.stage.reason}; all members answer", now_s)
 
     def step_reported(self, member: Member, event: StepReported, now_s: float) -> None:
         self._state.refuse_if_over()
         if event.left < member.entered or self._state.table.has_finished(member):
-            return  # Late: it has trained since.
+            return  # Late: the member has trained since.
         member.entered = event.left
         self._endings.believe_left(member, event.left, now_s)
         committed = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
@@ -196,10 +198,11 @@ class Breaks:
                     self._removal.refuse(member, refusals.timeout(reason), now_s)
 
     def _who_is_away(self, members: list[Member], now_s: float) -> str:
-        """Who among them has been in the script's own code for longer than others wait, or "".
+        """Name the members that have been in the script's own code for at least half of
+        `collective_s`, or return "".
 
-        "rank 0 (vm-0) has been in your code for 54 s", or "waiting for a batch to be loaded", as
-        far as heartbeats tell.
+        For example "rank 0 (vm-0) has been in your code for 54 s", or "... waiting for a batch to
+        be loaded ...", according to their heartbeats.
         """
         texts = []
         for member in members:
@@ -214,15 +217,15 @@ class Breaks:
 
 
 class PauseKeeper:
-    """The pauses of members that others wait for."""
+    """Keeps the pauses of members that others wait for."""
 
     def __init__(self, state: JobState) -> None:
         self._state = state
         self.told_paused: tuple[str, ...] = ()
-        """Whom all were told of last."""
+        """Paused members that all members were last notified of."""
 
     def pausing(self) -> list[tuple[Member, Pause]]:
-        """Who is paused, of those whom others wait for."""
+        """Paused members that other members wait for."""
         return [each for each in self._state.table.pauses if self._is_waited_for(each[0])]
 
     def _is_waited_for(self, member: Member) -> bool:
@@ -236,7 +239,7 @@ class PauseKeeper:
         return member.is_in(self._state.running) or member.is_in(self._state.attempt)
 
     def why_paused(self, now_s: float | None = None) -> str:
-        """Whom all wait for, and until when at most; empty while nobody is paused."""
+        """Text that names the paused members and their limits; empty if no member is paused."""
         pausing = self.pausing()
         texts = [
             told(member, self._state.rank_of(member), pause, now_s) for member, pause in pausing[:3]
@@ -245,9 +248,9 @@ class PauseKeeper:
         return "; ".join(texts + more)
 
     def keep_limits(self, now_s: float) -> None:
-        """Before anything is looked at: what passed while somebody was paused counts for no limit.
+        """Move the limits by the time for which a member was paused. Call before any other check.
 
-        Whatever tells of a loss goes on as ever: broken streams, halts, a collective that failed.
+        Limits that detect a loss are not moved: broken streams, halts, a failed collective.
         """
         by_s = self._state.table.pauses.hold(now_s, held=bool(self.pausing()))
         if not by_s:
@@ -256,7 +259,7 @@ class PauseKeeper:
         self._state.table.postpone_drains(by_s)
 
     def tell(self, now_s: float) -> None:
-        """After anything that may change it: tell all whom they wait for, if that is news."""
+        """Notify all members if the set of paused members has changed. Call after each event."""
         paused = tuple(sorted(member.member_id for member, _ in self.pausing()))
         self._state.table.pauses.hold(now_s, held=bool(paused))
         if paused == self.told_paused:
@@ -265,7 +268,7 @@ class PauseKeeper:
         self.tell_all()
 
     def tell_all(self) -> None:
-        """Let the limits of all members begin anew, or stand still while somebody is paused."""
+        """Send all members the pauses: their own limits restart, or stop during a pause."""
         notice = self.notice()
         for member in self._state.members.values():
             self._state.tell(member, notice)
@@ -284,7 +287,7 @@ class PauseKeeper:
 
     def end(self, member: Member, event: Resumed, now_s: float) -> None:
         pause = self._state.table.pauses.end(member, event.number)
-        # What it did meanwhile was announced.
+        # The pause announced the time that the member spent in its own code.
         member.trainer.own_code_since_s = None
         if pause is not None:
             text = f"{member.member_id} goes on after {now_s - pause.since_s:.1f} s: {pause.reason}"

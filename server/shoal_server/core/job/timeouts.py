@@ -1,4 +1,4 @@
-"""What is late, and when the next limit passes."""
+"""Time limits: what happens when one has passed, and when the next one will."""
 
 import math
 from collections.abc import Iterator
@@ -48,10 +48,10 @@ class Timeouts:
             self._bring_up_overdue(agreement, now_s)
 
     def _bring_up_overdue(self, agreement: Agreement, now_s: float) -> None:
-        """A bring-up in which anything moves is not late, however long its state takes, but for
-        members that move for hours and come to nothing.
+        """Expel the members that hold up a bring-up, or move the deadline if it makes progress.
 
-        Where it stands still, who waits for others is not to blame.
+        A bring-up that makes progress is not late until `longest_bring_up_s` has passed. Members
+        that only wait for others are not to blame.
         """
         over_s = self._state.deadlines.bring_up_over_s
         is_over = over_s is not None and now_s >= over_s
@@ -59,7 +59,7 @@ class Timeouts:
         moved_s = max((m.trainer.moved_s for m in concerned), default=float("-inf"))
         if now_s < moved_s + self._state.limits.bring_up_s and not is_over:
             self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
-            # Who waits for this one to end counts from now on.
+            # Members that wait for the end of this bring-up restart their limits.
             self._pause_keeper.tell_all()
             return
         to_stop = self._state.running is not None and agreement.stop_at is None
@@ -79,8 +79,8 @@ class Timeouts:
         late = [self._state.members[name] for name in sorted(names) if name in self._state.members]
         attempt = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
         if attempt is not None and attempt.synchronous:
-            # Who holds the state waits for those who come to it, and is not put out with them. If
-            # it hangs too, it does not stop.
+            # A member that holds the state waits for those that receive it, so it is not expelled
+            # with them. If it hangs too, it will fail to stop after the break.
             late = [m for m in late if not attempt.keeps(m.member_id)] or late
         reason = f"{names_of(late)} did not {task} in time"
         self._endings.abort(reason, now_s)
@@ -91,8 +91,8 @@ class Timeouts:
                 self._removal.refuse(member, refusals.timeout(reason), now_s)
 
     def drop_overdue(self, now_s: float) -> None:
-        """Refuse newcomers that have waited for longer than the join limit, or all members of a job
-        that has trained once it has waited for longer than the operator allows."""
+        """Refuse newcomers that have waited for longer than the join limit; or, in a job that has
+        trained and lacks members, those that have waited for longer than the operator allows."""
         self._state.deadlines.overdue_check_s = None
         if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
             return
@@ -105,7 +105,7 @@ class Timeouts:
         reason = f"no generation formed within {limit_s:g} s: {self._who_was_ready(ready)}{without}"
         for member in [m for m in ready if now_s >= self._waits_since_s(m) + limit_s]:
             self._removal.refuse(member, refusals.timeout(reason), now_s)
-        # The limit is another one once no member that keeps the job is left.
+        # Once no member that keeps the job is left, the join limit applies again.
         again_s = now_s + self._state.limits.join_s
         self._state.deadlines.overdue_check_s = min(
             (
@@ -133,7 +133,7 @@ class Timeouts:
         )
 
     def drop_paused(self, now_s: float) -> None:
-        """Who is paused for longer than it said is taken for hung."""
+        """Remove members that are paused for longer than they announced: they count as hung."""
         for member, pause in self._state.table.pauses:
             if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
                 text = told(member, self._state.rank_of(member), pause, now_s)
@@ -149,7 +149,7 @@ class Timeouts:
             yield from self._limits_that_run()
 
     def _limits_that_run(self) -> Iterator[float]:
-        """Those that a pause holds up."""
+        """Limits that stand still during a pause."""
         if self._state.deadlines.deadline_s is not None:
             yield self._state.deadlines.deadline_s
         if self._state.deadlines.broken_since_s is not None:
