@@ -1,4 +1,4 @@
-"""How long an event loop keeps those waiting who have something to do.
+"""Lag of an event loop: how late it runs callbacks that are due.
 
 async with LoopLag() as lag:
     ...
