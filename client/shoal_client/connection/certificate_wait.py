@@ -1,7 +1,7 @@
-"""How long who was connected goes on trying with a certificate that is not accepted any more.
+"""Wait for a renewed certificate after one was refused that was accepted before.
 
-A certificate expires, or is renewed on one side first, while a job trains: whoever was let in
-before waits for files that are taken, which each further attempt reads anew.
+A certificate expires, or is renewed on one side first, while a job trains: a process that was
+connected waits for files that are accepted, and reads them again at each attempt.
 """
 
 import os
@@ -27,7 +27,7 @@ def wait_s(environment: Mapping[str, str] | None = None) -> float:
 
 
 class CertificateWait:
-    """One wait after another, each from the first refusal until a connection comes about."""
+    """Waits for a certificate; each lasts from the first refusal until a connection succeeds."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -35,11 +35,11 @@ class CertificateWait:
 
     @property
     def is_on(self) -> bool:
-        """Whether a certificate was refused, and none accepted since."""
+        """True if a certificate was refused, and none accepted since."""
         return self._since_s is not None
 
     def goes_on(self, now_s: float) -> bool:
-        """After a refusal: whether there is time left to try again."""
+        """Record a refusal. True if there is time left to try again."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
@@ -50,7 +50,7 @@ class CertificateWait:
         return was_on
 
     def over(self, error: CertificateRefused) -> CertificateRefused:
-        """What to raise once the time is over."""
+        """Error to raise once the time is over."""
         return CertificateRefused(
             f"{error.what}, for {self.limit_s:g} s ({VARIABLE})",
             seen=error.seen,

@@ -35,11 +35,11 @@ log = structlog.get_logger(__name__)
 CLOSE_WITHIN_S = 1.0
 
 OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
-"""What a member that trains outlasts: nobody leads, or who leads cannot go on with its job, or this
-process' certificate is not accepted until it is renewed."""
+"""Errors that a training member outlasts: there is no leader, the leader cannot continue the job,
+or this process' certificate is not accepted until it is renewed."""
 
-# Not the process's own generator: that is the script's, which may have seeded it, and in every
-# member alike; background threads draw here while it initialises its model.
+# Not the process's own generator: that is the script's, which may have seeded it, equally in every
+# member; background threads draw here while the script initialises its model.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
@@ -84,7 +84,7 @@ class Coordinators:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
-        """By address and certificate."""
+        """Channels by address and certificate."""
         self._current = self._addresses[0]
         self._asked = 0
         """Position of the replica that was asked last, or that named the one asked now."""
@@ -115,10 +115,10 @@ class Coordinators:
         close_channels([self._channels.pop(key) for key in keys])
 
     def move_on(self, failed: str, error: ShoalError) -> None:
-        """After a failure at `failed`: go to the leader it named, else to the next address.
+        """Turn, after a failure at `failed`, to the leader it named, else to the next address.
 
-        A name counts only if it comes from one of the replicas in turn: one that hears nothing
-        any more names a leader of the past, itself maybe, and two such would name each other.
+        A named leader counts only if a replica in turn named it: a replica that is cut off names a
+        leader of the past, perhaps itself, and two such would name each other.
         """
         with self._lock:
             if self._current != failed:

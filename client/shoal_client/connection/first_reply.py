@@ -1,4 +1,4 @@
-"""How long to wait for a stream's first answer before another replica is asked."""
+"""Time limit for a stream's first reply, after which another replica is asked."""
 
 import threading
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ class FirstReplyTimeout:
 
     @contextmanager
     def until_answered(self, stream: Cancellable) -> Iterator[None]:
-        """Within the block the stream has the limit's time for its first answer."""
+        """Cancel the stream in the block if its first reply takes longer than the limit."""
         limit_s, self._waited_s = self._limit_s, 0.0
 
         def give_up() -> None:
@@ -47,13 +47,13 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def answered(self) -> None:
-        """Something came: from now on the stream may be silent."""
+        """Record a reply: from now on the stream may be silent."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s
 
     def error(self, address: str) -> Unavailable | None:
-        """What to say of the stream that just ended, if silence ended it."""
+        """Error for the stream that just ended, if the time limit ended it."""
         if not self._waited_s:
             return None
         self._limit_s = min(2 * self._limit_s, MAX_FACTOR * self._first_s)

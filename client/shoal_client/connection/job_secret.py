@@ -21,5 +21,5 @@ JobSecretFile = Annotated[
 
 
 def secret_in(path: Path | None) -> str:
-    """What is in the file; empty without one. Raises InvalidSpec."""
+    """Secret in the file; empty without a file. Raises InvalidSpec."""
     return "" if path is None else read_job_secret(path)

@@ -25,14 +25,14 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
 log = structlog.get_logger(__name__)
 
 MAX_PEERS = 64
-"""Of more than so many, each member checks some only: see `ring`."""
+"""With more peers, each member checks only some: see `ring`."""
 BACKLOG = 256
 PAUSE_S = 0.1
 CHOICES = ("auto", "always", "never")
 
 
 def greeting(member_id: str, process: str) -> bytes:
-    """What the listener of this process says; `process` is the public id of its incarnation."""
+    """Greeting that this process' listener sends; `process` is the public id of its incarnation."""
     identity = hashlib.sha256(f"{member_id}\0{process}".encode()).hexdigest()
     return f"shoal-probe {identity}\n".encode()
 
@@ -114,7 +114,7 @@ def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[R
 
 
 def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
-    """All the others; of more than MAX_PEERS those whose distance is a power of two.
+    """Peers to check: all others; with more than MAX_PEERS, those at a distance of a power of two.
 
     In both directions, so that each is checked by as many as it checks, and every member by some.
     """
@@ -207,7 +207,8 @@ def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: fl
 
 
 def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None:
-    """What is wrong with the peer; "": nothing; None: that is not known yet."""
+    """Advance one attempt; returns the error, "" if the peer is reached, or None if that is not
+    known yet."""
     caller, peer = attempt.socket, attempt.peer
     if not attempt.connected:
         if code := caller.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):

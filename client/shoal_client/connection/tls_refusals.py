@@ -1,9 +1,9 @@
-"""Whether a server that gave no answer refuses this process' certificate, or only one side speaks
-TLS.
+"""Diagnosis of a server that gave no answer: it refuses this process' certificate, or only one side
+speaks TLS.
 
-gRPC says `UNAVAILABLE` of all of these and of a server that is not there, and the same call would
-be made again and again. So after a failure of that kind one TLS handshake is made by hand: it names
-what is wrong, and by which side.
+gRPC reports `UNAVAILABLE` for these and for a server that does not run, and the same call would be
+repeated again and again. So after such a failure one TLS handshake is made directly: it names the
+error, and the side that refused.
 """
 
 import socket
@@ -23,9 +23,9 @@ ANSWER_WITHIN_S = 0.5
 MAX_ANSWERED = 1024
 ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
-"""In gRPC's words of what a refused handshake looks like; not those of a port where nobody is."""
+"""Words by which gRPC describes a refused handshake, and not a port where nobody listens."""
 _answered: set[str] = set()
-"""Addresses that have answered a call without TLS: they will not begin to speak it."""
+"""Addresses that have answered a call without TLS: they will not switch to TLS."""
 
 
 def note_answer(address: str) -> None:
@@ -50,8 +50,8 @@ def explained(error: ShoalError, address: str, name: str) -> ShoalError:
 
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
-    """What keeps this process and the server at host:port from a TLS connection; None if nothing
-    does, or nobody is there. Blocks for a second at most."""
+    """Reason why this process and the server at host:port cannot connect over TLS; None if there is
+    none, or nobody listens. Blocks for at most a second."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -84,7 +84,7 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
 
 
 def _as_grpc() -> ssl.SSLContext:
-    """With this process' certificate, for HTTP/2, without which gRPC hangs up."""
+    """TLS context with this process' certificate, for HTTP/2, without which gRPC hangs up."""
     own = identity.own()
     assert own is not None
     with NO_FORK:
@@ -96,8 +96,8 @@ def _as_grpc() -> ssl.SSLContext:
 
 
 def _speaks_tls(address: str) -> bool:
-    """Whose certificate it is does not matter, nor that it wants one of this process. Raises
-    OSError where nobody is."""
+    """True if the server speaks TLS, with any certificate, and also if it asks for one of this
+    process. Raises OSError if nobody listens."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False

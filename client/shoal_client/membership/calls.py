@@ -23,7 +23,7 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
     pb.LeaveRequest: lambda channel: MembershipStub(channel).Leave,
     pb.DrainRequest: lambda channel: MembershipStub(channel).Drain,
 }
-"""By the type of the request."""
+"""Methods by type of request."""
 
 
 def get_roster(channel: grpc.Channel) -> Method[pb.PackedRoster]:
@@ -32,7 +32,7 @@ def get_roster(channel: grpc.Channel) -> Method[pb.PackedRoster]:
 
 
 def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
-    """How a job stands, and who its members are."""
+    """Method that returns a job's phase and members."""
     return MembershipStub(channel).GetJob
 
 
@@ -44,7 +44,7 @@ def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
 def made(
     coordinators: Coordinators, call: ev.Call, gives_up: Callable[[], bool] = lambda: False
 ) -> ev.CallEnded | ev.HeartbeatRefused:
-    """What came of the call, once it is made. `gives_up`: see `Coordinators.call`."""
+    """Make the call; returns the event that ends it. `gives_up`: see `Coordinators.call`."""
     request, within_s = call.request, call.timeout_s
     try:
         if isinstance(request, pb.HeartbeatRequest):

@@ -26,7 +26,7 @@ class PlannedChange:
 
     @property
     def boundary(self) -> int:
-        """No step from here on is begun in the old generation."""
+        """First step that is not begun in the old generation."""
         return self.offer if self.stop_at is None else self.stop_at
 
 
@@ -41,29 +41,29 @@ class GenerationTrack:
         self.generation = 0
         """The newest that the trainer was sent into; 0: none yet."""
         self.step = 0
-        """Optimizer steps behind the trainer's state."""
+        """Number of optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
         self.is_closing = False
-        """Whether the job takes in no more members, and forms no more generations."""
+        """True if the job admits no more members, and forms no more generations."""
         self.num_waiting = 0
-        """Members without a rank that would be in the next one, as far as it is told."""
+        """Members without a rank that would be in the next generation, as last notified."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
         """The newest that the trainer may enter."""
         self._ready_generation = 0
         self._begun = -1
         self._crossed_at: int | None = None
-        """Where the old generation stopped, if this one was planned."""
+        """Step at which the old generation stopped, if this one was planned."""
         self._stood_at: pb.SettleRequest | None = None
-        """What was said of the stand after the last break, while no generation has followed."""
+        """Step report after the last break, until a generation follows."""
         self._reported: pb.ReportBrokenRequest | None = None
-        """What was said of a collective that failed, while no word of a break has followed."""
+        """Report of a failed collective, until the break is notified."""
         self._broken: dict[int, str] = {}
         self.lost: frozenset[str] = frozenset()
-        """Members that were lost in generations of this one, as far as it was told."""
+        """Members lost in this one's generations, as far as notified."""
 
     def is_broken(self, generation: int) -> bool:
-        """Whether the generation is over, by a loss or an aborted bring-up."""
+        """True if the generation is over, by a loss or an aborted bring-up."""
         return generation in self._broken
 
     @property
@@ -135,9 +135,10 @@ class GenerationTrack:
     # --- the coordinator ---
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
-        """Whether this member is in a generation now that was formed of what others left over.
+        """True if this member's generation was replaced by one that survivors formed.
 
-        Its own is over then, even if the leader that decided so died before it told anybody.
+        The old one is then over, even if the leader that decided so died before it notified
+        anybody.
         """
         roster = record.roster
         formed = roster.synchronous and not roster.planned
@@ -177,36 +178,39 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Whether it had been committed, and so has broken now."""
+        """Record an aborted generation. True if it had been committed, and so has broken now."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
 
     def take_break(self, generation: int, reason: str) -> bool:
-        """Whether that is news."""
+        """Record a break. True if it was not known yet."""
         if generation in self._broken:
             return False
         self._broken[generation] = reason
-        # With a successor every generation before it is over too.
+        # If there is a successor, every generation before it is over too.
         self._broken.setdefault(min(generation, self.generation), reason)
         return True
 
     def stand(self) -> pb.SettleRequest | None:
-        """Where a trainer stands that is in no generation now, if it has said so.
+        """Step report of a trainer that is in no generation, if it has made one.
 
-        One that never saw the generation that is over has not moved.
+        A trainer that never entered the generation that is over is still at the step that it
+        proposed.
         """
         if self._stood_at is not None or self.generation or self._proposal is None:
             return self._stood_at
         return self._settle_request(self._proposal.step, has_state=self._proposal.has_state)
 
     def proposed(self) -> pb.ProposeRequest | None:
-        """For a new leader: it knows the rosters from etcd, not what members have said since."""
+        """Proposal, repeated for a new leader, which knows the rosters from etcd but not what
+        members reported since."""
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def standing(self) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
-        """For a new leader: that the trainer stands still, or that its generation came up, or
-        that it failed: the old leader may have died before it told anybody of the break."""
+        """Report repeated for a new leader: of the trainer's step, of a failed collective, or that
+        its generation is up. The old leader may have died before it notified anybody of the
+        break."""
         if self._stood_at is not None:
             return self._stood_at
         if self._reported is not None and self.generation not in self._broken:

@@ -7,22 +7,22 @@ from shoal_client.membership.member_events import Over, WaitUntil
 
 
 class HeldClock:
-    """Since when the time of a wait for others runs.
+    """Clock of a wait for other members.
 
-    It stands still while a member is paused, as the coordinator says, while no coordinator is there
-    to say anything, and while this member stands by: it may for as long as the job goes on.
+    It stands still while a member is paused, while no coordinator can be reached, and while this
+    member is on standby, which has no limit.
     """
 
     def __init__(self) -> None:
         self.away = True
-        """Whether no coordinator holds this member's stream."""
+        """True if no coordinator holds this member's stream."""
         self.give_up_at_s = math.inf
-        """When the trainer's own calls and waits end, whatever held them up."""
+        """Time at which the trainer's own calls and waits end in any case."""
         self.away_since_s = math.inf
-        """Since when none does, if one ever did."""
+        """Time since which no coordinator holds the stream; infinite before the first."""
         self._turned_s = -math.inf
         self._paused: Sequence[str] = ()
-        """Whom the others wait for."""
+        """Members that are paused."""
         self._released_s = -math.inf
         self._stands_by = False
         self._stood_by_s = -math.inf
@@ -37,25 +37,25 @@ class HeldClock:
         return max(0.0, now_s - self.away_since_s)
 
     def pause(self, member_ids: Sequence[str], now_s: float) -> None:
-        """These are paused now, and nobody else."""
+        """Set the members that are paused now."""
         self._paused, self._released_s = tuple(member_ids), now_s
 
     def stand_by(self, now_s: float, *, stands_by: bool) -> None:
-        """Whether this member is one for whom the job has no place now."""
+        """Set if this member is on standby."""
         if stands_by or self._stands_by:
             self._stood_by_s = now_s
         self._stands_by = stands_by
 
     def paused_until_s(self, now_s: float) -> float:
-        """Up to when somebody was paused."""
+        """Time up to which a member was paused."""
         return now_s if self._paused else self._released_s
 
     def held_until_s(self, now_s: float) -> float:
-        """Up to when the time stood still."""
+        """Time up to which the clock stood still."""
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
-        """When a wait for the coordinator's word is over, as far as is known."""
+        """Time at which a wait for the coordinator's notice ends, as far as known."""
         if self.away or self._stands_by:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
@@ -64,9 +64,9 @@ class HeldClock:
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> Over | WaitUntil:
-        """Whether nobody needs a member any more that has done its work.
+        """Decide if a member that has done its work is still needed by others.
 
-        False after `give_up_s`, or if no coordinator was there for `away_limit_s`.
+        Over with False after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
         """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s

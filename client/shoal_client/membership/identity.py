@@ -1,4 +1,4 @@
-"""Who a member is to the coordinator and to the other members."""
+"""Identity of a member for the coordinator and for other members."""
 
 from dataclasses import dataclass, field
 
@@ -13,10 +13,10 @@ class Identity:
     member_id: str
     incarnation: str
     public_id: str
-    """Of the incarnation, as rosters have it."""
+    """Public id of the incarnation, as in rosters."""
     info: pb.MemberInfo
     job_secret: str = field(default="", repr=False)
-    """Of the job, as its first member had it; empty: none."""
+    """Secret of the job, as its first member had it; empty: none."""
 
     def token(self, generation: int) -> Token:
         """The fencing token of a generation; 0: of none yet."""
@@ -29,13 +29,13 @@ class Identity:
         )
 
     def is_in(self, roster: pb.Roster) -> bool:
-        """Whether this very process is in the roster, not another of its name."""
+        """True if this very process is in the roster, not another of its name."""
         own_id, own_process = self.member_id, self.public_id
         # Names first: only one entry has this member's, and rosters have thousands.
         return any(e.member_id == own_id and e.public_id == own_process for e in roster.entries)
 
     def attend_request(self, generation: int) -> pb.AttendRequest:
-        """What opens the stream of notices."""
+        """Request that opens the stream of notices."""
         return pb.AttendRequest(
             protocol=OWN_PROTOCOLS.newest,
             oldest_protocol=OWN_PROTOCOLS.oldest,

@@ -1,4 +1,4 @@
-"""How a membership ends by the member's own will, or an operator's."""
+"""End of a membership by the member's own decision, or an operator's."""
 
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
@@ -7,31 +7,32 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 UNHEARD_TOLD_S = 0.3
-"""Whoever was not heard for the whole of its drain tries once more, and goes."""
+"""Time limit of the last attempt of a member whose leave was not answered during its whole
+drain."""
 
 
 def drained(identity: Identity, reason: str) -> MemberDrained:
-    """What ends the membership of a member that was asked to leave."""
+    """Error that ends the membership of a member that was asked to leave."""
     return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
 class Leaving:
-    """What is known of it so far."""
+    """State of a member's leave."""
 
     def __init__(self) -> None:
         self.reason = ""
-        """Why this member is to leave by agreement with the others; empty: it is not."""
+        """Reason why this member is to leave in agreement with the others; empty if it is not."""
         self.is_noticed = False
-        """Whether the log has said that it is to leave."""
+        """True if the leave has been logged."""
         self.unreplaced = False
         """True if no generation follows without this member."""
         self.is_unheard = False
-        """Whether nobody was there to let it go, for as long as it waited for that."""
+        """True if no coordinator answered during the whole drain."""
         self.has_begun = False
         self.was_told = False
-        """Whether the coordinator took note."""
+        """True if the coordinator accepted the leave."""
         self.stays_as: pb.LeaveRequest | None = None
-        """What a member said that stays with its work done, or that closed the job."""
+        """Request of a member that stays with its work done, or that closed the job."""
         self._drained = False
 
     def ask(self, reason: str) -> None:
@@ -43,11 +44,11 @@ class Leaving:
         self.has_begun, self._drained = True, drained
 
     def told_within_s(self, timeout_s: float) -> float:
-        """How long to try to say that this member leaves."""
+        """Time limit for the call to leave."""
         return min(timeout_s, UNHEARD_TOLD_S) if self.is_unheard else timeout_s
 
     def told(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
-        """What the coordinator made of the word that this member leaves."""
+        """Handle the end of the call to leave."""
         if error is None:
             self.was_told = True
             return []
@@ -62,8 +63,8 @@ class Leaving:
     # --- staying, with nothing left to do ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """To say that this member stays, done with its own work or with the job; new leaders hear
-        all of it again."""
+        """Request of a member that stays, done with its own work or with the job; it is repeated to
+        new leaders."""
         before = self.stays_as or pb.LeaveRequest()
         self.stays_as = pb.LeaveRequest(
             token=token,

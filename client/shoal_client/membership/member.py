@@ -15,7 +15,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 @dataclass(frozen=True, kw_only=True)
 class Member:
-    """Who joins what, and where the coordinators are."""
+    """A member's configuration: its job, its identity, and the coordinators."""
 
     coordinators: Sequence[str]
     """host:port of every coordinator replica."""
@@ -24,20 +24,22 @@ class Member:
     incarnation: str
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
-    """Where this host's launcher looks for whom to beat. Without it the member beats by itself."""
+    """Slot in which this host's launcher finds the members to send heartbeats for. Without it the
+    member sends its own."""
 
     launcher_job: str = ""
     """The job that this host's launcher runs workers for; empty: without a launcher, or unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Where the members of this host keep what they have in common. Without it each fetches it."""
+    """Directory for files shared by the members of this host. Without it each fetches its own."""
     admission_s: float = ADMISSION_S
-    """How long a coordinator may take to admit it: a wrong address is told of by then."""
+    """Time within which a coordinator must admit the member, so that a wrong address is
+    reported."""
 
     @property
     def identity(self) -> Identity:
-        """Who it is to the coordinator."""
+        """Identity of the member for the coordinator."""
         return Identity(
             spec=self.spec,
             member_id=self.member_id,
@@ -50,16 +52,16 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberHooks:
-    """What a session asks of its owner, on the thread that holds the stream."""
+    """Callbacks of a session to its owner, on the thread that holds the stream."""
 
     judge: Callable[[pb.Prepare], Sequence[pb.Rejection]] = lambda prepare: ()
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
-    """The peers that this member cannot reach, each with what was seen."""
+    """Peers that this member cannot reach, each with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
-    """The steps of the complete checkpoints that it sees, asked where nobody in the roster holds
+    """Steps of the complete checkpoints that this member sees; asked if nobody in the roster holds
     the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
-    """A generation is over, and why."""
+    """Called with a generation that is over, and the reason."""
 
     def judged(self, effect: ev.Judge) -> ev.Judged:
         """The member's answer to a roster."""
@@ -94,10 +96,10 @@ class OwnJobs:
         _completed.add(self._place)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> Ending:
-        """What the launcher is told of this error.
+        """Ending that is reported to the launcher for this error.
 
-        Who finds its job finished has nothing left to do: the worker was not needed. But not where
-        the job is one of several of its script, which fails here with others before it.
+        A member that finds its job finished has nothing left to do: the worker was not needed. This
+        does not hold if the script has several jobs, and this one fails after others.
         """
         ending = Ending.of(error)
         several = self._is_anothers or self._place in _completed

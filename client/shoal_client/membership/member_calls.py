@@ -1,4 +1,4 @@
-"""What becomes of a member's calls that were answered, or were not."""
+"""Handling of a member's calls that were answered or failed."""
 
 from dataclasses import replace
 
@@ -22,10 +22,10 @@ class MemberCalls:
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
         self._heard = True
-        """Whether the last heartbeat was answered."""
+        """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
         self._is_awaited = False
-        """Whether the log says that this member waits to be admitted."""
+        """True if the wait for admission has been logged."""
 
     def new(
         self,
@@ -84,7 +84,7 @@ class MemberCalls:
     def again(
         self, call: ev.Call, error: ShoalError, chance: float, now_s: float
     ) -> list[ev.Effect]:
-        """No coordinator need be there for hours."""
+        """Repeat a call until it is given up: there may be no coordinator for hours."""
         left_s = call.give_up_s - now_s
         next_call = replace(
             call,
@@ -98,7 +98,7 @@ class MemberCalls:
         return [ev.Log(event="coordinator_away", fields=fields, is_warning=True), next_call]
 
     def once_more(self, call: ev.Call) -> ev.Call:
-        """After a pause: not all that is in the way takes its time to say so."""
+        """Repeat a call after a pause, since some failures come at once."""
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
     def given_up(self, call: ev.Call, error: ShoalError) -> list[ev.Effect]:

@@ -50,11 +50,11 @@ class OwnPause:
     over: bool = False
 
     def ended(self) -> "OwnPause":
-        """The same, over."""
+        """The pause, ended."""
         return replace(self, over=True)
 
     def request(self, token: Token, now_s: float) -> pb.PauseRequest:
-        """What tells of it now; a new leader learns by it how much of the limit is left."""
+        """Request that reports the pause; it shows a new leader how much of the limit is left."""
         return pb.PauseRequest(
             token=token,
             paused=not self.over,
@@ -66,18 +66,18 @@ class OwnPause:
 
 
 class MemberCore:
-    """One member, from its first word to its last."""
+    """State and decisions of one member, from joining to leaving."""
 
     def __init__(self, identity: Identity, certificate_wait_s: float = DEFAULT_WAIT_S) -> None:
         self.identity = identity
         self.track = GenerationTrack(identity)
         self.clock = HeldClock()
         self.failure: ShoalError | None = None
-        """What ended the membership, if something did."""
+        """Error that ended the membership, if any."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
         self.stands_by = False
-        """Whether the job has its maximum of members, of whom this is not one."""
+        """True if this member is on standby."""
         self.leaving = Leaving()
         self.closed = False
         self._admitted: pb.Admitted | None = None
@@ -86,7 +86,7 @@ class MemberCore:
         self._certificate = CertificateWait(certificate_wait_s)
         self._own_pause: OwnPause | None = None
         self._held_since_s: float | None = None
-        """Since when the trainer waits to begin a step."""
+        """Time since which the trainer waits to begin a step."""
 
     # --- how it stands ---
 
@@ -108,11 +108,11 @@ class MemberCore:
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.Call) -> bool:
-        """Whether nothing follows from the call's answer any more: the membership has ended."""
+        """True if the answer to the call has no effect any more: the membership has ended."""
         return call.persistence in ev.FOR_MEMBERS and self.failure is not None
 
     def is_over(self, generation: int) -> bool:
-        """Whether the generation broke or has a successor, or the membership ended."""
+        """True if the generation broke or has a successor, or the membership ended."""
         return bool(
             self.track.is_broken(generation) or self.track.successor is not None or self.failure
         )
@@ -154,7 +154,7 @@ class MemberCore:
         return effects
 
     def _said(self, event: ev.Said) -> ev.Request:
-        """What the trainer says, which it says until somebody has heard it."""
+        """Request of the trainer, which is repeated until it is answered."""
         match event:
             case ev.Proposed():
                 return self.track.propose(event.proposal)
@@ -359,7 +359,8 @@ class MemberCore:
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
     def _pause(self, event: ev.PauseBegan | ev.PauseEnded, now_s: float) -> Effects:
-        """What ended the membership is raised where the trainer asks for its next step."""
+        """Report the start or end of a pause. An error that ended the membership is raised when the
+        trainer asks for its next step."""
         if isinstance(event, ev.PauseBegan):
             number = self._own_pause.number + 1 if self._own_pause is not None else 1
             self._own_pause = OwnPause(
@@ -375,9 +376,9 @@ class MemberCore:
     # --- the end ---
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
-        """Whether the membership goes on in spite of the error: because the coordinator is away, or
-        because it cannot go on with this job for now. Who trains trains on until it can; and who
-        was admitted waits for a certificate that is accepted, for a time."""
+        """True if the membership outlasts the error: the coordinator is away, or cannot continue
+        this job for now. A trainer trains on meanwhile; an admitted member waits for a time for a
+        certificate that is accepted."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.goes_on(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -398,7 +399,7 @@ class MemberCore:
         return effects
 
     def _tell_ending(self, error: ShoalError) -> Effects:
-        """Who leaves is no member any more by its own will."""
+        """Report an ending to the launcher, unless the member leaves by its own decision."""
         return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
 
     def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
@@ -495,7 +496,8 @@ class MemberCore:
 
     @property
     def _boundary_limit_s(self) -> float:
-        """For the slowest to finish its step, and, without this member, for the bring-up."""
+        """Time limit for the slowest member to finish its step, and for the bring-up without this
+        member."""
         return 2 * self.limits.collective_s + self.limits.bring_up_s
 
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
@@ -531,16 +533,17 @@ class MemberCore:
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
     ) -> ev.Over | ev.WaitUntil:
-        """Whether nobody needs this member any more, which has done its work: see HeldClock."""
+        """Decide if this member, which has done its work, is still needed: see HeldClock."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def break_seen(
         self, generation: int, since_s: float, limit_s: float, now_s: float
     ) -> ev.Over | ev.WaitUntil:
-        """Whether the generation, in which a collective failed, is over for all.
+        """Decide if the generation, in which a collective failed, is over for all.
 
-        Only the coordinator's word ends the wait: while none is there to tell, time stands still.
+        Only the coordinator's notice ends the wait: while no coordinator is reached, the time
+        stands still.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.Over(over=True)

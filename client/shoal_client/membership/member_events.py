@@ -1,4 +1,4 @@
-"""What a member hears (events), asks for (effects) and answers its trainer (decisions)."""
+"""Events that a member handles, effects that it asks for, and decisions for its trainer."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -14,16 +14,16 @@ from shoal_proto.v1.identity_pb2 import Token
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeCame:
-    """The coordinator says something on the stream."""
+    """A notice came on the stream."""
 
     notice: pb.Notice
     refusal: ShoalError | None = None
-    """What a notice of the kind `refused` tells."""
+    """Error of a notice of the kind `refused`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEnded:
-    """Nothing more comes: the stream failed, or a call failed that a notice gave rise to."""
+    """The stream ended: it failed, or a call that followed from a notice failed."""
 
     error: ShoalError | None
     chance: float = 1.0
@@ -32,13 +32,13 @@ class StreamEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class Judged:
-    """What this member makes of a roster that it was shown."""
+    """Answer of this member to a roster that it was shown."""
 
     generation: int
     digest: str
     rejections: Sequence[pb.Rejection] = ()
     unreachable: Mapping[str, str] = field(default_factory=dict)
-    """The peers that it cannot reach, each with what was seen."""
+    """Peers that it cannot reach, each with the error."""
     checkpoint_steps: Sequence[int] = ()
 
 
@@ -57,7 +57,7 @@ class HeartbeatDue:
     """`heartbeat_s` have passed; the rest is what the trainer does, as a `Beat` has it."""
 
     beaten: bool = False
-    """Whether the launcher's heartbeats for this member were accepted of late."""
+    """True if the launcher's heartbeats for this member were accepted recently."""
     moved: int = 0
     waits: bool = False
     own_code_s: float = 0.0
@@ -77,7 +77,7 @@ class HeartbeatRefused:
 @dataclass(frozen=True, kw_only=True)
 class JoinWished:
     within_s: float = 0.0
-    """How long it waits to be admitted, for the log."""
+    """Time limit of the wait for admission, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class CollectiveFailed:
 
 @dataclass(frozen=True, kw_only=True)
 class StoodStill:
-    """After a break: so many optimizer steps are behind the trainer's state."""
+    """Report after a break: the number of optimizer steps in the trainer's state."""
 
     step: int
     has_state: bool
@@ -175,7 +175,7 @@ Event = (
 
 
 Said = Proposed | BroughtUp | StoodStill | CollectiveFailed | WorkDone
-"""What the trainer says, until somebody has heard it."""
+"""Events of the trainer that are repeated until they are answered."""
 
 
 def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
@@ -195,23 +195,22 @@ def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
 
 
 class Persistence(enum.Enum):
-    """What becomes of a call that got no answer. One that is refused is never made again."""
+    """Handling of a call that got no answer. A refused call is never repeated."""
 
     UNTIL_ANSWERED = enum.auto()
-    """Made again until `give_up_s`: the trainer has nothing to do meanwhile, and it may be said
-    twice."""
+    """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""
     WITH_STREAM = enum.auto()
-    """The stream that gave rise to it is given up: what matters comes again on the next one."""
+    """The stream that led to it is closed: what matters comes again on the next one."""
     FOR_A_TIME = enum.auto()
-    """A wish to drain: made again until `give_up_s`; then the member goes without an answer."""
+    """A request to drain: repeated until `give_up_s`; then the member leaves without an answer."""
     ONCE = enum.auto()
-    """Noted and left: it is said again to a new leader, or the next one says as much."""
+    """Logged and dropped: a new leader gets it again, or the next call includes it."""
     LAST = enum.auto()
-    """The word that this member leaves; who does not hear it finds out by itself."""
+    """The call to leave; members that miss it notice the leave themselves."""
 
 
 FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)
-"""What only a member says: once the membership has ended it need not be heard."""
+"""Calls that are void once the membership has ended."""
 
 Request = (
     pb.ProposeRequest
@@ -229,7 +228,7 @@ Request = (
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call to whoever leads, within `timeout_s`; its end is an event, `CallEnded`."""
+    """One call to the leader, within `timeout_s`; its end is an event, `CallEnded`."""
 
     request: Request
     persistence: Persistence
@@ -237,7 +236,7 @@ class Call:
     after_s: float = 0.0
     """Wait so long before it."""
     since_s: float = 0.0
-    """When it was made for the first time."""
+    """Time of the first attempt."""
     give_up_s: float = 0.0
     num_failures: int = 0
     back_off: BackOff = field(default_factory=BackOff, compare=False, repr=False)
@@ -256,7 +255,7 @@ class CancelStream:
 
 @dataclass(frozen=True, kw_only=True)
 class FindLeader:
-    """Whoever the stream was at has failed with this: turn to another replica."""
+    """Turn to another replica: the current one has failed with this error."""
 
     error: ShoalError
 
@@ -268,7 +267,7 @@ class Judge:
     prepare: pb.Prepare
     digest: str
     from_checkpoint: bool
-    """Whether nobody in the roster holds the job's state."""
+    """True if nobody in the roster holds the job's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,7 +296,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Unclaim:
-    """No heartbeats any more."""
+    """Stop heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -313,12 +312,12 @@ class Log:
     fields: Mapping[str, object]
     is_warning: bool = False
     is_detail: bool = False
-    """Of use to who looks for a fault only."""
+    """True for details that are useful only when searching for a fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Raise:
-    """What was asked for ends with this error; the effects behind it are void."""
+    """End the trainer's call with this error; the effects after it are void."""
 
     error: ShoalError
 
@@ -368,7 +367,7 @@ class WaitUntil:
 
 @dataclass(frozen=True, kw_only=True)
 class Over:
-    """Whether the generation is over, once there is an answer."""
+    """Answer that says if the generation is over."""
 
     over: bool
 

@@ -25,11 +25,13 @@ from shoal_proto.v1.parameters_pb2 import (
 )
 
 CONNECT_AHEAD_S = 2.0
-"""To a server that nothing is asked of yet; a call that is made meanwhile waits for it."""
+"""Time limit for connecting to a server ahead of the first call; a call made meanwhile waits for
+it."""
 
 
 class ParameterCalls:
-    """For one thread at a time, but for `close`. Raises grpc.RpcError or a ShoalError."""
+    """Calls to one server about dense shards. For one thread at a time, except `close`. Raises
+    grpc.RpcError or a ShoalError."""
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class ParameterCalls:
 
     @property
     def way(self) -> str:
-        """How pulls and pushes went last: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last pull or push: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 
     def close(self) -> None:

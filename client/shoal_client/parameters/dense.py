@@ -44,25 +44,25 @@ from shoal_proto.v1.shards_pb2 import (
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 PULL_WAIT_S = 10.0
-"""How long one call waits at a server for shards that are not there yet."""
+"""Maximum time that one call waits at a server for shards that do not exist yet."""
 
 
 @dataclass(kw_only=True)
 class PushResult:
-    """What became of one push. Every shard's part was applied exactly once, but for `stale`."""
+    """Result of one push. Every shard's part was applied exactly once, except those in `stale`."""
 
     sequence: int
     versions: dict[int, int] = field(default_factory=dict)
-    """Per shard: its version right after this push."""
+    """For each shard, its version right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """Per shard: how many updates of others the gradient did not know of."""
+    """For each shard, the number of others' updates that the gradient did not include."""
     retries: int = 0
     """Attempts beyond the first."""
     duplicates: int = 0
     """Shards that answered a retry of what they had applied before."""
     stale: dict[int, StalePush] = field(default_factory=dict)
-    """Per shard that refused its part as too stale, why: pull, compute the gradient anew, and push
-    it to these only. The others have applied theirs."""
+    """For each shard that refused its part as too stale, the reason: pull, compute the gradient
+    again, and push it to these shards only. The others have applied theirs."""
 
     @property
     def staleness_max(self) -> int:
@@ -344,7 +344,7 @@ class ParameterClient:
 
     @property
     def shard_map(self) -> ShardMap:
-        """As it was fetched last: who holds which shard may have changed, what lies in it not."""
+        """Shard map as last fetched: assignments may have changed since, the layout has not."""
         return self._job.known_map()
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -356,12 +356,12 @@ class ParameterClient:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Per shard: the version of the values received last."""
+        """For each shard, the version of the values received last."""
         return dict(self._versions)
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """Per server's address: how pulls and pushes went to it last, by `shared-memory`,
+        """For each server's address, the transport of the last pull or push: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
         return {address: calls.way for address, calls in self._job.stubs.items()}
 
@@ -386,7 +386,7 @@ class _Push:
     encoded: EncodedPush
     into: Buffers | None
     all_shard_ids: Sequence[int]
-    """All that the step touches; none: every shard here."""
+    """All shards that the step touches; empty: every shard here."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
     traceparent: str = ""
@@ -396,7 +396,7 @@ class _Push:
         return None if gradient is None else gradient.codec
 
     def kinds(self, shard_ids: Iterable[int]) -> set[str]:
-        """Of the codecs in which these shards' gradients are written."""
+        """Kinds of the codecs in which these shards' gradients are encoded."""
         codecs = (self.codec(shard_id) for shard_id in shard_ids)
         return {codec.kind for codec in codecs if codec is not None}
 
@@ -407,4 +407,4 @@ def _connect(parts: Sequence[Part], calls: ParameterCalls) -> None:
 
 
 def _nothing(shard_id: int) -> None:
-    """Of a push without a codec."""
+    """Codec function of a push without a codec."""

@@ -23,7 +23,7 @@ MAP_TIMEOUT_S = 2.0
 
 
 class JobShards(Generic[Stub]):
-    """For one thread at a time, but for `close`."""
+    """Shard map of a job and calls to its servers. For one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class JobShards(Generic[Stub]):
 
     @property
     def stubs(self) -> dict[str, Stub]:
-        """By address, of the servers that are connected to."""
+        """Stubs by address, for the connected servers."""
         return self._servers.stubs
 
     def close(self) -> None:

@@ -4,8 +4,8 @@ from shoal_proto.errors import StateLost
 
 
 class SeenVersions:
-    """By an answer to a push, or with values that were received. A later epoch counts first: a
-    snapshot that was restored meanwhile has lower versions."""
+    """Newest version seen of each shard, in an answer to a push or with received values. A later
+    epoch is newer: a snapshot that was restored meanwhile has lower versions."""
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[int, int]] = {}

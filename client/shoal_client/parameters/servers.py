@@ -39,9 +39,9 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 log = structlog.get_logger(__name__)
 
 MAX_REDIRECTS = 4
-"""That are followed before the other servers are waited for."""
+"""Maximum number of redirects that are followed before the other servers are waited for."""
 MAX_SERVERS = 64
-"""Threads that talk to servers at a time; with more servers, some wait for their turn."""
+"""Maximum number of servers called at a time; further ones wait for their turn."""
 
 Stub = TypeVar("Stub")
 Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
@@ -66,20 +66,21 @@ class ShardServers(Generic[Stub]):
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """For so long, from its beginning, a call waits for servers that are gone with their shards
-        to come back: before these are called lost, which takes a while, and after."""
+        """Time, from a call's beginning, for which it waits for the return of servers that are gone
+        with their shards, both before and after the shards are declared lost."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
         self._made_of: dict[str, Material | None] = {}
-        """By address: the certificate that its channel knows."""
+        """For each address, the certificate that its channel uses."""
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        """By address: a stub is for one thread at a time."""
+        """Lock for each address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
-        """By address: connections that are being opened before anything is asked of the server."""
+        """For each address, the connection that is opened before the first call."""
         self._was_let_in = False
-        """Whether a server has answered: then a refused certificate is one to be renewed."""
+        """True once a server has answered: then a refused certificate is waited for until it is
+        renewed."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
     def run(
@@ -170,18 +171,18 @@ class ShardServers(Generic[Stub]):
         before: ShoalError | None,
         lost_by_s: float,
     ) -> float:
-        """When to give up: later, where something is waited for that a call's time does not bound.
-        `before`: what the call waited for until now."""
+        """Time at which to give up: later if the wait is for something that the call's time does
+        not bound. `before`: the error for which the call waited until now."""
         for error in errors:
             if isinstance(error, DiskFull):
-                # Once somebody has made room, all goes on from here. To end would help nobody.
+                # The call succeeds once there is room on the disk. Giving up would help nobody.
                 event = "waiting_for_room_on_a_disk"
             elif isinstance(error, CertificateRefused) and self._was_let_in:
                 event = "certificate_refused"
             elif _comes_back(error, lost_by_s):
                 event = "waiting_for_lost_shards"
             elif isinstance(error, Unavailable) and give_up_s < lost_by_s:
-                # Nobody has called the shards lost yet that it led.
+                # The shards of the gone server are not declared lost yet.
                 log.info("waiting_for_gone_servers", reason=str(error))
                 give_up_s = lost_by_s
                 continue
@@ -225,7 +226,7 @@ class ShardServers(Generic[Stub]):
             return None
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
-            """At one server, and where that one sends on to: no other server is waited for."""
+            """Call one server, and follow its redirects: no other server is waited for."""
             error = once(address, held)
             for number in range(MAX_REDIRECTS):
                 left = [shard for shard in held if shard.shard_id in todo]
@@ -334,7 +335,7 @@ def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
 
 
 def _comes_back(error: ShoalError, lost_by_s: float) -> bool:
-    """Whether a shard is lost, and its return is still waited for."""
+    """True if a shard is lost and its return is still waited for."""
     return isinstance(error, StateLost) and time.monotonic() < lost_by_s
 
 
@@ -373,7 +374,7 @@ def _incomplete(todo: set[int]) -> ShoalError:
 
 
 def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
-    """Of shards whose servers etcd does not list, and that nobody else leads yet."""
+    """Error for shards whose server is not registered, and that no other server leads yet."""
     servers = sorted({shard.server_id for shard in shards})
     return Unavailable(
         f"no server leads shard {shards[0].shard_id}"
@@ -386,7 +387,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
 
 
 def _silent(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
-    """Of a server that is listed and does not answer: nobody may know yet that it has ended."""
+    """Error for a registered server that does not answer: its end may not be known yet."""
     return Unavailable(
         f"no answer from server {shards[0].server_id} at {address}, which leads"
         f" shard {shards[0].shard_id}"

@@ -46,7 +46,7 @@ def _room_for(num_bytes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedRows:
-    """Some rows of one shard, few enough for one message."""
+    """Requested rows of one shard, few enough for one message."""
 
     shard_id: int
     epoch: int
@@ -64,7 +64,7 @@ class AskedRows:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushedRows:
-    """All rows of one shard that a push has."""
+    """All rows of one shard in a push."""
 
     shard_id: int
     gradients: Gradients
@@ -77,7 +77,8 @@ class PushedRows:
 
 
 class TableCalls:
-    """For one thread at a time, but for `close`. Raises grpc.RpcError or a ShoalError."""
+    """Calls to one server about tables. For one thread at a time, except `close`. Raises
+    grpc.RpcError or a ShoalError."""
 
     def __init__(
         self, address: str, channel: grpc.Channel, token: Callable[[], Token], *, transport: str
@@ -95,7 +96,7 @@ class TableCalls:
 
     @property
     def way(self) -> str:
-        """How calls went last: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 
     def close(self) -> None:
@@ -109,8 +110,7 @@ class TableCalls:
     def look_up(
         self, asked: Sequence[AskedRows], timeout_s: float
     ) -> Iterator[tuple[int, Rows | ShoalError]]:
-        """For each of these, by its index and as it comes, the rows or why they are not to be
-        had."""
+        """Yield for each request, by its index and in order of arrival, the rows or the error."""
         connection = self._connection((a.answer_bytes for a in asked), timeout_s)
         if connection is None:
             return self._look_up_by_messages(asked, timeout_s)
@@ -153,7 +153,7 @@ class TableCalls:
     def push(
         self, header: TablePushHeader, pushed: Sequence[PushedRows], timeout_s: float
     ) -> Iterator[TablePushOutcome]:
-        """What became of each shard's rows, as it comes."""
+        """Yield the outcome of each shard's rows, in order of arrival."""
         parts = [each.part() for each in pushed]
         connection = self._connection((part.num_bytes for part in parts), timeout_s)
         if connection is not None:
@@ -171,7 +171,7 @@ class TableCalls:
 
 
 def rows_a_message(row_bytes: int) -> int:
-    """How many rows with their ids and births go into one message; at least one."""
+    """Number of rows, with their ids and births, that fit into one message; at least one."""
     return max(1, MESSAGE_BYTES // max(row_bytes, 2 * ID_BYTES))
 
 

@@ -45,11 +45,11 @@ class Gradients:
     base_version: int
     base_epoch: int
     step: int = 0
-    """Which step of the table this is, as far as is known here."""
+    """Step of the table, as far as known here."""
     lr: float | None = None
-    """None: as the table was specified."""
+    """Learning rate; None: the one in the table's spec."""
     codec: GradientCodec | None = None
-    """How the gradients are written; None: in the table's dtype."""
+    """Codec of the gradients; None: in the table's dtype."""
 
     @property
     def num_rows(self) -> int:
@@ -57,34 +57,34 @@ class Gradients:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row's gradient as it is written."""
+        """Bytes of one row's encoded gradient."""
         return len(self.gradients) // max(self.num_rows, 1)
 
 
 @dataclass(kw_only=True)
 class TablePushResult:
-    """What became of one push. Every shard's part was applied exactly once."""
+    """Result of one push. Every shard's part was applied exactly once."""
 
     sequence: int
     versions: dict[Where, int] = field(default_factory=dict)
-    """Per shard: its version right after this push."""
+    """For each shard, its version right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """Per shard: how many updates of others the gradients did not know of."""
+    """For each shard, the number of others' updates that the gradients did not include."""
     fates: dict[Where, bytes] = field(default_factory=dict)
-    """Per shard: a RowFate for each row as pushed; empty: all were applied."""
+    """For each shard, a RowFate for each pushed row; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
-    """Per shard: steps of the table that it knows of."""
+    """For each shard, the steps of the table that it knows of."""
     retries: int = 0
     """Attempts beyond the first."""
     duplicates: int = 0
     """Shards that answered a retry of what they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)
-    """Per shard that applied nothing, why: it was lost and began anew since its rows were looked
-    up, and the gradients are of rows that are gone."""
+    """For each shard that applied nothing, the reason: it was lost and reset since its rows were
+    looked up, and the gradients are of rows that no longer exist."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
-    """Each id once, by index of the virtual shard that has it, in rising order."""
+    """Group ids by virtual shard: each id once, in rising order."""
     routed: dict[int, array[int]] = {}
     for row_id in sorted(set(ids)):
         routed.setdefault(shard_of(row_id, num_shards), array("q")).append(row_id)

@@ -229,7 +229,7 @@ class TableClient:
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """Per server's address: how rows went to and from it last, by `shared-memory`,
+        """For each server's address, the transport of the last call about rows: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
         return {address: calls.way for address, calls in self._job.stubs.items()}
 

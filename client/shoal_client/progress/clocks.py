@@ -15,7 +15,7 @@ from shoal_proto.v1.identity_pb2 import Token
 log = structlog.get_logger(__name__)
 
 POLL_S = 5.0
-"""One call waits no longer, so that one that was lost on the way is repeated soon."""
+"""Maximum wait of one call, so that a call that was lost is soon repeated."""
 TELL_WITHIN_S = 0.25
 TELL_AGAIN_S = 0.5
 REST_WITHIN_S = 2.0
@@ -82,13 +82,15 @@ class Clock:
         self._wait(pulled=True)
 
     def finished(self) -> None:
-        """The push of the round's step is acknowledged: the next step is of the next round."""
+        """End the round: its step's push is acknowledged, and the next step is of the next
+        round."""
         self._round += 1
 
     def rest(self) -> None:
-        """This member takes no steps for now, and nobody waits for it. Free to call often.
+        """Report that this member takes no steps for now, so that nobody waits for it. Cheap to
+        call often.
 
-        A coordinator that is away finds out by itself that nobody is to be waited for.
+        A coordinator that cannot be reached notices this itself.
         """
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:

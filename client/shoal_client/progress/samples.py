@@ -25,34 +25,34 @@ class SampleRange:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleLease:
-    """What the coordinator answered."""
+    """Answer of the coordinator."""
 
     range: SampleRange | None
-    """What to train on next; it may be shorter than was asked for. None: nothing now."""
+    """Range to train on next; it may be shorter than requested. None: nothing now."""
     exhausted: bool
-    """Every sample of every epoch was completed: stop."""
+    """True if every sample of every epoch was completed: stop."""
     retry_after_s: float
-    """With neither range nor `exhausted`: others are still at work, ask again after so long."""
+    """If there is neither a range nor `exhausted`: others still work; ask again after this time."""
     reserve_max: int = 0
-    """How many samples may be held in all, so that the others have their share. 0: any number."""
+    """Maximum number of samples to hold in all, so that others get their share. 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
-    """Leased once, and this member's no more: not to be begun."""
+    """Ranges that were leased and no longer belong to this member: not to be begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reserve:
-    """What a member wants to hold for the time in which nobody answers."""
+    """Samples that a member wants to hold for times without an answer."""
 
     num_samples: int
-    """In all, at least 1."""
+    """Number of samples to hold in all, at least 1."""
     step_samples: int
-    """Of one step: ranges have a multiple of so many samples, unless an epoch ends."""
+    """Samples of one step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """Leased, and never begun: others may train on it."""
+    """Ranges leased and never begun: others may train on them."""
     num_begun: int = 0
-    """Of the samples that are held or reported, so many are begun ..."""
+    """Number of begun samples among those held or reported."""
     begins_per_s: int = 0
-    """... and at most so many more in a second."""
+    """Maximum number of further samples that are begun in a second."""
 
 
 class SampleClient:
@@ -89,12 +89,12 @@ class SampleClient:
 
     @property
     def num_samples(self) -> int:
-        """Of the job, over all epochs."""
+        """Number of samples of the job, over all epochs."""
         return self._dataset_size * self._num_epochs
 
     @property
     def held(self) -> tuple[SampleRange, ...]:
-        """What was leased and neither reported as completed nor given back, in order."""
+        """Ranges leased and neither reported as completed nor given back, in order."""
         with self._lock:
             return tuple(self._held)
 
@@ -197,7 +197,7 @@ class SampleClient:
 
 
 def size_of(ranges: Iterable[SampleRange]) -> int:
-    """How many samples."""
+    """Number of samples in the ranges."""
     return sum(r.stop - r.start for r in ranges)
 
 

@@ -1,1 +1,1 @@
-"""The coordinator: the core's decisions, made durable in etcd and told over gRPC."""
+"""The coordinator: makes the core's decisions durable in etcd and serves them over gRPC."""

@@ -57,7 +57,8 @@ from shoal_server.status.shards import ShardReader
 
 
 class Coordinator:
-    """Serves while it leads: between `lead(conditions)` and `step_down()`."""
+    """Services and background work of one coordinator; it leads between `lead(conditions)` and
+    `step_down()`."""
 
     def __init__(
         self,
@@ -153,15 +154,16 @@ class Coordinator:
         )
 
     def _job_dependencies(self, store: LeaderStore, max_jobs: int) -> JobDependencies:
-        # The services are made after the registry that they ask, so these are looked up late.
+        # The registry calls these services, which are constructed after it: they are looked up
+        # late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
             self.samples.member_lost(job, member_id, incarnation)
             self.clocks.member_lost(job, member_id, incarnation)
 
-        def failed(job: str, error: Exception) -> ShoalError:
+        def job_failed(job: str, error: Exception) -> ShoalError:
             return self.registry.quarantine(job, error)
 
-        def changed(job: str) -> None:
+        def job_changed(job: str) -> None:
             self.rendezvous.drop_dead(job)
             self.retention.changed(job)
 
@@ -171,9 +173,9 @@ class Coordinator:
             board=self.board,
             clock=steady_unix_clock(),
             on_lost_leadership=self.term.depose,
-            on_failed=failed,
+            on_failed=job_failed,
             on_member_lost=member_lost,
-            on_change=changed,
+            on_change=job_changed,
             result_of=self._result_of,
             max_jobs=max_jobs,
         )
@@ -193,7 +195,7 @@ class Coordinator:
         server_calls: ServerCalls,
         taker: SnapshotTaker,
     ) -> SnapshotService:
-        # Made after this service, like the services that the registry tells.
+        # `resetting` is constructed after this service: it is looked up late.
         def begun_unix_s(job: str) -> float:
             return self.resetting.ended_unix_s(job)
 
@@ -254,7 +256,7 @@ class Coordinator:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
-        """Its background work, leading or not."""
+        """Run the background work that does not depend on leading."""
         async with self.samples:
             try:
                 yield self
@@ -263,7 +265,8 @@ class Coordinator:
                     await close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
-        """Take over every job. `conditions` must hold in etcd for each write."""
+        """Take over every job. Each write to etcd carries `conditions` and fails if they no longer
+        hold."""
         self.term.begin(conditions)
         await self.snapshots.announce_roots(self._store)
         await self.resetting.read()
@@ -278,7 +281,7 @@ class Coordinator:
         await self._while_leading.enter_async_context(running(*work))
 
     async def step_down(self) -> None:
-        """Let go of every job: another coordinator leads, or this one ends."""
+        """Drop every job: another coordinator leads, or this one ends."""
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
         self.clocks.forget_all()

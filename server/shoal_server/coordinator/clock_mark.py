@@ -1,9 +1,9 @@
-"""What time it was when somebody led last: a leader whose clock is wrong removes nothing by it.
+"""Time of the last leader, kept in etcd: a leader with a wrong clock removes nothing.
 
-How long a job is over is told by the clocks of whichever coordinators led. One whose clock is days
-ahead would take all that ended for old, and remove at its first look what cannot be had again. So
-each leader notes the time in etcd once a minute, and its successor compares. Whether a gap is an
-outage or a wrong clock is not known; in doubt nothing is removed for a while, and the log says so.
+The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
+is days ahead would take every ended job for old, and remove at its first sweep what cannot be
+restored. Therefore each leader writes the time to etcd once a minute, and its successor compares. A
+gap may be an outage or a wrong clock; in doubt nothing is removed for a while, and the log says so.
 """
 
 import json
@@ -24,7 +24,7 @@ NOTE_EACH_S = 60.0
 
 
 class ClockMark:
-    """One coordinator's part in it, while it leads."""
+    """Writer and checker of the time mark, used by one coordinator while it leads."""
 
     def __init__(self, store: LeaderStore, clock: Callable[[], float]) -> None:
         """`clock`: Unix seconds that never jump."""
@@ -34,13 +34,13 @@ class ClockMark:
         self._note_at_s = self._held_until_s = 0.0
 
     def begin(self) -> None:
-        """A term begins."""
+        """Start a term: the mark is read again."""
         self._is_read = False
 
     async def look(self) -> bool:
-        """Note the time, if it is time; whether what is old by this clock may be removed.
+        """Write the time mark if it is due. True if data that is old by this clock may be removed.
 
-        False while etcd does not tell what was noted last.
+        False as long as the previous mark could not be read from etcd.
         """
         try:
             if not self._is_read:

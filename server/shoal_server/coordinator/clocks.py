@@ -1,8 +1,8 @@
-"""The Clocks service: who may begin a step, where a job bounds how far its members may drift apart.
+"""The Clocks service: decides who may begin a step in jobs with a staleness bound.
 
-From memory only. What a leader knew is lost with it; its successor asks nobody, but lets nobody go
-on until each member that trained under the last leader has said its clock again, which every one of
-them does with its next step.
+State is in memory only and is lost with the leader. A successor does not ask for it, but lets no
+member advance until each member that trained under the last leader has reported its clock again,
+which every one does with its next step.
 """
 
 import asyncio
@@ -37,23 +37,24 @@ MAX_WAIT_S = 10.0
 MAX_BOUND = 1 << 20
 MAX_JOBS = 256
 MAX_GIVEN_UP = 64
-"""Waits that are over, and kept among the others, at the least."""
+"""Minimum number of finished waits that may stay in the heap before it is compacted."""
 
 
 class _Job:
-    """The clocks of one job, and who waits for them to move."""
+    """The clocks of one job, and the calls that wait for them to move."""
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
         self._waiting: list[tuple[Position, int, asyncio.Event]] = []
-        """A heap: first who waits for the lowest."""
+        """A heap, ordered by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
-        """Of each member, its newest wait."""
+        """Newest wait of each member."""
         self._num_waits = 0
 
     async def changed(self, who: MemberProcess) -> None:
-        """Wait until the member may go on, or has been lost, or the job let go of."""
-        self.wake(who.member_id)  # a call of its own that is given up
+        """Wait until the member may have become able to advance, has been lost, or the job is
+        dropped."""
+        self.wake(who.member_id)  # ends an earlier call of the same member
         event = self._by_name[who.member_id] = asyncio.Event()
         self._num_waits += 1
         if len(self._waiting) > 2 * len(self._by_name) + MAX_GIVEN_UP:
@@ -68,18 +69,18 @@ class _Job:
             event.set()
 
     def moved(self) -> None:
-        """Let those look again who may go on now."""
+        """Wake the calls of members that may advance now."""
         horizon = self.clocks.horizon
         while self._waiting and (self._is_over() or self._may_go_on(horizon)):
             heappop(self._waiting)[2].set()
 
     def wake(self, member_id: str) -> None:
-        """Let this member look again."""
+        """Wake this member's call."""
         if event := self._by_name.pop(member_id, None):
             event.set()
 
     def wake_all(self) -> None:
-        """Let all who wait look again."""
+        """Wake all waiting calls."""
         waiting, self._waiting = self._waiting, []
         for _, _, event in waiting:
             event.set()
@@ -92,8 +93,8 @@ class _Job:
 
 
 class ClocksService(ClocksServicer):
-    """`authorize` raises for a token that may not speak. Who holds the others up for longer than
-    `stuck_after_s` without a step is declared lost."""
+    """Clocks of all jobs. `authorize` raises for a stale token. A member that keeps others waiting
+    for longer than `stuck_after_s` without a step is declared lost."""
 
     def __init__(
         self,
@@ -112,12 +113,13 @@ class ClocksService(ClocksServicer):
     # --- from the coordinator ---
 
     def inherit(self, job: str, trainers: Iterable[MemberProcess]) -> None:
-        """Members that trained under another leader: they may have clocks that only they know."""
+        """Start a job whose members trained under another leader: each may have a clock that only
+        it knows."""
         self.forget(job)
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Nobody waits for this process any longer. Lost or left."""
+        """Remove the clock of a process that was lost or left: nobody waits for it any longer."""
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))
@@ -125,13 +127,13 @@ class ClocksService(ClocksServicer):
             known.moved()
 
     def forget(self, job: str) -> None:
-        """The job is begun anew."""
+        """Drop the job's clocks: it is reset."""
         known = self._jobs.pop(job, None)
         if known is not None:
             known.wake_all()
 
     def forget_all(self) -> None:
-        """Let go of every job: another coordinator leads."""
+        """Drop every job: another coordinator leads."""
         jobs, self._jobs = list(self._jobs.values()), OrderedDict()
         for known in jobs:
             known.wake_all()
@@ -144,7 +146,7 @@ class ClocksService(ClocksServicer):
         return known.clocks.clocks if known else {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """What each member waits for that was refused its next step, and since when."""
+        """For each member that was refused its next step: the reason, and since when it waits."""
         known = self._jobs.get(job)
         waits = known.clocks.waiting() if known else ()
         return {name: (reason, since_s) for name, reason, since_s in waits}
@@ -156,13 +158,13 @@ class ClocksService(ClocksServicer):
         await self._authorize(request.token)
         job = self._job(request.token.job)
         who = MemberProcess(request.token.member_id, request.token.incarnation)
-        said = ClockReport(
+        report = ClockReport(
             position=Position(request.clock, request.pulled),
             bound=request.bound,
             enters=request.enters,
             begins=request.begins,
         )
-        standing = job.clocks.advance(who, said, self._clock())
+        standing = job.clocks.advance(who, report, self._clock())
         job.moved()
         if not standing.allowed and request.wait_s > 0:
             standing = await self._wait(job, request, who)
@@ -183,7 +185,7 @@ class ClocksService(ClocksServicer):
         return pb.RestReply()
 
     async def _wait(self, job: _Job, request: pb.AdvanceRequest, who: MemberProcess) -> ClockStatus:
-        """The member's standing once it may go on, or when the time is over."""
+        """Return the member's status once it may advance, or at the timeout."""
         try:
             async with asyncio.timeout(min(request.wait_s, MAX_WAIT_S, self._stuck_after_s)):
                 while True:
@@ -206,7 +208,7 @@ class ClocksService(ClocksServicer):
                 seen=f"process {public_id(who.incarnation)}",
                 fix="It may have been declared lost: join again.",
             ) from None
-        job.moved()  # it may have been moved on into a newer round, where others waited for it
+        job.moved()  # `standing` may have moved the member to a newer round that others waited for
         return standing
 
     async def _drop_stuck(self, name: str, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""What a coordinator is started with."""
+"""Options with which a coordinator is started."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ from shoal_server.serving.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class CallerLimits:
-    """What callers get of the coordinator."""
+    """Limits on what callers may use of the coordinator."""
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     http: Annotated[HttpLimits, FLAT] = field(default_factory=HttpLimits)

@@ -1,9 +1,9 @@
-"""What is charted of jobs: how they stand, second by second, kept for the leader that comes next.
+"""Charts of jobs, second by second, stored in etcd for the next leader.
 
-While it leads, the coordinator notes each second what members of running jobs said last. Of each
-job that is at most a few hundred intervals and a hundred changes; twice a minute it is written to
-etcd, compressed, a few kilobytes in a key of the job's. A leader that takes over goes on from
-there: what is missing is the last half minute at the most.
+While it leads, the coordinator records each second what members of running jobs reported last. A
+job's history is at most a few hundred intervals and a hundred changes; twice a minute it is written
+to etcd, compressed, a few kilobytes in one key of the job. A new leader continues from there: at
+most the last half minute is missing.
 """
 
 import asyncio
@@ -34,26 +34,27 @@ log = structlog.get_logger(__name__)
 READ_EACH_S = 1.0
 KEEP_EACH_S = 30.0
 MAX_SHARE = 0.02
-"""Of the event loop's time, for looking at members: of ten thousand it is done less often."""
+"""Maximum share of the event loop's time for reading members: with ten thousand of them, readings
+are less frequent."""
 FRESH_S = 10.0
-"""What a member said longer ago is not how it stands now."""
+"""Reports older than this are not used."""
 AT_ONCE = 16
 
 
 class HistoryKeeper:
-    """Works while its coordinator leads: see `run`."""
+    """Recorder of the history of jobs, for a coordinator that leads; see `run`."""
 
     def __init__(self, store: LeaderStore, registry: Registry, board: StatusBoard) -> None:
         self._store = store
         self._registry = registry
         self._board = board
         self._taken_up: set[str] = set()
-        """Jobs of which it is known what etcd has."""
+        """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """By job: what lies in etcd now."""
+        """For each job, the value in etcd."""
 
     async def run(self) -> None:
-        """Note how jobs stand, and keep it, until cancelled."""
+        """Record and store the history of jobs, until cancelled."""
         self._taken_up.clear()
         self._kept.clear()
         keep_s = time.monotonic() + KEEP_EACH_S
@@ -67,7 +68,7 @@ class HistoryKeeper:
             await asyncio.sleep(max(READ_EACH_S, (time.monotonic() - began_s) / MAX_SHARE))
 
     def read(self) -> None:
-        """Note how each job stands in which somebody trains."""
+        """Record a reading of each running job."""
         for actor in self._registry.actors():
             roster, job = actor.job.running, actor.job.spec.job
             if roster is not None:
@@ -77,11 +78,11 @@ class HistoryKeeper:
                     self._board.measured(job, reading)
 
     async def keep(self) -> None:
-        """Write what has changed of each job's history."""
+        """Write each history that has changed."""
         await gather_bounded(self._keep_one, self._registry.actors(), AT_ONCE)
 
     async def _take_up(self) -> None:
-        """Go on from what another leader kept of jobs that this one has read by now."""
+        """Read the history of jobs that the registry has taken over since."""
         new = [a for a in self._registry.actors() if a.job.spec.job not in self._taken_up]
         await gather_bounded(self._take_up_one, new, AT_ONCE)
 
@@ -98,7 +99,7 @@ class HistoryKeeper:
         try:
             kept = read(found.value)
         except Unreadable as error:
-            # It is shown to people, and decides nothing: the job goes on without.
+            # History is only displayed, no decision depends on it: the job continues without it.
             log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
             return
         if kept.begun_unix_s == actor.job.tally.begun_s:
@@ -126,7 +127,7 @@ class HistoryKeeper:
         try:
             state = await self._store.get(keys.job_state(job))
             if state is None:
-                return  # nothing of it is kept yet, or any more
+                return  # the job has no record yet, or no longer
             still = unchanged_since(state.key, state.mod_revision)
             result = await self._store.transact([still], [Put(keys.history(job), value)])
         except ShoalError as error:
@@ -139,7 +140,7 @@ class HistoryKeeper:
 def _reading(
     roster: Roster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
-    """What those say who train; None where nobody has said anything lately."""
+    """Reading from the fresh reports of the roster's members; None if there is none."""
     found = {
         entry.rank: health
         for entry in roster.entries

@@ -1,8 +1,8 @@
-"""Beginning a job anew under its name: all that is kept of it goes, in one transaction.
+"""Reset of a job under its name: all its keys are deleted in one transaction.
 
-A crash before that transaction leaves the old job, one after it a clean name. What outlives it, on
-parameter servers or in a process that was halted, is known by its run: servers let go of shards
-whose record is gone or is another run's, and generation numbers go on rising (`EarlierRuns`).
+A crash before that transaction leaves the old job, a crash after it a free name. What survives on
+parameter servers or in a suspended process is told apart by its run: servers drop shards whose
+record is gone or belongs to another run, and generation numbers keep rising (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ FORGOTTEN_AT_ONCE = 100
 
 
 class JobReset:
-    """Lives on the event loop of a coordinator."""
+    """Resets jobs. Used on the coordinator's event loop only."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class JobReset:
         self._weights = weights
 
     async def read(self) -> None:
-        """Learn which jobs were begun anew: to be called before the registry takes jobs over."""
+        """Read which jobs were reset; must be called before the registry takes over jobs."""
         found = {}
         for item in (await self._store.range(keys.RESETS)).items:
             job = named_under(keys.RESETS, item.key)
@@ -69,27 +69,28 @@ class JobReset:
                 with taken_apart():
                     found[job] = from_json(job, item.value)
             except (Unreadable, InternalError) as error:
-                # Whom an earlier run expelled is not known: nobody may come in.
+                # The incarnations expelled by an earlier run are unknown: nobody may join.
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = found
 
     def ended_unix_s(self, job: str) -> float:
-        """When the job was last begun anew; 0 if it never was."""
+        """Unix time of the job's last reset; 0 if it was never reset."""
         earlier = self._registry.earlier_runs.get(job)
         return earlier.ended_unix_s if earlier is not None else 0.0
 
     async def reset(self, job: str, *, forgets_processes: bool = False) -> tuple[bool, Generation]:
-        """Take away what is kept of the job. Whether there was anything, and its last generation.
-        `forgets_processes`: it is over for so long that none of its processes may come back, and
-        nothing needs to outlive it.
+        """Delete the job's state. Returns if there was any, and the job's last generation.
 
-        Raises JobInUse while it has members, Unavailable while etcd is away, NotLeader. Then the
-        job is as it was.
+        `forgets_processes`: the job ended so long ago that none of its processes can come back, and
+        no record of earlier runs is kept.
+
+        Raises JobInUse while the job has members, Unavailable while etcd cannot be reached, and
+        NotLeader. The job is then unchanged.
         """
         known = self._registry.earlier_runs.get(job)
         async with self._registry.forgetting(job) as actor, self._samples.closed(job):
             if actor is not None:
-                # A write of the old run that is under way must not come behind its end.
+                # A pending write of the old run must not land after the deletion.
                 await actor.carried_out(WRITTEN_WITHIN_S)
             held = (await self._store.range(keys.job_prefix(job))).items
             members = (await self._store.range(keys.members(job))).items
@@ -97,14 +98,14 @@ class JobReset:
             existed = bool(held) or actor is not None
             had_weights = await self._weights.clear(job, forgets_numbers=forgets_processes)
             if not existed:
-                # A plain script may have published under that name.
+                # A plain script may have published under this name.
                 return had_weights, known.last_generation if known else NO_GENERATION
             earlier = known or EarlierRuns(job=job, last_generation=NO_GENERATION)
             if actor is not None:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # A job that this coordinator could not take up: its records tell of its number.
+                # This coordinator could not take over the job: its keys tell the last generation.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:
@@ -118,8 +119,11 @@ class JobReset:
         return True, earlier.last_generation
 
     async def forget_runs(self, before_unix_s: float) -> None:
-        """Forget the runs of names of which nothing is left, and that were begun anew before then.
-        Raises Unavailable while etcd is away, NotLeader."""
+        """Delete the records of earlier runs of names that were last reset before `before_unix_s`
+        and that no job uses.
+
+        Raises Unavailable while etcd cannot be reached, and NotLeader.
+        """
         known = self._registry.earlier_runs
         old = [
             earlier
@@ -128,7 +132,7 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # Should one be joined meanwhile: none of the processes of then is there any more.
+            # If a job is joined meanwhile: no process of its earlier runs is left.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:
@@ -136,7 +140,7 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """The highest number that the job's keys name, however much else of them can be read."""
+    """Highest generation number in the job's keys, also if other records cannot be read."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     found = [number for number in numbers if number is not None]
     for each in held:

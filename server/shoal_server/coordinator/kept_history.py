@@ -1,7 +1,7 @@
-"""A job's history as it lies in etcd: deflated JSON, taken apart without trust.
+"""A job's history as stored in etcd: deflated JSON, parsed without trust.
 
-It is shown to people and decides nothing, so what is wrong with it costs the charts of its own job,
-and no more: neither those of others nor the time of the coordinator that reads it.
+History is only displayed and decides nothing. A bad record therefore costs the charts of its own
+job, and neither those of other jobs nor the coordinator's time.
 """
 
 import math
@@ -23,10 +23,10 @@ MAX_INFLATED_BYTES = 16 * MAX_BYTES
 
 @dataclass(frozen=True, kw_only=True)
 class KeptHistory:
-    """Fields are only ever added."""
+    """Stored history of one run. Fields may be added, never removed."""
 
     begun_unix_s: float
-    """Of the run of the job that it is of."""
+    """Start of the run that this history belongs to."""
     series: SeriesView
     changes: tuple[ChangeView, ...] = ()
     extra_s: float = 0.0
@@ -37,12 +37,12 @@ _KEPT = TypeAdapter(KeptHistory)
 
 
 def written(kept: KeptHistory) -> bytes:
-    """What goes to etcd, if it has no more than MAX_BYTES."""
+    """Encode for etcd. The caller checks the size against MAX_BYTES."""
     return zlib.compress(_KEPT.dump_json(kept), 6)
 
 
 def read(value: bytes) -> KeptHistory:
-    """What was written. Raises Unreadable."""
+    """Decode what `written` made. Raises Unreadable."""
     inflated = zlib.decompressobj()
     try:
         data = inflated.decompress(value, MAX_INFLATED_BYTES)
@@ -58,7 +58,7 @@ def read(value: bytes) -> KeptHistory:
 
 
 def _problem(kept: KeptHistory) -> str:
-    """What keeps it from being charted; empty: nothing."""
+    """Reason why the history cannot be charted; empty if there is none."""
     if len(kept.changes) > MAX_CHANGES or len(kept.logged) > MAX_LOGGED:
         return f"{len(kept.changes)} changes and {len(kept.logged)} names of logged values"
     numbers = [kept.begun_unix_s, kept.extra_s, *(each.unix_s for each in kept.changes)]

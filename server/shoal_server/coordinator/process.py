@@ -1,4 +1,4 @@
-"""A coordinator process: from its start over its terms as leader to SIGTERM."""
+"""A coordinator process: from start through its terms as leader to SIGTERM."""
 
 import asyncio
 import gc
@@ -46,13 +46,13 @@ log = structlog.get_logger(__name__)
 STOP_WITHIN_S = 2.0
 LEAD_AGAIN_S = 1.0
 GC_THRESHOLDS = (10_000, 10, 10)
-"""Objects more than before, and of how many rounds: by default the first is 700."""
+"""Thresholds of the garbage collector's generations; Python's default for the first is 700."""
 
 
 async def serve(config: CoordinatorConfig) -> None:
     """Serve until SIGTERM or SIGINT. Raises AddressInUse, and AccessDenied from etcd.
 
-    While etcd does not answer it serves as one that does not lead, and says why.
+    While etcd does not answer, the coordinator serves without leading, and says why.
     """
     stop = stop_requested()
     descriptors.raise_limit()
@@ -96,8 +96,9 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator.add_services(server)
         health = HealthService()
         add_HealthServicer_to_server(health, server)
-        # The collector stops the loop. What is there by now stays, so it need not look at it; and
-        # at all that thousands of members have it looks a few times, not with each new one.
+        # The garbage collector stops the loop. Objects made so far are frozen and never scanned
+        # again; the state of thousands of members is scanned a few times only, not with each new
+        # member.
         gc.collect()
         gc.freeze()
         gc.set_threshold(*GC_THRESHOLDS)
@@ -109,7 +110,7 @@ async def serve(config: CoordinatorConfig) -> None:
         leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
-        stack.push_async_callback(_ended, campaign, stopping)
+        stack.push_async_callback(_cancel, campaign, stopping)
         await wait_first(leader_loop.has_begun.wait(), campaign, stopping)
         if leader_loop.has_begun.is_set():
             write_ready_file(config.ready_file, {"grpc": address, "http": url})
@@ -120,7 +121,8 @@ async def serve(config: CoordinatorConfig) -> None:
 
 
 def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOperations | None:
-    """Over HTTP nobody acts by a certificate: of which role it is, only gRPC looks at."""
+    """Operations for the HTTP API; None if HTTP callers are known by certificate alone: only gRPC
+    reads the role in it."""
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
@@ -128,14 +130,15 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:
-    """The page is announced at the host that gRPC is, unless it is for this machine alone."""
+    """URL of the status page: at the host announced for gRPC, unless the page listens on loopback
+    only."""
     host, grpc_host = split_address(config.http)[0], split_address(address)[0]
     if not is_loopback(host) or is_loopback(split_address(config.listen)[0]):
         host = grpc_host
     return f"{scheme_for(config.http_clients)}://{join_address(host, port)}"
 
 
-async def _ended(*tasks: asyncio.Task[object]) -> None:
+async def _cancel(*tasks: asyncio.Task[object]) -> None:
     for task in tasks:
         task.cancel()
         with suppress(asyncio.CancelledError):
@@ -143,7 +146,7 @@ async def _ended(*tasks: asyncio.Task[object]) -> None:
 
 
 class LeaderLoop:
-    """Campaigns, leads until deposed, campaigns again. Only etcd decides who leads."""
+    """Campaigns, leads until deposed, and campaigns again. Only etcd decides who leads."""
 
     def __init__(
         self,
@@ -153,7 +156,7 @@ class LeaderLoop:
         candidate: Candidate,
         leader_lease_s: float,
     ) -> None:
-        """The candidate's address must be listened at."""
+        """Expects that the candidate's address is already listened on."""
         self._coordinator = coordinator
         self._health = health
         self._store = store
@@ -163,7 +166,7 @@ class LeaderLoop:
         self._election.on_leader = self._note
         coordinator.view.address = candidate.address
         self.has_begun = asyncio.Event()
-        """Set once this coordinator leads, or knows who does, or that etcd does not tell."""
+        """Set once this coordinator leads, knows the leader, or knows that etcd does not answer."""
 
     async def run_for_ever(self) -> None:
         await self._election.end_predecessor()
@@ -174,10 +177,10 @@ class LeaderLoop:
                     # The next term may end the same way, and another coordinator may do better.
                     await asyncio.sleep(LEAD_AGAIN_S)
         finally:
-            await _ended(following)
+            await _cancel(following)
 
     async def _lead(self, leadership: Leadership) -> bool:
-        """Lead until the term is over; whether it ever came to that."""
+        """Lead until the term is over. True if the term began."""
         coordinator = self._coordinator
         try:
             await coordinator.lead((leadership.condition,))
@@ -199,7 +202,7 @@ class LeaderLoop:
         return True
 
     def _note_trouble(self, reason: str) -> None:
-        """Who led when etcd was last heard may lead no longer: nobody is pointed there."""
+        """Forget the last known leader: it may lead no longer, and callers are not sent there."""
         known = self._coordinator.registry.known_leader
         known.address = ""
         known.why_nobody = f"nobody is known to lead: etcd does not answer ({reason})"
@@ -210,14 +213,14 @@ class LeaderLoop:
         try:
             async for leader in self._election.leaders():
                 if watching is not None:
-                    await _ended(watching)
+                    await _cancel(watching)
                     watching = None
                 self._note(leader)
                 if leader is not None and leader.address not in ("", self._address):
                     watching = asyncio.create_task(end_when_gone(self._store, leader))
         finally:
             if watching is not None:
-                await _ended(watching)
+                await _cancel(watching)
 
     def _note(self, leader: Leader | None) -> None:
         known = self._coordinator.registry.known_leader

@@ -1,7 +1,8 @@
-"""The Rendezvous service: a key-value space for each generation that is in force.
+"""The Rendezvous service: a key-value store for each generation in force.
 
-It lives in memory only. If the leader dies while a generation is brought up, its successor says so
-at once and the members form the next one; once it is up, torch.distributed does not ask it again.
+It is in memory only. If the leader dies during a generation's bring-up, its successor answers that
+the keys are lost and the members form the next generation; after bring-up, torch.distributed does
+not ask the store again.
 """
 
 import asyncio
@@ -23,16 +24,16 @@ from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
 
 KEY_BYTES = 128
-"""What a key takes beside its text."""
+"""Memory taken by a key in addition to its text."""
 MAX_COUNTER_BYTES = 20
-"""Of a number of 64 bits, in decimal."""
+"""Length of a 64-bit number in decimal."""
 PACKED_BYTES = 16 * 1024
-"""Values that are shorter, all together, are sent as they are."""
+"""Replies whose values have fewer bytes in total are not compressed."""
 
 
 @dataclass(kw_only=True)
 class Gathering:
-    """The members that wait for the same keys."""
+    """Calls that wait for the same keys."""
 
     missing: set[str] = field(default_factory=set)
     num_waiting: int = 0
@@ -49,9 +50,9 @@ class KeySpace:
     num_bytes: int = 0
     _gatherings: dict[tuple[str, ...], Gathering] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    """By key: those of the gatherings in which it is missing."""
+    """For each missing key, the gatherings that wait for it."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
-    """The newest packed one, and the keys that it is of; none after a change."""
+    """The last packed reply and its keys; empty after a change."""
 
     def set(self, key: str, value: bytes) -> None:
         held = self.values.get(key)
@@ -86,7 +87,7 @@ class KeySpace:
         return True
 
     async def wait_for(self, keys: tuple[str, ...]) -> None:
-        """Return once each of the keys was there. Who waits for the same waits together."""
+        """Return once each key has been set. Calls with the same keys share one gathering."""
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
@@ -105,14 +106,14 @@ class KeySpace:
             raise gathering.error
 
     def _forget(self, keys: tuple[str, ...]) -> None:
-        """Nobody waits for these any more."""
+        """Drop a gathering on which nobody waits any longer."""
         for key in self._gatherings.pop(keys).missing:
             self._waiting[key].remove(keys)
             if not self._waiting[key]:
                 del self._waiting[key]
 
     def packed(self, keys: tuple[str, ...]) -> bytes:
-        """An encoded reply with the values; all that ask for the same share the bytes."""
+        """Encoded reply with the values; callers that ask for the same keys share the bytes."""
         if self._answer[0] != keys:
             values = [self.values.get(key, b"") for key in keys]
             reply = pb.StoreReply(values=values)
@@ -135,12 +136,12 @@ class RendezvousService(RendezvousServicer):
         self._spaces: dict[tuple[str, int], KeySpace] = {}
 
     def _space(self, token: Token) -> KeySpace:
-        """The space of the token's generation. Raises Fenced, GenerationBroken."""
+        """Key space of the token's generation. Raises Fenced, GenerationBroken."""
         actor = self._registry.find_for(token)
         actor.authorize_generation(token)
         key = (token.job, token.generation)
         if key not in self._spaces and token.generation <= actor.inherited_generation:
-            # Who waits for a key that was set there would wait for nothing.
+            # The keys were set at the last leader: a caller would wait in vain.
             raise GenerationBroken(
                 f"the keys of generation {token.generation} of job {token.job} are lost",
                 seen="a coordinator that took over after they were set",
@@ -150,12 +151,12 @@ class RendezvousService(RendezvousServicer):
 
     @property
     def held(self) -> tuple[int, int]:
-        """Bytes and keys of all generations in force."""
+        """Number of bytes and of keys of all generations in force."""
         spaces = self._spaces.values()
         return sum(each.num_bytes for each in spaces), sum(len(each.values) for each in spaces)
 
     def drop_dead(self, job: str) -> None:
-        """Free what belongs to generations of the job that are over; who waits there is told."""
+        """Drop the key spaces of generations that are over; calls that wait there fail."""
         actor = self._registry.actor_if_known(job)
         alive = actor.generations_in_force() if actor else []
         for key in [k for k in self._spaces if k[0] == job and k[1] not in alive]:
@@ -167,7 +168,7 @@ class RendezvousService(RendezvousServicer):
             )
 
     def forget_all(self) -> None:
-        """Let every key go: another coordinator leads, which has none of them."""
+        """Drop every key space: another coordinator leads, which has none of them."""
         spaces, self._spaces = list(self._spaces.values()), {}
         for space in spaces:
             space.give_up(NotLeader("this coordinator does not lead any more"))
@@ -179,7 +180,7 @@ class RendezvousService(RendezvousServicer):
             space.set(pair.key, before + pair.value)
         return pb.StoreReply()
 
-    # Encoded where many ask for the same.
+    # May return encoded bytes, which many callers share.
     async def Get(  # type: ignore[override]
         self, request: pb.StoreGetRequest, context: Context
     ) -> pb.StoreReply | bytes:
@@ -203,7 +204,7 @@ class RendezvousService(RendezvousServicer):
     async def Add(self, request: pb.StoreAddRequest, context: Context) -> pb.StoreReply:
         space = self._space(request.token)
         count = _counter(request.key, space.values.get(request.key, b"0")) + request.amount
-        # As text, as torch's own stores keep counters, since they may be read by `get`.
+        # As text, like torch's own stores, since `get` may read counters.
         space.set(request.key, str(count).encode())
         return pb.StoreReply(count=count)
 
@@ -215,7 +216,7 @@ class RendezvousService(RendezvousServicer):
         if value == request.expected or (value is None and not request.expected):
             space.set(request.key, request.desired)
             value = request.desired
-        # torch's contract: with no value there, and another expected, the expected one is returned.
+        # torch's contract: if there is no value and one is expected, the expected one is returned.
         return pb.StoreReply(values=[value if value is not None else request.expected])
 
     async def Delete(self, request: pb.StoreKeysRequest, context: Context) -> pb.StoreReply:
@@ -238,7 +239,7 @@ def _counter(key: str, value: bytes) -> int:
         if len(value) <= MAX_COUNTER_BYTES:
             return int(value)
     except ValueError:
-        pass  # told below
+        pass  # raised below
     raise InvalidSpec(
         f"the value of {key[:100]!r} is not a counter",
         seen=repr(value[:40]),

@@ -1,7 +1,7 @@
-"""What nobody is in does not stay for ever: jobs end as failed, and what is kept of them goes.
+"""Retention of jobs: jobs without members end as failed, and the records of old jobs are deleted.
 
-Only the leader does this, one job at a time, and each removal is one transaction: a crash leaves a
-job as it was or as it is to be, and the next sweep goes on with it.
+Only the leader does this, one job at a time, and each removal is one transaction: after a crash the
+job is either unchanged or fully processed, and the next sweep continues.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ SWEEP_EACH_S = 10.0
 
 
 class Retention:
-    """Lives on the event loop of a coordinator; `run` while it leads."""
+    """Sweeps jobs while the coordinator leads (`run`). Used on its event loop only."""
 
     def __init__(
         self,
@@ -48,8 +48,8 @@ class Retention:
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """`result_of` is what is known of a job that is over, but for samples whose books are not
-        open. `clock`: that of all jobs, unless another is given."""
+        """`result_of` returns what is known of a job that is over, except its number of samples if
+        its ledger is not open. `clock`: by default the registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
@@ -60,19 +60,19 @@ class Retention:
         self._clock = clock or registry.clock
         self._mark = ClockMark(store, self._clock)
         self._may_remove = True
-        """Whether this coordinator's clock is trusted with what cannot be undone."""
+        """True if this coordinator's clock is trusted for removals, which cannot be undone."""
         self._empty_since_s: dict[str, float] = {}
-        """Jobs that are not over and were seen without members; forgotten with the term."""
+        """Running jobs that were seen without members, and since when; forgotten with the term."""
         self._woken = asyncio.Event()
 
     def changed(self, job: str) -> None:
-        """What came of a job that is over is kept soon: who leads next has not heard its loss."""
+        """Store the result of an ended job soon: the next leader does not know its loss."""
         actor = self._registry.actor_if_known(job)
         if actor is not None and actor.job.phase in OVER and actor.job.tally.result is None:
             self._woken.set()
 
     async def run(self) -> None:
-        """Sweep now and then, for as long as this coordinator leads."""
+        """Sweep periodically and on wake-up, until cancelled."""
         self._empty_since_s.clear()
         self._mark.begin()
         while True:
@@ -82,10 +82,10 @@ class Retention:
                 async with asyncio.timeout(SWEEP_EACH_S):
                     await self._woken.wait()
             except TimeoutError:
-                pass  # it is time
+                pass  # the next sweep is due
 
     async def sweep(self) -> None:
-        """Do what is due, of each job by itself: one's trouble is to harm no other."""
+        """Do what is due for each job separately: a failure of one affects no other."""
         self._may_remove = await self._mark.look()
         await self._forget_runs()
         actors = self._registry.actors()
@@ -120,7 +120,7 @@ class Retention:
     def _due(self, actor: JobActor) -> Due:
         job = actor.job
         if not self._is_known(actor):
-            return Due.NOTHING  # it was taken away, or begun anew, meanwhile
+            return Due.NOTHING  # it was removed or reset meanwhile
         age = JobAge(
             ended_s=job.state.stage.since_s if job.phase in OVER else None,
             empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
@@ -138,7 +138,7 @@ class Retention:
         match what:
             case Due.ABANDON:
                 after_s = self._limits.abandon_after_s
-                # Once: whoever cannot be given up now is looked at anew after as long.
+                # If it cannot be abandoned now, the full time passes before the next attempt.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
             case Due.KEEP_RESULT:
@@ -156,7 +156,7 @@ class Retention:
             log.warning("samples_not_counted", job=name, reason=str(error))
             counts = None
         if not self._is_known(actor):
-            return  # it was taken away while its samples were counted
+            return  # it was removed while its samples were counted
         found = self._result_of(name)
         if counts is not None:
             found = replace(found, num_samples=counts.completed)
@@ -176,7 +176,8 @@ class Retention:
 
 
 def _cleared(job: str, left: StateRecord) -> list[Operation]:
-    """All of the job but its own record, in one transaction with that."""
+    """Deletes everything of the job except its own record, which is updated in the same
+    transaction."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

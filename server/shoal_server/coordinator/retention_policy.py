@@ -1,4 +1,4 @@
-"""For how long jobs are kept to which nobody comes back, or that are over."""
+"""How long jobs are kept that have no members, or that are over."""
 
 from dataclasses import dataclass
 from typing import Annotated

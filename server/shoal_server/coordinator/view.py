@@ -1,4 +1,4 @@
-"""What the status endpoint is shown of this coordinator."""
+"""The coordinator's state as the status endpoint reads it."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -49,7 +49,7 @@ class CoordinatorView:
         self.outputs = outputs
         self._weights = weights
         self.address = ""
-        """host:port under which others reach this coordinator."""
+        """Address (host:port) under which others reach this coordinator."""
         self.http_url = ""
         """Base URL under which others reach its status endpoint."""
 
@@ -88,7 +88,7 @@ class CoordinatorView:
         return replace(view, members=members)
 
     def _waiting(self, name: str) -> Mapping[str, tuple[str, float]]:
-        """What members wait for that go at their own pace, and since when."""
+        """For members that go at their own pace: what each waits for, and since when."""
         waiting: dict[str, tuple[str, float]] = {}
         for source in (self._placing, self._samples, self._clocks):
             waiting |= source.waiting(name)
@@ -128,7 +128,7 @@ class CoordinatorView:
 def _timed(
     member: MemberView, clocks: Mapping[str, int], waiting: Mapping[str, tuple[str, float]]
 ) -> MemberView:
-    """The same member, with the round that it trains in and what it waits for there."""
+    """Add to a member view its clock and what it waits for."""
     known = replace(member, clock=clocks.get(member.member_id))
     if member.member_id not in waiting:
         return known

@@ -1,4 +1,4 @@
-"""What the rest of the server asks of etcd, as one Protocol.
+"""The server's interface to etcd, as one Protocol.
 
 `client.EtcdClient` speaks to a real cluster; `memory.MemoryStore` is a double for unit tests and
 simulation. Both pass the contract suite in tests/server/etcd/.
@@ -77,7 +77,7 @@ class Compare:
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """Of every key under a prefix: that its field is at most what is expected."""
+    """True to compare every key under a prefix: that its field is at most `expected`."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -135,8 +135,8 @@ class TransactionResult:
 
 
 def holds(compare: Compare, item: KeyValue | None) -> bool:
-    """Whether the condition is true of its key as it is; not of a prefix. Raises InvalidSpec for
-    a field that there is none."""
+    """True if the condition holds for its key's current item; not for a prefix. Raises InvalidSpec
+    for an unknown field."""
     match compare.field:
         case "value":
             return item is not None and item.value == compare.expected
@@ -165,9 +165,9 @@ class Keyspace(Protocol):
     async def range(self, prefix: str) -> RangeResult: ...
 
     async def keys(self, prefix: str) -> tuple[str, ...]:
-        """All keys under a prefix without their values, in key order, however many they are.
+        """List the keys under a prefix without their values, in key order, in any number.
 
-        They are read in pages, each as of the time of its own.
+        They are read in pages, each as of the time of its own request.
         """
         ...
 
@@ -179,7 +179,7 @@ class Keyspace(Protocol):
     ) -> TransactionResult: ...
 
     def watch(self, prefix: str, start: Revision) -> AsyncGenerator[WatchBatch, None]:
-        """Every change under `prefix` from revision `start` on, each exactly once, for ever.
+        """Watch every change under `prefix` from revision `start` on, each exactly once, for ever.
 
         Survives restarts of etcd and the death of an endpoint. Ends only when closed
         (`aclose`/cancellation).

@@ -1,14 +1,15 @@
-"""Which coordinator leads: whoever holds the leader's key, under a lease it renews.
+"""Election of the leading coordinator: it holds the leader's key, under a lease that it renews.
 
 Two guards, since no clock can be trusted alone. A leader stops by its own clock before its lease
 can have run out in etcd (it counts from the moment it *sent* the last renewal that etcd confirmed,
 and etcd from a later one). And each of its writes compares the revision at which its key was
-created: once the key is gone or another's, etcd refuses the write, however late the loser notices.
+created: once the key is deleted or another's, etcd refuses the write, however late the deposed
+leader notices.
 
-Renewals do not wait for the loop, which thousands of members keep busy: see `api.Renewal`.
+Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
 
-etcd keeps leases longer than asked, never shorter: it rounds a TTL up to its minimum, and a new
-leader among etcd's own members, or a restart, starts every lease's time afresh.
+etcd keeps leases longer than asked, never shorter: it rounds a TTL up to its minimum, and after a
+leader change among etcd's own members, or a restart, every lease's time starts afresh.
 """
 
 import asyncio
@@ -67,12 +68,12 @@ class Leadership:
 
     @property
     def condition(self) -> Compare:
-        """What every write of the leader must compare, so that a deposed one writes nothing."""
+        """Condition of every write of the leader, so that a deposed one writes nothing."""
         return created_at(keys.LEADER, self.create_revision)
 
     @property
     def held(self) -> bool:
-        """Whether the term can still be running; looks at the clock at each call."""
+        """True if the term can still be running; reads the clock at each call."""
         return not self.lost.is_set() and self._clock() < self._valid_until_s
 
     @property
@@ -217,8 +218,8 @@ class Election:
             put = self._candidate.put(lease)
             result = await self._store.transact((absent(keys.LEADER),), (put,))
         except BaseException:
-            # Also where the outcome is unknown: with the lease goes the key, if it came about,
-            # and a request that is still on its way fails without the lease.
+            # Also if the outcome is unknown: revoking the lease deletes the key if it was written,
+            # and a request still on its way fails without the lease.
             await _revoke(self._store, lease)
             raise
         if not result.succeeded:

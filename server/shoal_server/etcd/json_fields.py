@@ -62,7 +62,7 @@ class Fields:
 
     @classmethod
     def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
-        """Those of the object that the bytes hold. Raises Unreadable, LaterFormat."""
+        """Fields of the JSON object in the bytes. Raises Unreadable, LaterFormat."""
         with taken_apart():
             value = json.loads(data)
         if not isinstance(value, dict):
@@ -80,7 +80,7 @@ class Fields:
         return self._get(name) is not None
 
     def rest(self) -> dict[str, object]:
-        """Those that nobody has asked for: a later release knows them."""
+        """Fields that were not read: a later release knows them."""
         return {name: value for name, value in self._value.items() if name not in self._asked}
 
     def _get(self, name: str, default: object = None) -> object:

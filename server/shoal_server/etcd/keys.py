@@ -1,7 +1,7 @@
-"""Where things lie in etcd. Every key of Shoal is built here and nowhere else.
+"""Keys of Shoal in etcd. Every key is built here and nowhere else.
 
 Values are JSON objects in UTF-8 unless said otherwise. Job and member ids are checked when they
-enter (`shoal_proto.names`), so they never hold a slash.
+enter (`shoal_proto.names`), so they never contain a slash.
 """
 
 ROOT = "/shoal/v1/"
@@ -17,11 +17,12 @@ SERIES = ROOT + "series/"
 """Series of published weights, all of whose records every parameter server watches."""
 SERIES_LAYOUTS = ROOT + "series_layouts/"
 CLOCK = ROOT + "clock"
-"""What time it was when somebody led last: {"unix_s": ...}."""
+"""Time mark of the last leader: {"unix_s": ...}."""
 SNAPSHOT_ROOTS = ROOT + "snapshot_roots"
-"""Below which URLs snapshots may lie, as the leading coordinator was told: {"urls": [...]}."""
+"""Root URLs below which snapshots may be, as the leading coordinator was configured: {"urls":
+[...]}."""
 MAX_NUMBER_DIGITS = 15
-"""No job comes to a generation with more."""
+"""Longest generation number that is accepted."""
 
 
 def server(server_id: str) -> str:
@@ -30,7 +31,8 @@ def server(server_id: str) -> str:
 
 
 def ended_server(server_id: str, incarnation: str) -> str:
-    """There while a parameter server's process is known to have ended, for some minutes."""
+    """Key that exists for some minutes after a parameter server's process is known to have
+    ended."""
     return f"{ENDED_SERVERS}{server_id}/{incarnation}"
 
 
@@ -58,21 +60,22 @@ def job_state(job: str) -> str:
 
 
 def reset(job: str) -> str:
-    """What is remembered of a job whose records were taken away: {"last_generation", ...}.
+    """Earlier runs of a job that was reset: {"last_generation", ...}.
 
-    Apart from the job's other keys: there may be none of them.
+    Separate from the job's other keys, which may all be deleted.
     """
     return RESETS + job
 
 
 def quarantined(job: str, stamp: str = "", key: str = "") -> str:
-    """Where a record of the job that could not be read is moved to, as it was; or all of them."""
+    """Key to which an unreadable record of the job is moved unchanged; without `stamp`, the prefix
+    of all of them."""
     moved = f"{stamp}/{key.removeprefix(ROOT)}" if stamp else ""
     return f"{ROOT}quarantine/{job}/{moved}"
 
 
 def job_prefix(job: str) -> str:
-    """All of a job's own keys, its members and who holds its shards not among them."""
+    """Prefix of a job's own keys; its members and shard assignments are elsewhere."""
     return f"{JOBS}{job}/"
 
 
@@ -89,7 +92,7 @@ def generation(job: str, number: int) -> str:
 
 
 def generation_number(job: str, key: str) -> int | None:
-    """Of which generation of the job the key has the record; None if it is no such key."""
+    """Generation number in a key of a generation record; None if it is no such key."""
     prefix = generations(job)
     digits = key.removeprefix(prefix)
     is_number = key.startswith(prefix) and digits.isascii() and digits.isdigit()
@@ -99,7 +102,7 @@ def generation_number(job: str, key: str) -> int | None:
 
 
 def shard_map(job: str) -> str:
-    """Which ShardMap is the job's: {"digest", "num_chunks", ...}."""
+    """Head of the job's shard map: {"digest", "num_chunks", ...}."""
     return f"{JOBS}{job}/shards"
 
 
@@ -114,31 +117,31 @@ def shard_map_chunk(job: str, digest: str, number: int) -> str:
 
 
 def assignments(job: str) -> str:
-    """All that tells who holds the job's shards.
+    """Prefix of the job's shard assignments.
 
-    Apart from the job's other keys: every parameter server watches all of these.
+    Separate from the job's other keys: every parameter server watches all assignments.
     """
     return f"{ASSIGNMENTS}{job}/"
 
 
 def assignments_head(job: str) -> str:
-    """What belongs to all the shards of a job, as a serialized JobHoldings message."""
+    """Data common to all shards of a job, as a serialized JobHoldings message."""
     return f"{ASSIGNMENTS}{job}/head"
 
 
 def assignments_of_run(job: str, run: str) -> str:
-    """Those of one run: what another run of the job, or a placement that came to no end, left
-    beside them is known by its key."""
+    """Prefix of the assignments of one run, which tells them from those that another run of the
+    job, or an unfinished placement, left beside them."""
     return f"{ASSIGNMENTS}{job}/{run}/"
 
 
 def shard_assignment(job: str, run: str, shard_id: int) -> str:
-    """Who holds a shard, as a serialized ShardHolding message."""
+    """Assignment of a shard, as a serialized ShardHolding message."""
     return f"{ASSIGNMENTS}{job}/{run}/{shard_id:08d}"
 
 
 def history(job: str) -> str:
-    """Its charts and changes, for people: deflated JSON."""
+    """Charts and changes of the job, for display: deflated JSON."""
     return f"{JOBS}{job}/history"
 
 
@@ -153,27 +156,29 @@ def restored_from(job: str) -> str:
 
 
 def sample_ledger(job: str) -> str:
-    """Which samples were leased and completed, as of when that was last written whole."""
+    """Sample ledger (leased and completed samples), as last written whole."""
     return f"{JOBS}{job}/samples"
 
 
 def sample_deltas(job: str) -> str:
-    """What the sample ledger has become since."""
+    """Prefix of the changes to the sample ledger since."""
     return f"{JOBS}{job}/samples/"
 
 
 def sample_delta(job: str, token: str, number: int) -> str:
-    """One step of that, of the ledger whose token it is, in bytes of its own format; from 0."""
+    """One change to the sample ledger with that token, in bytes of its own format; numbered from
+    0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 
 def series_of_job(job: str) -> str:
-    """All records of the series of a job."""
+    """Prefix of all records of a job's series."""
     return f"{SERIES}{job}/"
 
 
 def series_head(series: str) -> str:
-    """What decides which versions a series `JOB/NAME` has, as a serialized SeriesHead message."""
+    """Head of a series `JOB/NAME`, which decides which versions it has: a serialized SeriesHead
+    message."""
     return f"{SERIES}{series}/head"
 
 

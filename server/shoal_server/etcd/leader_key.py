@@ -30,7 +30,7 @@ RETRY_PAUSE_S = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """What the leader's key tells of who holds it."""
+    """Contents of the leader's key."""
 
     address: str
     """host:port of the gRPC service, as others reach it."""
@@ -47,13 +47,13 @@ class Candidate:
 
 @dataclass(frozen=True, kw_only=True)
 class Leader(Candidate):
-    """Who leads, and since which revision."""
+    """The leader, and the revision since which it leads."""
 
     create_revision: Revision
 
 
 async def read(store: KeyValueStore) -> Leader | None:
-    """Who leads."""
+    """Read the leader; None if there is none."""
     found = await store.get(keys.LEADER)
     return None if found is None else _parse(found.value, found.create_revision)
 
@@ -61,10 +61,10 @@ async def read(store: KeyValueStore) -> Leader | None:
 async def follow(
     store: KeyValueStore, after: Revision | None = None
 ) -> AsyncGenerator[Leader | None, None]:
-    """Who leads now (None: nobody), and again after every change of the key, for ever.
+    """Yield the leader (None: there is none), and again after every change of the key, for ever.
 
-    With `after`, only after changes that come after that revision. The key is written once a term,
-    so its last write is its first. Raises what the store raises.
+    With `after`, only changes after that revision. The key is written once a term, so its last
+    write is its first. Raises what the store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:

@@ -44,7 +44,7 @@ class Term:
         self.deposed.clear()
 
     def end(self) -> None:
-        """Nothing is written any more."""
+        """End the term: later writes raise NotLeader."""
         self._conditions = None
 
     def depose(self, reason: str) -> None:
@@ -53,7 +53,7 @@ class Term:
         self.deposed.set()
 
     def conditions(self) -> Sequence[Compare]:
-        """What every write compares. Raises NotLeader outside of a term."""
+        """Conditions of every write. Raises NotLeader outside of a term."""
         if self._conditions is None:
             raise NotLeader("this coordinator does not lead", details={"leader": ""})
         return self._conditions
@@ -92,16 +92,16 @@ class LeaderStore:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        """As `Keyspace.transact`, under the leader's key if anything is written.
+        """Like `Keyspace.transact`, on condition of the leader's key if anything is written.
 
-        Raises NotLeader if another one leads: then nothing of either branch was written.
+        Raises NotLeader if another coordinator leads: then nothing of either branch was written.
         """
         if all(isinstance(each, Get) for each in (*then, *otherwise)):
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # It would be written by whoever leads no longer, too.
-            raise AssertionError("a leader writes nothing where its comparison fails")
+            # A deposed leader's comparison fails too, and would write this.
+            raise AssertionError("a leader writes nothing if its comparison fails")
         looks = [Get(each.key) for each in leadership]
         result = await self._store.transact([*leadership, *compares], then, [*otherwise, *looks])
         if result.succeeded:

@@ -33,19 +33,19 @@ from shoal_server.etcd.api import (
 from shoal_server.etcd.tracker import WatchTracker
 
 MIN_TTL_S = 2.0
-"""What etcd makes of shorter ones at its default settings."""
+"""Minimum TTL of etcd at its default settings."""
 
 
 class NoRenewal:
-    """Nothing is renewed aside: no call to this store takes any time."""
+    """No renewal in the background: calls to this store take no time."""
 
     confirmed = None
 
     def lives(self) -> None:
-        """Nobody asks."""
+        """Does nothing."""
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """Does nothing."""
 
 
 @dataclass(slots=True)
@@ -193,7 +193,7 @@ class MemoryStore:
         return (self._items[key],) if key in self._items else ()
 
     def _as_of(self, prefix: str, revision: int) -> list[KeyValue]:
-        """What stood under the prefix at a revision; only keys and values count here."""
+        """Items under the prefix as of a revision; only keys and values are right here."""
         values: dict[str, bytes] = {}
         for event in self._history:
             if event.mod_revision > revision or not event.key.startswith(prefix):

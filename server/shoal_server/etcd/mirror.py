@@ -1,7 +1,7 @@
-"""What lies under a prefix in etcd, followed: listed at a revision, then watched from there.
+"""Mirror of the keys under a prefix in etcd: listed at a revision, then watched from there.
 
-`Keyspace.watch` outlives outages of etcd and compacted history. What it does not outlive (a
-refusal, an etcd that lost its data) ends what is here with the same error, or has it list anew.
+`Keyspace.watch` survives outages of etcd and compacted history. An error that it does not survive
+(a refusal, an etcd that lost its data) ends the mirror with the same error, or makes it list again.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ class Item:
 async def list_and_watch(
     store: Keyspace, prefix: str, after: Revision | None = None
 ) -> AsyncGenerator[WatchBatch, None]:
-    """What is there now, as a batch with `reset` set; then every change from there on, for ever.
+    """Yield the current keys as a batch with `reset` set; then every change, for ever.
 
-    With `after`, only the changes that come after that revision. Raises what the store raises.
+    With `after`, only changes after that revision. Raises what the store raises.
     """
     if after is None:
         listed = await store.range(prefix)
@@ -61,9 +61,9 @@ async def list_and_watch(
 async def follow_key(
     store: Keyspace, key: str, after: Revision | None = None
 ) -> AsyncGenerator[Item | None, None]:
-    """One key as it is now (None: it is not there), and again after every change, for ever.
+    """Yield one key (None: it does not exist), and again after every change, for ever.
 
-    With `after`, only as it is after changes that come after that revision.
+    With `after`, only changes after that revision.
     """
     async with aclosing(list_and_watch(store, key, after)) as batches:
         async for batch in batches:
@@ -113,8 +113,8 @@ class PrefixMirror(Generic[T]):
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> "PrefixMirror[T]":
-        """Without `resync`: only once all that is there has been applied; raises what the store
-        raises."""
+        """Start following. Without `resync`, returns once all listed keys have been applied, and
+        raises what the store raises."""
         self._task = asyncio.create_task(self._follow(), name=f"mirror {self._prefix}")
         if not self._resync:
             try:
@@ -130,7 +130,7 @@ class PrefixMirror(Generic[T]):
 
     @property
     def records(self) -> Mapping[str, T]:
-        """By name, as of the newest change that was applied."""
+        """Records by name, as of the last applied change."""
         return MappingProxyType(self._records)
 
     def get(self, name: str) -> T | None:
@@ -139,7 +139,7 @@ class PrefixMirror(Generic[T]):
 
     @property
     def is_in_sync(self) -> bool:
-        """Whether all that was listed last has been applied, and the watch goes on from there."""
+        """True if all that was listed last has been applied, and the watch continues from there."""
         return self._in_sync.is_set()
 
     async def wait_in_sync(self) -> None:

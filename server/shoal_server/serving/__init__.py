@@ -1,1 +1,1 @@
-"""What every process of the server side stands on: listening, gRPC, message bounds."""
+"""Foundations of the server's processes: listening, gRPC, message bounds."""

@@ -23,16 +23,16 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True, kw_only=True)
 class Bound:
-    """What one value may be at most. What does not apply to its type is ignored."""
+    """Bounds of one value. Bounds that do not apply to its type are ignored."""
 
     length: int = 0
-    """Of a text: characters. Of bytes: bytes."""
+    """Maximum length of a text in characters, and of bytes in bytes."""
     most: int | None = None
-    """Of a whole number; None: any of its type."""
+    """Maximum of a whole number; None: any of its type."""
     seconds: bool = False
-    """Of a real number: seconds, from 0 on. Every real number is finite."""
+    """True for seconds, which are not negative. Every real number is finite."""
     count: int = 1 << 20
-    """Of a list or map: entries."""
+    """Maximum number of entries of a list or map."""
 
 
 def text(length: int, count: int = 1 << 20) -> Bound:
@@ -281,7 +281,7 @@ NAMED: Mapping[str, Bound] = {
     "chain": some(64),
     "chunks": some(1 << 12),
 }
-"""By the field's name, wherever it stands."""
+"""Bounds by field name, in every message."""
 
 OF_MESSAGE: Mapping[str, Bound] = {
     "Proposal.fields": some(256),
@@ -310,13 +310,13 @@ OF_MESSAGE: Mapping[str, Bound] = {
     "DifferenceRequest.target": CONTENT,
     "PutSegmentRequest.abandoned": whole(EXACT, count=1 << 10),
 }
-"""By message and field: what means something else there."""
+"""Bounds by message and field, for names with another meaning in that message."""
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
-"""By message: the most bytes that all of it has. What all members agree in goes into a record."""
+"""Maximum size of a whole message in bytes. All members agree on it, and it goes into a record."""
 
 
 def bound_of(message: str, field: str) -> Bound | None:
-    """Of a field; None if there is none."""
+    """Bound of a field; None if it has none."""
     return OF_MESSAGE.get(f"{message}.{field}") or NAMED.get(field)

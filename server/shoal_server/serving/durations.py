@@ -1,4 +1,4 @@
-"""How long things took, as a histogram: what Prometheus' histograms are made of."""
+"""Durations as a histogram: the data of Prometheus' histograms."""
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ class Durations:
             self._row(())
 
     def observe(self, seconds: float, *labels: str) -> None:
-        """Something took so long. `labels`: a value for each, in order."""
+        """Count a duration. `labels`: a value for each, in order."""
         assert len(labels) == len(self.labels), labels
         key = labels
         if key not in self._counts and len(self._counts) >= MAX_SERIES:
@@ -40,7 +40,8 @@ class Durations:
         return self._counts[key]
 
     def series(self) -> Iterator[tuple[tuple[str, ...], list[tuple[str, float]], float]]:
-        """By labels: how many took no longer than each bound, and the sum of all in seconds."""
+        """Yield for each set of labels the number of durations up to each bound, and their sum in
+        seconds."""
         for key, counts in sorted(self._counts.items()):
             total, buckets = 0, []
             for bound, count in zip([*map(str, BOUNDS_S), "+Inf"], counts, strict=True):

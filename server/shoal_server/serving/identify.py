@@ -1,4 +1,4 @@
-"""Whether a parameter server is there, asked of itself: a lease outlives its server by seconds."""
+"""Check by a call if a parameter server is alive: its lease outlives it by seconds."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ from shoal_server.core.shards.assignments import Holder
 async def answers(
     holder: Holder, address: str, *, options: Sequence[tuple[str, int | str]], within_s: float
 ) -> bool:
-    """Whether that very process answers at the address, over a channel with these options."""
+    """True if that very process answers at the address, over a channel with these options."""
     async with open_aio_channel(address, SERVER_NAME, options) as channel:
         try:
             found = await ReplicationStub(channel).Identify(pb.IdentifyRequest(), timeout=within_s)

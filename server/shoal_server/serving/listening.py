@@ -1,4 +1,4 @@
-"""Where a process listens, what it announces, telling that it serves, and being told to stop."""
+"""A server process' addresses: listening, announcing, the ready file, and stopping on a signal."""
 
 import asyncio
 import json
@@ -83,7 +83,7 @@ def advertised(advertise: str, listen: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches it. A name other than localhost is not looked up."""
+    """True if only this machine reaches the host. A name other than localhost is not looked up."""
     host = host.strip("[]")
     try:
         return ip_address(host).is_loopback
@@ -92,7 +92,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Those of the addresses, host:port by what is served there, that other machines reach."""
+    """Listening addresses (host:port by service) that other machines reach."""
     return {
         name: address
         for name, address in listens.items()

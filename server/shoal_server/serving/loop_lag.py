@@ -1,4 +1,4 @@
-"""How long an event loop keeps those waiting who have something to do.
+"""Lag of an event loop: how late it runs callbacks that are due.
 
 async with LoopLag() as lag:
     ...
@@ -38,7 +38,7 @@ class LoopLag:
 
     @property
     def p99_s(self) -> float:
-        """One time in a hundred it was this or more; 0 before the first sample."""
+        """99th percentile of the lag; 0 before the first sample."""
         lags_s = sorted(self._lags_s)
         return lags_s[int(0.99 * len(lags_s))] if lags_s else 0.0
 

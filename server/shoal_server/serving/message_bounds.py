@@ -1,9 +1,8 @@
-"""What no request may exceed, checked in one place before any servicer sees it.
+"""Bounds on every request, checked in one place before any servicer sees it.
 
 `bounds` has the longest text, the largest count and the highest number of each field. Every real
-number is finite, seconds are not negative, and an enumeration has only the values that are known.
-Who sends something else is refused by the field's name. What a field means is the servicer's to
-check.
+number is finite, seconds are not negative, and an enumeration has only known values. A request out
+of bounds is refused, naming the field. The meaning of fields is checked by servicers.
 """
 
 import math
@@ -29,10 +28,10 @@ _WHOLE_OF_32_BITS = (
     FieldDescriptor.TYPE_SFIXED32,
 )
 _UNNAMED = Bound(length=4096)
-"""Of a field that nobody has given a bound: a test finds it, and until then it has a small one."""
+"""Default for a field without a bound: a test reports such fields."""
 
 Check = Callable[[Any], None]
-"""Of one field's value; raises InvalidSpec."""
+"""Check of one field's value; raises InvalidSpec."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class _Field:
     name: str
     check: Check
     is_set: bool
-    """It is looked at only where it is set: a message, which would be made by looking."""
+    """True if it is checked only when set: reading an unset message field would create it."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +47,9 @@ class _Kind:
     """A type of message."""
 
     fields: tuple[_Field, ...]
-    """Those that may be out of bounds."""
+    """Fields that can be out of bounds."""
     num_bytes: int | None
-    """The most of all of it; None: none but its fields' bounds."""
+    """Maximum size of the whole message; None if only its fields are bounded."""
 
 
 class MessageBounds:
@@ -95,7 +94,7 @@ class MessageBounds:
         return _Field(field.name, one, is_set=entry is not None)
 
     def _one(self, name: str, field: FieldDescriptor, bound: Bound) -> Check | None:
-        """None: whatever its type lets through is within its bound."""
+        """Check for a single value; None if every value of its type is within bounds."""
         if field.message_type is not None:
             return self._check
         if field.type in _TEXTS:

@@ -13,10 +13,11 @@ from shoal_proto.tls.options import TlsOptions
 from shoal_server.serving.listening import LOOPBACK, opened
 
 INTERNAL = Parameter(parse=False)
-"""On a field of a config: it is set in code, and is no option of the command line."""
+"""Marks a config field that is set in code and is no command-line option."""
 
 FLAT = Parameter(name="*")
-"""On a field that is a config itself: its fields are options beside those of the outer one."""
+"""Marks a field that is itself a config: its fields become options beside those of the outer
+config."""
 
 BindAddress = Annotated[
     str,
@@ -34,7 +35,7 @@ ListenAddress = Annotated[
     ),
 ]
 HttpClients = Literal["certificate", "token", "user"]
-"""What lets a caller of the status page in: see `shoal coordinator --http-clients`."""
+"""Proof required of callers of the status page: see `shoal coordinator --http-clients`."""
 AdvertisedAddress = Annotated[
     str,
     Parameter(
@@ -65,7 +66,7 @@ ReadyFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Reach(TlsOptions):
-    """Where a process serves, and with which certificate. Without a certificate only this machine
+    """Address and certificate with which a process serves. Without a certificate only this machine
     can reach it, unless `--insecure` is given."""
 
     bind: BindAddress = LOOPBACK

@@ -24,7 +24,7 @@ REQUEST_WITHIN_S = 10.0
 
 
 def build_info(part: str) -> Metric:
-    """What release this is, of which part of Shoal."""
+    """Release of this process, and the part of Shoal that it runs."""
     info = InfoMetricFamily("shoal_build", "The release of this process.")
     python = platform.python_version()
     info.add_metric([], {"version": version("shoal"), "python": python, "part": part})

@@ -30,12 +30,12 @@ class SnapshotLibrary:
         self.job = job
 
     def list(self) -> Sequence[Manifest]:
-        """Every complete snapshot, oldest first. A manifest that is damaged is left out, and the
-        log says so. Raises Unavailable."""
+        """List the complete snapshots, oldest first. A damaged manifest is left out, and the log
+        says so. Raises Unavailable."""
         return self.read_all()[0]
 
     def read_all(self) -> tuple[Sequence[Manifest], Mapping[int, SnapshotDamaged]]:
-        """Every complete snapshot, oldest first; and by number those whose manifest is damaged.
+        """Read the complete snapshots, oldest first, and the errors of damaged manifests by number.
 
         Raises Unavailable.
         """
@@ -77,9 +77,10 @@ class SnapshotLibrary:
         )
 
     def read_part(self, part: ManifestEntry) -> bytes:
-        """One shard's file, as it was written; `image_file.check` compares it with its checksum.
+        """Contents of one shard's file; `image_file.check` compares it with its checksum.
 
-        Raises SnapshotDamaged if it is gone, or is no file of a snapshot; Unavailable.
+        Raises SnapshotDamaged if the file is missing or its name is not one of a snapshot;
+        Unavailable.
         """
         check_part_file(part)
         data = self.storage.read(f"{self.job}/{part.file}")

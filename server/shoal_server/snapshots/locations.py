@@ -1,8 +1,9 @@
-"""Where snapshots may lie. Callers name URLs; an operator says below which roots these may be.
+"""Locations of snapshots. Callers name URLs; an operator configures the roots below which these may
+be.
 
 `fsspec` reaches far more than storage: `reference::data:...` renders templates, `http://` asks
-other machines, a chain (`a::b`) fetches and unpacks. So a URL is taken apart here, by rules of our
-own, and only kinds of storage that are named below are ever handed to it.
+other machines, a chain (`a::b`) fetches and unpacks. Therefore URLs are parsed here, by rules of
+our own, and only the kinds of storage named below are ever passed to it.
 """
 
 import os
@@ -25,9 +26,9 @@ class Location:
     """A directory, or a prefix in a bucket."""
 
     protocol: str
-    """By one name for each kind of storage: file, s3, gs, az."""
+    """Kind of storage, by one name for each: file, s3, gs, az."""
     path: str
-    """On this machine: absolute, with no symbolic link left in it. Else bucket/prefix."""
+    """For local files: absolute path with symbolic links resolved. Else bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":
@@ -56,17 +57,17 @@ class Location:
 
     @property
     def url(self) -> str:
-        """For `fsspec`; never for a path on this machine."""
+        """URL for `fsspec`; not used for local paths."""
         return f"{self.protocol}://{self.path}"
 
     def holds(self, other: "Location") -> bool:
-        """Whether `other` is this place or lies below it."""
+        """True if `other` is this location or below it."""
         return self.protocol == other.protocol and is_below(other.path, self.path)
 
 
 @dataclass(frozen=True)
 class AllowedRoots:
-    """What an operator allows: every place at or below one of these URLs."""
+    """Roots that an operator allows: every location at or below one of these URLs."""
 
     urls: Sequence[str]
 

@@ -1,4 +1,4 @@
-"""What a snapshot is: a manifest, written last, that names each shard's file and its checksum."""
+"""Manifest of a snapshot, written last: names each shard's file and its checksum."""
 
 import base64
 import hashlib
@@ -13,7 +13,7 @@ from shoal_proto.names import is_name
 
 FORMAT = 1
 MAX_SECONDS = 1e12
-"""Beyond any date; a whole number may be larger than any real one."""
+"""Bound beyond any date; a JSON integer may exceed every float."""
 _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")
 
 
@@ -23,14 +23,14 @@ class ManifestEntry:
 
     shard_id: int
     epoch: int
-    """As of which the shard was taken."""
+    """Epoch of the shard when it was taken."""
     version: int
     kind: str
     file: str
     """Path below the job's folder."""
     num_bytes: int
     sha256: str
-    """Of the whole file, in hexadecimal."""
+    """SHA-256 of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +49,13 @@ class Manifest:
     parts: Sequence[ManifestEntry]
     """One for each shard of the layout, by shard id."""
     steps: Mapping[str, int]
-    """Per session the newest push that is in the snapshot."""
+    """Newest push of each session that is in the snapshot."""
     partial_steps: Sequence[str]
     """Pushes of which some shards have their part and others do not, with the reason."""
     cursor: Mapping[str, Any] | None
     """The sample ledger, as `core.ledger.Ledger.to_json` gives it; None for a job without one."""
     training: Mapping[str, Any]
-    """What else the job said of itself: generation and step."""
+    """Further state of the job: generation and step."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +81,7 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, file: str) -> "Manifest":
-        """What `to_bytes` wrote. Raises SnapshotDamaged, naming the file."""
+        """Decode what `to_bytes` wrote. Raises SnapshotDamaged, naming the file."""
         try:
             outer = json.loads(data)
             body = outer["snapshot"]
@@ -95,7 +95,7 @@ class Manifest:
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
-        # Whoever may write here can compute a checksum: it tells nothing of what is in it.
+        # A checksum proves nothing about the content: everybody who can write here can compute it.
         for part in manifest.parts:
             check_part_file(part)
         wrong = _wrong_fields(manifest)
@@ -105,7 +105,7 @@ class Manifest:
 
 
 def folder_of(number: int, cut_id: str) -> str:
-    """Where the files of one snapshot lie, below the job's folder."""
+    """Folder of one snapshot's files, below the job's folder."""
     return f"parts/{number:09d}-{cut_id}"
 
 

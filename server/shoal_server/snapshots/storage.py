@@ -18,7 +18,7 @@ from shoal_proto.pieces import Buffer
 from shoal_server.snapshots.locations import AllowedRoots, Location, is_below
 
 WITH_FOLDERS = ("file", "memory")
-"""Where folders are made and removed; buckets have none."""
+"""Storage with folders to create and remove; buckets have none."""
 
 
 class Storage:
@@ -26,11 +26,11 @@ class Storage:
     as AccessDenied. Any thread."""
 
     def __init__(self, place: str | Location, *, url: str = "") -> None:
-        """Raises InvalidSpec for a URL that is no place for snapshots, or that nothing installed
-        can serve; Unavailable for storage that cannot be set up."""
+        """Raises InvalidSpec for a URL that is not an allowed kind of location, or for which no
+        package is installed; Unavailable if the storage cannot be set up."""
         self.location = Location.parse(place) if isinstance(place, str) else place
         self.url = (place if isinstance(place, str) else url or place.path).rstrip("/")
-        """As it was given."""
+        """URL as the caller gave it."""
         try:
             self._files, root = _opened(self.location)
         except (ValueError, ImportError) as error:
@@ -86,7 +86,7 @@ class Storage:
         """Every file below a folder with its size in bytes. Raises Unavailable."""
         full, start = self._full(folder), len(self._root) + 1
         try:
-            # Others write here too.
+            # Other processes write here too.
             self._files.invalidate_cache()
             found = self._files.find(full, detail=True)
             return {path[start:]: int(entry["size"]) for path, entry in sorted(found.items())}

@@ -1,1 +1,1 @@
-"""Jobs while a coordinator leads: an actor for each, and the Membership service over them."""
+"""Jobs of a leading coordinator: one actor each, and the Membership service."""

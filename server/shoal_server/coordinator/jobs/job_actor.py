@@ -1,7 +1,7 @@
-"""Runs one job on an event loop: what its driver decides is written to etcd and told.
+"""Actor of one job: writes what the job's driver decides to etcd, and sends it to members.
 
-The decisions are `core.driver`'s: see there for what waits for which write. Here they are carried
-out: etcd, the members' streams, the calls that wait, the clock.
+`core.driver` decides, and orders what waits for which write. This module carries out its actions:
+writes to etcd, notices on the members' streams, replies to waiting calls, timers.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ Call = asyncio.Future[None]
 
 @dataclass(frozen=True, kw_only=True)
 class JobDependencies:
-    """What all jobs of one coordinator share."""
+    """Dependencies shared by all jobs of one coordinator."""
 
     jobs: DurableJobs
     stored: StoredJobs
@@ -67,13 +67,13 @@ class JobDependencies:
     clock: Callable[[], float]
     on_lost_leadership: Callable[[str], None]
     on_failed: Callable[[str, Exception], ShoalError]
-    """(job, why) of one that cannot go on, which concerns no other: what its callers are told."""
+    """Called with (job, error) if the job cannot continue; returns the error for its callers."""
     on_member_lost: Callable[[str, str, str], None]
-    """(job, member_id, incarnation), for each member that is gone."""
+    """Called with (job, member_id, incarnation) for each member that is gone."""
     on_change: Callable[[str], None]
-    """(job), after each step of its state machine and before anybody is told of it."""
+    """Called with (job) after each step of its state machine, before anybody is notified."""
     result_of: Callable[[str], Result]
-    """(job), of one that is over: what is known by now of what came of it."""
+    """Called with (job) for a job that is over; returns its result as far as it is known."""
     max_jobs: int = JobLimits.max_jobs
 
 
@@ -87,65 +87,68 @@ class JobActor:
         read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
         generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` gets records that are read when they are asked for. `generations`: those
-        that lie in etcd already."""
+        """`read_records` reads older records on demand. `generations`: those that are in etcd
+        already."""
         self.job = job
         self.inherited_generation = job.last_generation
-        """The newest that another leader formed; 0 if this one has seen the whole job."""
+        """Newest generation that another leader formed; 0 if this coordinator has led the job from
+        its start."""
         self.records = Records(job.spec.job, records, read_records)
         self._dependencies = dependencies
         self._driver: JobDriver[NoticeStream, Call] = JobDriver(job, dependencies.clock())
         self.rosters = NewestRosters(job.spec.job)
-        """Rosters that members get by digest."""
+        """Rosters that members fetch by digest."""
         self._generations = generations or StoredGenerations()
         self._encoder = Encoder(job, self.rosters)
         self._actions: deque[Action[NoticeStream, Call]] = deque()
-        """What is still to be done; filled while one of them is being done, too."""
-        self._is_doing = False
+        """Actions not carried out yet; more may be added while one is carried out."""
+        self._is_acting = False
         self._writing: asyncio.Task[None] | None = None
         self._cause = copy_context()
-        """Of the newest step of the state machine, whose trace the next write belongs to."""
+        """Context of the newest step of the state machine; the next write belongs to its trace."""
         self._woken = asyncio.Event()
         self._wakes_s = -math.inf
 
     # --- from the services ---
 
     async def submit(self, event: Event) -> None:
-        """Let the state machine take the event, and carry out what follows.
+        """Submit the event to the state machine, and carry out the actions that follow.
 
-        Raises what it refuses with, once that is durable.
+        If the event is refused, raises the refusal once it is durable.
         """
         call = asyncio.get_running_loop().create_future()
         with self._whole():
-            self._take(self._driver.submit(event, call, self._dependencies.clock()))
+            self._apply_step(self._driver.submit(event, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def stop(self, reason: str) -> None:
         """Have all members leave at a step boundary, which is durable once this returns."""
         call = asyncio.get_running_loop().create_future()
-        self._take(self._driver.stop(reason, call, self._dependencies.clock()))
+        self._apply_step(self._driver.stop(reason, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def abandon(self, reason: str) -> None:
-        """Take the job for failed, if nobody is a member."""
+        """Declare the job failed, if it has no members."""
         call = asyncio.get_running_loop().create_future()
-        self._take(self._driver.abandon(reason, call, self._dependencies.clock()))
+        self._apply_step(self._driver.abandon(reason, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def keep_result(self, result: Result) -> None:
-        """What came of the job, which is over, for its own record."""
+        """Store the result of the job, which is over, in its own record."""
         call = asyncio.get_running_loop().create_future()
-        self._take(self._driver.keep_result(result, call, self._dependencies.clock()))
+        self._apply_step(self._driver.keep_result(result, call, self._dependencies.clock()))
         await self._answered(call)
 
     async def retry(self, reason: str, *, from_scratch: bool) -> None:
-        """Let the job be joined again. Raises JobFinished, and InvalidSpec for one that runs."""
+        """Allow members to join the job again. Raises JobFinished, and InvalidSpec for a running
+        job."""
         call, now_s = asyncio.get_running_loop().create_future(), self._dependencies.clock()
-        self._take(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
+        self._apply_step(self._driver.retry(reason, call, now_s, from_scratch=from_scratch))
         await self._answered(call)
 
     async def carried_out(self, within_s: float) -> None:
-        """Wait until all that is decided is durable. Raises Unavailable, or what writing raised."""
+        """Wait until all decisions are durable. Raises Unavailable at the timeout, or the error of
+        the write."""
         call = asyncio.get_running_loop().create_future()
         self._do(self._driver.wait(call, self._dependencies.clock()))
         try:
@@ -171,7 +174,7 @@ class JobActor:
         *,
         fetches_rosters: bool = False,
     ) -> NoticeStream:
-        """A stream for the member's notices, in place of any it had."""
+        """Open a stream for the member's notices; it replaces an earlier one."""
         stream = NoticeStream(
             member_id=member_id,
             incarnation=incarnation,
@@ -182,40 +185,41 @@ class JobActor:
         return stream
 
     def closed(self, stream: NoticeStream) -> None:
-        """The stream's call is over. If the member did not open another, it is disconnected."""
+        """End a stream whose call is over. Unless the member has opened another, it is
+        disconnected."""
         with self._whole():
-            self._take(self._driver.closed(stream, self._dependencies.clock()))
+            self._apply_step(self._driver.closed(stream, self._dependencies.clock()))
 
     def heartbeat(self, event: Heartbeat, step: int) -> None:
-        """A heartbeat, and what it says of the member's trainer."""
+        """Handle a heartbeat, and the trainer's status in it."""
         with self._whole():
             self._driver.heartbeat(event, step, self._dependencies.clock())
 
     @property
     def is_attended(self) -> bool:
-        """Whether somebody has a stream here, let in or not."""
+        """True if any process has an open stream, admitted or not."""
         return any(True for _ in self._driver.streams)
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that was decided is not durable yet."""
+        """True if a decision is not durable yet."""
         return self._driver.is_writing
 
     @property
     def last_seen(self) -> Mapping[str, LastSeen]:
-        """The newest sign of life of each member."""
+        """Newest sign of life of each member."""
         return {
             name: LastSeen(at_s=pulse.at_s, step=pulse.step)
             for name, pulse in self._driver.liveness.pulses()
         }
 
     def last_seen_of(self, member_id: str) -> LastSeen | None:
-        """The newest sign of life of one member; None for one that gave none."""
+        """Newest sign of life of one member; None if there was none."""
         pulse = self._driver.liveness.pulse(member_id)
         return None if pulse is None else LastSeen(at_s=pulse.at_s, step=pulse.step)
 
     def trainers(self) -> list[MemberProcess]:
-        """Who may be in a step at their own pace: the members of the newest rosters."""
+        """Processes that may be in a step at their own pace: the members of the newest rosters."""
         rosters = [r for r in (self.job.previous, self.job.running) if r and not r.synchronous]
         members = [m for roster in rosters for m in self.job.members_of(roster)]
         return [MemberProcess(m.member_id, m.incarnation) for m in members]
@@ -251,20 +255,20 @@ class JobActor:
             )
 
     def generations_in_force(self) -> list[int]:
-        """The one that trains, and the one that is being brought up."""
+        """The generation that trains, and the one in bring-up."""
         coming = self.job.attempt if self.job.phase is Phase.COMMITTED else None
         return [r.generation for r in (self.job.running, coming) if r is not None]
 
     async def record(self, generation: int, wait_s: float) -> pb.GenerationRecord:
-        """The decided record of a generation (0: the newest), waiting up to `wait_s` for it."""
+        """Decided record of a generation (0: the newest); waits up to `wait_s` for it."""
         return codec.record_to_pb(await self.records.get(generation, wait_s))
 
     async def end(self, why: ShoalError | None = None) -> None:
-        """Let go of every member, who then looks for the coordinator that leads.
+        """End all streams and waiting calls; members then look for the coordinator that leads.
 
-        Who waits for a write waits no longer: while etcd is away its successor may give up a
-        member that is still held here. And nothing is written any more: what outlived its term
-        would be written in the next one, if that is this coordinator's too.
+        Calls that wait for a write fail at once: while etcd cannot be reached, the successor may
+        remove a member that is still held here. Pending writes are cancelled: a write that outlived
+        its term would land in the next one, if this coordinator leads that too.
         """
         actions = self._driver.end(why or NotLeader("this coordinator no longer leads"))
         if self._writing is not None:
@@ -274,8 +278,8 @@ class JobActor:
 
     @contextmanager
     def _whole(self) -> Iterator[None]:
-        """Who fails in the block leaves the state half-way: nobody goes on with it. Raises what
-        everybody is told."""
+        """Fail the whole job if the block raises, since its state may be half-changed. Raises the
+        error that all callers get."""
         try:
             yield
         except Exception as error:
@@ -286,9 +290,9 @@ class JobActor:
     # --- time ---
 
     async def run(self) -> None:
-        """Wake the driver whenever it has something to do by itself.
+        """Wake the driver whenever a timer of it is due.
 
-        Returns once the job is over: nobody is there any more, and nothing happens by itself.
+        Returns once the job is over: no timers are left.
         """
         clock = self._dependencies.clock
         while self.job.phase not in OVER:
@@ -299,31 +303,31 @@ class JobActor:
                 async with asyncio.timeout(wait_s if math.isfinite(wait_s) else None):
                     await self._woken.wait()
             except TimeoutError:
-                pass  # it is time
+                pass  # a timer is due
             if self._driver.wakes_s(clock()) <= clock():
-                self._take(self._driver.wake(clock()))
+                self._apply_step(self._driver.wake(clock()))
 
     # --- what the driver decides ---
 
     def _do(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
-        """Do the actions in order, behind those that are being done."""
+        """Carry out the actions in order, after those in progress."""
         self._actions.extend(actions)
-        if self._is_doing:
+        if self._is_acting:
             return
-        self._is_doing = True
+        self._is_acting = True
         while self._actions:
             action = self._actions.popleft()
             try:
                 self._act(action)
-            except Exception as error:  # noqa: BLE001 - told to all who wait
+            except Exception as error:  # noqa: BLE001 - raised to all callers
                 self._give_up(error)
-        self._is_doing = False
+        self._is_acting = False
         is_over = self.job.phase in OVER
         if is_over or self._driver.wakes_s(self._dependencies.clock()) < self._wakes_s:
             self._woken.set()
 
     def _give_up(self, error: Exception) -> None:
-        """What is left is done no more, but that its callers are told."""
+        """Discard the remaining actions; their callers get the error."""
         failure = self._failure(error)
         left, self._actions = self._actions, deque()
         for action in left:
@@ -331,8 +335,8 @@ class JobActor:
                 self._actions.append(Reply(call=action.call, error=failure))
         self._actions.extend(self._driver.fail(failure))
 
-    def _take(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
-        """Do what a step of the state machine led to."""
+    def _apply_step(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
+        """Carry out the actions of a step of the state machine."""
         self._cause = copy_context()
         self._dependencies.on_change(self.job.spec.job)
         self._do(actions)
@@ -359,14 +363,14 @@ class JobActor:
     async def _persist(self, write: JobWrite) -> None:
         try:
             await self._dependencies.jobs.persist(self._with_result(write), self._generations)
-        except Exception as error:  # noqa: BLE001 - told to all who wait
+        except Exception as error:  # noqa: BLE001 - raised to all callers
             self._do(self._driver.fail(self._failure(error)))
         else:
             self._do(self._driver.written(self._dependencies.clock()))
 
     def _with_result(self, write: JobWrite) -> JobWrite:
-        """With the end of a job goes what came of it, as far as it is known by then: should this
-        leader die at once, the next one has heard of no loss."""
+        """Add the job's result, as far as it is known, to the write that ends it: if this leader
+        dies, its successor does not know the loss."""
         state = write.state
         if state is None or not state.finished or state.tally.result:
             return write
@@ -374,7 +378,7 @@ class JobActor:
         return replace(write, state=replace(state, tally=tally))
 
     def _failure(self, error: Exception) -> Exception:
-        """What everybody is told from now on: the state is ahead of what is durable."""
+        """Error for all callers from now on: the state is ahead of what is durable."""
         if isinstance(error, NotLeader):
             self._dependencies.on_lost_leadership(str(error))
             return error
@@ -404,7 +408,7 @@ class JobActor:
 
 
 def _settle(call: Call, error: Exception | None) -> None:
-    """The caller may have gone."""
+    """Complete the call, unless its caller has gone."""
     if call.done():
         return
     if error is None:

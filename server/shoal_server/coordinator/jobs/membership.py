@@ -1,4 +1,4 @@
-"""The Membership service: decodes a call, hands it to the job's actor, answers."""
+"""The Membership service: decodes a call, submits it to the job's actor, and answers."""
 
 import math
 import signal
@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Begins a job anew: whether there was one, and its last generation."""
+"""Resets a job; returns if there was one, and its last generation."""
 
 
 class MembershipService(MembershipServicer):
@@ -52,14 +52,14 @@ class MembershipService(MembershipServicer):
         http_url: Callable[[], str],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`call_wait_s`: the longest that a record is waited for."""
+        """`call_wait_s`: maximum wait for a record."""
         self._call_wait_s = call_wait_s
         self._registry = registry
         self._operations = JobOperations(registry)
         self._reset = reset
         self._http_url = http_url
 
-    # Notices come encoded, since many members are told the same; see rpc.
+    # Notices come encoded, since many members get the same one; see rpc.
     async def Attend(  # type: ignore[override]
         self, request: pb.AttendRequest, context: Context
     ) -> AsyncIterator[pb.Notice | bytes]:
@@ -129,9 +129,9 @@ class MembershipService(MembershipServicer):
         return await self._submit(request)
 
     async def ReportExit(self, request: pb.ReportExitRequest, context: Context) -> pb.Ack:
-        """Only the process that the launcher names is declared lost, not one that replaced it.
+        """Declare a process lost on its launcher's report, but not a process that replaced it.
 
-        A member that is gone already is what the report asks for.
+        If the member is gone already, nothing is to be done.
         """
         actor = self._registry.find(request.job)
         member = _process(actor, request)
@@ -143,7 +143,8 @@ class MembershipService(MembershipServicer):
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
-        """Only the process that the launcher names is halted, not one that replaced it."""
+        """Mark a process halted or continued on its launcher's report, but not a process that
+        replaced it."""
         actor = self._registry.find(request.job)
         member = _process(actor, request)
         if member is not None:
@@ -226,7 +227,7 @@ class MembershipService(MembershipServicer):
 
 
 def _agreed_protocol(request: pb.AttendRequest) -> int:
-    """Raises ProtocolMismatch."""
+    """Newest protocol that both sides speak. Raises ProtocolMismatch."""
     oldest = request.oldest_protocol or request.protocol
     return OWN_PROTOCOLS.agreed_with(ProtocolRange(oldest, request.protocol))
 
@@ -246,7 +247,7 @@ def _check_attendance(request: pb.AttendRequest) -> None:
 
 
 def heartbeat(beat: pb.Beat) -> events.Heartbeat:
-    # Of numbers that make no sense nothing is believed; the beat itself still counts.
+    # Numbers out of range are ignored; the heartbeat still counts.
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
     return events.Heartbeat(
         **_identity(beat.token),
@@ -258,10 +259,10 @@ def heartbeat(beat: pb.Beat) -> events.Heartbeat:
 
 
 def _check_not_expelled(actor: JobActor, token: Token) -> None:
-    """Raise Fenced for who was a member, and is none any more.
+    """Raise Fenced for a process that was a member and is no longer.
 
-    Whom an earlier leader has lost, this one does not know by name; but whoever speaks of a
-    generation that it holds was a member once, and only the lost are members no longer.
+    A process that an earlier leader declared lost is not known by its incarnation here; but a token
+    with a generation was a member's once, and only lost members are missing.
     """
     if token.generation and not actor.job.completing:
         actor.authorize(token)
@@ -274,7 +275,7 @@ def _identity(who: Token | Member) -> dict[str, str]:
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
 ) -> Member | None:
-    """The member that the launcher speaks of, if that process is it still."""
+    """The member that the launcher reports on, if it is still that process."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):
         return None
@@ -301,7 +302,7 @@ def _standing(actor: JobActor) -> pb.JobStanding:
 
 
 def exit_cause(exit_code: int) -> str:
-    """How a process ended, as its launcher saw it: SIGKILL, exit code 1."""
+    """Describe how a process ended, as its launcher saw it: SIGKILL, exit code 1."""
     if exit_code >= 0:
         return f"exit code {exit_code}"
     # Real-time signals have no names.

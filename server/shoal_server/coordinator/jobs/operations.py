@@ -1,4 +1,4 @@
-"""What an operator may have done with a job: the same for gRPC and HTTP."""
+"""Operations on a job by an operator, over gRPC and HTTP."""
 
 from collections.abc import Awaitable, Callable
 
@@ -13,18 +13,18 @@ from shoal_server.serving.access.asker import Asker
 
 
 class JobOperations:
-    """All of them raise UnknownJob, NotLeader, AccessDenied for who lacks the job's secret and is
-    no operator, and what the job refuses them with."""
+    """Operations on jobs. Each raises UnknownJob, NotLeader, AccessDenied if the caller neither has
+    the job's secret nor is an operator, and the job's refusal."""
 
     def __init__(
         self, registry: Registry, take: Callable[[str], Awaitable[object]] | None = None
     ) -> None:
-        """`take` takes a snapshot of a job, where this coordinator can."""
+        """`take` takes a snapshot of a job; None if this coordinator cannot."""
         self._registry = registry
         self._take = take
 
     async def snapshot(self, job: str, who: Asker) -> None:
-        """Take a snapshot of a job's parameters. Raises what keeps it from being taken, too."""
+        """Take a snapshot of a job's parameters. Also raises the error that prevented it."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
@@ -42,15 +42,15 @@ class JobOperations:
         return actor
 
     async def retry(self, job: str, who: Asker, *, from_scratch: bool = False) -> JobActor:
-        """Let a job be joined again that failed, was stopped or is lost."""
+        """Allow members to join a job again that failed, was stopped or is lost."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
     async def drain(
         self, job: str, member_id: str, reason: str, who: Asker, *, process: str = ""
     ) -> JobActor:
-        """Let a member finish its step, hand over and leave; with `process`, a public id, only that
-        very one. Raises UnknownMember too."""
+        """Let a member finish its step, hand over and leave; with `process` (a public id), only if
+        it is that process. Also raises UnknownMember."""
         actor = self._found(job, who)
         member = actor.job.members.get(member_id)
         if member is None or process not in ("", public_id(member.incarnation)):

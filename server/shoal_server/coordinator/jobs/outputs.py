@@ -1,7 +1,7 @@
-"""What members printed: questions to their launchers, and the last lines of those that ended.
+"""Output of members: requests to their launchers, and the last lines of ended launchers.
 
-A launcher holds a stream on which it is asked, and answers by a call. Nothing of it is stored: the
-coordinator that leads next is found by the launchers that are still there.
+A launcher holds a stream on which it gets requests, and answers each by a call. Nothing is stored:
+launchers that still run connect to the next leader.
 """
 
 import asyncio
@@ -34,13 +34,14 @@ from shoal_server.status.views import OutputView
 PART_BYTES = 64 * 1024
 ANSWER_WITHIN_S = 3.0
 MAX_ASKED = 256
-"""Questions without an answer yet."""
+"""Maximum number of unanswered requests."""
 MAX_WAITING = 64
-"""The same of one launcher."""
+"""Maximum number of requests queued for one launcher."""
 MAX_SERVED = 1 << 17
-"""Members that launchers answer for."""
+"""Maximum number of members that launchers serve."""
 MAX_KEPT_BYTES = 16 << 20
-"""Of the last lines of launchers that have ended, over all jobs; the oldest go first."""
+"""Maximum size of the last lines of ended launchers, over all jobs; the oldest are dropped
+first."""
 
 MemberKey = tuple[str, str]
 """Job and member id."""
@@ -48,7 +49,7 @@ MemberKey = tuple[str, str]
 
 @dataclass(eq=False, kw_only=True)
 class _Launcher:
-    """One that serves. `secrets`: by member, what it was started with."""
+    """A launcher with an open stream. `secrets`: launch secret of each member."""
 
     host: str
     source: str
@@ -75,16 +76,16 @@ class _Kept:
 
 
 class _StreamEnded(Exception):
-    """The launcher's, before it has answered."""
+    """The launcher's stream ended before it answered."""
 
 
 class OutputsService(OutputsServicer):
-    """Lives on the event loop of a coordinator."""
+    """Outputs of all members. Used on the coordinator's event loop only."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._serving: dict[MemberKey, list[_Launcher]] = {}
-        """The newest last: of a launcher that came back, the stream before may still be open."""
+        """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
         self._num_served = 0
         self._asked: dict[str, _Asked] = {}
         self._kept: OrderedDict[MemberKey, _Kept] = OrderedDict()
@@ -122,14 +123,14 @@ class OutputsService(OutputsServicer):
                     asked.answer.set_exception(_StreamEnded())
 
     def _remove(self, member: MemberKey, launcher: _Launcher) -> None:
-        # After a change of leaders they are gone already.
+        # After a change of leaders they are removed already.
         if launcher in (left := self._serving.get(member, [])):
             left.remove(launcher)
             if not left:
                 del self._serving[member]
 
     async def Give(self, request: pb.GiveOutputRequest, context: Context) -> pb.GiveOutputReply:
-        """An answer that comes too late is for nobody any more."""
+        """Pass an answer on to its reader; a late answer is dropped."""
         asked = self._asked.get(request.ticket)
         is_known = asked is not None and asked.member == (request.job, request.member_id)
         if asked is not None and is_known and not asked.answer.done():
@@ -155,13 +156,13 @@ class OutputsService(OutputsServicer):
         return pb.KeepOutputReply()
 
     def _keep(self, member: MemberKey, kept: _Kept) -> None:
-        self._let_go(member)
+        self._drop(member)
         self._kept[member] = kept
         self._kept_bytes += len(kept.part.data)
         while self._kept_bytes > MAX_KEPT_BYTES:
-            self._let_go(next(iter(self._kept)))
+            self._drop(next(iter(self._kept)))
 
-    def _let_go(self, member: MemberKey) -> None:
+    def _drop(self, member: MemberKey) -> None:
         if (kept := self._kept.pop(member, None)) is not None:
             self._kept_bytes -= len(kept.part.data)
 
@@ -170,11 +171,11 @@ class OutputsService(OutputsServicer):
     async def output(
         self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
     ) -> OutputView:
-        """Some lines of a member. `after`, `before`: positions that an answer had; neither: the
-        newest.
+        """Lines of a member. `after`, `before`: positions from an earlier answer; neither: the
+        newest lines.
 
-        Raises what `Registry.find` raises, AccessDenied for who lacks the job's secret and is not
-        known, UnknownMember where nobody has that output, Unavailable, Overloaded.
+        Raises what `Registry.find` raises, AccessDenied for an unknown caller without the job's
+        secret, UnknownMember if nobody has the output, Unavailable, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("lines are asked for on both sides", expected="after or before")
@@ -205,7 +206,7 @@ class OutputsService(OutputsServicer):
         try:
             return self._registry.find(job)
         except JobQuarantined as why:
-            # Whether it has a secret is not known either.
+            # It is not known either if the job has a secret.
             raise Unavailable(
                 f"what members of job {job} print is not shown while it is quarantined",
                 seen=why.what,
@@ -217,7 +218,7 @@ class OutputsService(OutputsServicer):
     ) -> pb.OutputPart:
         if (before or after) and not _is_of(launcher, before or after or ""):
             if before:
-                return pb.OutputPart()  # of a launcher that has ended, and with it what it kept
+                return pb.OutputPart()  # the position is an ended launcher's, whose lines are gone
             after = None
         if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
             raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
@@ -245,12 +246,12 @@ class OutputsService(OutputsServicer):
     # --- from the coordinator ---
 
     def forget(self, job: str) -> None:
-        """The job is removed, or begun anew: the lines of its last run are not this one's."""
+        """Drop the last lines of a job that is removed or reset."""
         for member in [each for each in self._kept if each[0] == job]:
-            self._let_go(member)
+            self._drop(member)
 
     def forget_all(self) -> None:
-        """Another coordinator leads: launchers are to go there."""
+        """End all streams: another coordinator leads, to which launchers go."""
         launchers = {id(each): each for found in self._serving.values() for each in found}
         self._serving.clear()
         for launcher in launchers.values():
@@ -269,7 +270,8 @@ def _check(request: pb.ServeOutputRequest) -> None:
 
 
 def _owns(launcher: _Launcher, actor: JobActor, member_id: str) -> bool:
-    """Whether it has started that member. Of one that is gone the job's secret is all there is."""
+    """True if the launcher started the member. If the member is gone, the job's secret decides
+    alone."""
     spec, member = actor.job.spec, actor.job.members.get(member_id)
     if spec.secret_digest and not proves(launcher.job_secret, spec.secret_digest):
         return False
@@ -302,7 +304,7 @@ def _position(position: str) -> int:
 
 
 def _cut(kept: _Kept, after: str | None, before: str | None) -> pb.OutputPart:
-    """The part of what was kept that is asked for."""
+    """The requested part of the kept lines."""
     part = kept.part
     start, stop = part.start, part.stop
     if before is not None:

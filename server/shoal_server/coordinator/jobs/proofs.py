@@ -1,4 +1,4 @@
-"""What a caller shows for what a name alone does not give: a job's secret, a launcher's."""
+"""Checks of the secrets that callers present: a job's, a launcher's."""
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.secrets import JOB_VARIABLE, proves
@@ -10,7 +10,7 @@ from shoal_server.serving.access.asker import Asker
 
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
-    """Raise AccessDenied for who joins a job, or speaks in it, without its secret."""
+    """Raise AccessDenied if a member presents no secret, or another than the job's."""
     if not spec.secret_digest and secret and has_members:
         raise AccessDenied(
             f"job {spec.job} was begun without a secret",
@@ -28,7 +28,7 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
 
 
 def check_asker(spec: JobSpec, who: Asker) -> None:
-    """Raise AccessDenied for who acts on a job without its secret and is no operator."""
+    """Raise AccessDenied if the caller neither has the job's secret nor is an operator."""
     if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
         raise AccessDenied(
             f"job {spec.job} has a secret",
@@ -41,12 +41,12 @@ def check_asker(spec: JobSpec, who: Asker) -> None:
 def check_launcher(
     member: Member, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
 ) -> None:
-    """Raise AccessDenied for a report on a process by who did not start it."""
+    """Raise AccessDenied if the reporting caller did not start the process."""
     digest = member.info.launch_digest
     if digest:
         believed = proves(report.launch_secret, digest)
     else:
-        # No launcher of Shoal started it.
+        # No launcher of Shoal started the process.
         believed = caller is None or caller.role is Role.OPERATOR
     if not believed:
         raise AccessDenied(

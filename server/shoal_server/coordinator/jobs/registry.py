@@ -1,4 +1,4 @@
-"""All jobs of one coordinator, each with an actor of its own."""
+"""Registry of all jobs of one coordinator, each with its actor."""
 
 import asyncio
 import time
@@ -46,13 +46,13 @@ Prepare = Callable[[str], Awaitable[None]]
 Found = TypeVar("Found")
 
 READ_ON_AT_ONCE = 4
-"""Few: others wait for the coordinator meanwhile."""
+"""Small, since callers wait for the coordinator meanwhile."""
 READ_AGAIN_S = 1.0
 MAX_SHOWN = 20
 
 
 async def _nothing(job: str) -> None:
-    """No job has anything to prepare."""
+    """Default for `prepare`: does nothing."""
 
 
 def steady_unix_clock() -> Callable[[], float]:
@@ -62,19 +62,20 @@ def steady_unix_clock() -> Callable[[], float]:
 
 
 class KnownLeader:
-    """The other coordinator that leads, as far as this one knows: for callers of the wrong one."""
+    """The leading coordinator, as far as this one knows; named to callers of the wrong
+    coordinator."""
 
     def __init__(self) -> None:
         self.address = ""
         """host:port; empty while no other coordinator is known to lead."""
         self.why_nobody = "nobody leads yet: etcd has not answered"
-        """Where none is known: why."""
+        """Reason why no leader is known."""
         self.num_changes = 0
-        """How often another coordinator was seen to lead than the one before, this one included."""
+        """Number of leader changes seen, including those to this coordinator."""
         self._newest = ""
 
     def note(self, address: str) -> None:
-        """That one leads, whichever it is; empty: nobody does."""
+        """Record which coordinator leads; empty: none."""
         if address and self._newest and address != self._newest:
             self.num_changes += 1
         self._newest = address or self._newest
@@ -83,7 +84,7 @@ class KnownLeader:
         return f"the coordinator at {self.address} leads" if self.address else self.why_nobody
 
     def not_leader(self) -> NotLeader:
-        """What a caller is told."""
+        """Error for a caller of this coordinator."""
         return NotLeader(
             "this coordinator does not lead",
             seen=str(self),
@@ -93,7 +94,8 @@ class KnownLeader:
 
 
 class Registry:
-    """Serves only while it leads: from `begin`, after `read`, to `step_down`."""
+    """Jobs and their actors, served while this coordinator leads: from `begin`, after `read`, to
+    `step_down`."""
 
     def __init__(self, dependencies: JobDependencies, limits: Limits) -> None:
         self._dependencies = dependencies
@@ -101,7 +103,7 @@ class Registry:
         self._actors: dict[str, JobActor] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._unread: dict[str, StateRecord] = {}
-        """Unfinished jobs that are still to be read."""
+        """Unfinished jobs that are not read yet."""
         self._finished: list[StateRecord] = []
         self._read_ahead: list[StoredJob] = []
         self._quarantine = Quarantine(dependencies.clock, dependencies.board.event)
@@ -109,7 +111,7 @@ class Registry:
         self._reading: asyncio.Task[None] | None = None
         self._ending: set[asyncio.Task[None]] = set()
         self.earlier_runs: dict[str, EarlierRuns] = {}
-        """Of jobs that were begun anew; read before this one leads."""
+        """Earlier runs of jobs that were reset; read before this coordinator leads."""
         self._resetting: set[str] = set()
         self._leads = False
         self.known_leader = KnownLeader()
@@ -119,9 +121,10 @@ class Registry:
         return self._leads
 
     async def read(self, prepare: Prepare) -> None:
-        """Read every job that has members, with `prepare` for each; of the others, that they are.
+        """Read every job that has members, calling `prepare` for each; of other jobs only their
+        state.
 
-        Nothing begins before `begin`, so that a job read first waits no longer than one read last.
+        No job's timers start before `begin`, so the order of reading does not matter.
         """
         survey = await self._dependencies.stored.survey()
         for name, why in survey.quarantined.items():
@@ -136,7 +139,8 @@ class Registry:
         self._read_ahead = [stored for stored in read if stored is not None]
 
     def begin(self) -> list[JobActor]:
-        """Serve: from now on time passes for all jobs. What was not read yet is read meanwhile."""
+        """Start serving, and the timers of all jobs. Jobs that are not read yet are read
+        meanwhile."""
         now_s = self._dependencies.clock()
         taken = [self._take_up(stored, now_s) for stored in self._read_ahead]
         for state in self._finished:
@@ -155,18 +159,18 @@ class Registry:
         )
 
     def keep_cleared(self, state: StateRecord) -> None:
-        """Of a job that is over only its own record is left: know it as that."""
+        """Replace a job that is over by its state record, the only one left of it."""
         if self._leads:
             self._add_finished(state, self._dependencies.clock())
 
     async def _read(self, name: str) -> StoredJob | None:
-        """The job; None if it is quarantined."""
+        """Read a job; None if it is quarantined."""
         try:
             stored = await self._dependencies.stored.load(self._unread[name])
             await self._prepare(name)
         except (RetryError, AccessDenied):
             raise
-        except Exception as error:  # noqa: BLE001 - told to all who ask for this job
+        except Exception as error:  # noqa: BLE001 - raised to all callers of this job
             self.quarantine(name, error)
             return None
         return stored
@@ -175,7 +179,7 @@ class Registry:
         name = stored.state.spec.job
         try:
             job = stored.begun(self.limits, now_s)
-        except Exception as error:  # noqa: BLE001 - told to all who ask for this job
+        except Exception as error:  # noqa: BLE001 - raised to all callers of this job
             self.quarantine(name, error)
             return None
         self._unread.pop(name, None)
@@ -185,7 +189,7 @@ class Registry:
         )
 
     async def _read_on(self) -> None:
-        """Read what nobody is there of: interrupted jobs, then what there is of finished ones."""
+        """Read jobs without members: interrupted ones, then the records of finished ones."""
         await gather_bounded(self._read_late, list(self._unread), READ_ON_AT_ONCE)
         finished = [state.spec.job for state in self._finished if not state.tally.is_cleared]
         await gather_bounded(self._fill, finished, READ_ON_AT_ONCE)
@@ -204,12 +208,11 @@ class Registry:
             await _patiently(actor.records.fill)
             await _patiently(partial(self._prepare, name))
         except ShoalError as error:
-            # It is over; only who asks for what cannot be read has to know.
+            # The job is over; the error concerns only callers that ask for its records.
             log.warning("finished_job_unreadable", job=name, reason=str(error))
 
     def quarantine(self, name: str, error: Exception) -> JobQuarantined:
-        """Go on without this job, which something of its own keeps from going on; what is told of
-        it from now on."""
+        """Quarantine a job that cannot continue. Returns the error for its callers."""
         actor, task = self._actors.pop(name, None), self._tasks.pop(name, None)
         self._unread.pop(name, None)
         why = self._quarantine.put(name, error)
@@ -223,13 +226,13 @@ class Registry:
 
     @property
     def quarantined(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Jobs that this coordinator cannot go on with: why, and since when (Unix seconds)."""
+        """Quarantined jobs: the reason, and since when (Unix seconds)."""
         return self._quarantine.jobs
 
     async def take_up_again(self, name: str) -> JobActor | None:
-        """Go on with a quarantined job, as etcd has it now; None if there is nothing of it.
+        """Continue a quarantined job as etcd has it now; None if nothing of it is left.
 
-        Raises JobQuarantined if it still cannot be gone on with, Unavailable, NotLeader.
+        Raises JobQuarantined if it still cannot continue, Unavailable, NotLeader.
         """
         self.require_leading()
         self._require_settled(name)
@@ -301,12 +304,12 @@ class Registry:
         return self._actors.get(job)
 
     def is_free(self, name: str) -> bool:
-        """Whether there is no job of that name, as far as this coordinator has read them."""
+        """True if no job of that name is known to this coordinator."""
         tables = (self._actors, self._unread, self._resetting)
         return name not in self._quarantine and not any(name in each for each in tables)
 
     def find_or_create(self, spec: JobSpec) -> JobActor:
-        """The job's actor, made on the first worker's arrival."""
+        """The job's actor; created when its first worker arrives."""
         self.require_leading()
         self._require_usable(spec.job)
         if spec.job not in self._actors:
@@ -337,24 +340,24 @@ class Registry:
         self.find_for(token).authorize(token)
 
     def find_for(self, token: Token) -> JobActor:
-        """The actor of the token's job. Raises what `find` raises, and JobFinished for a token of
-        an earlier run of the job."""
+        """Actor of the token's job. Raises what `find` raises, and JobFinished for a token of an
+        earlier run."""
         actor = self.find(token.job)
         self.check_run(token)
         check_member(actor.job.spec, token.job_secret, has_members=False)
         return actor
 
     def check_run(self, token: Token) -> None:
-        """Raise JobFinished for a token of a run of its job that is over: it was begun anew."""
+        """Raise JobFinished for a token of an earlier run of a job that was reset."""
         earlier = self.earlier_runs.get(token.job)
         if earlier is not None and (refusal := earlier.refusal(token)):
             raise codec.refusal_to_error(refusal, earlier.last_generation)
 
     @asynccontextmanager
     async def forgetting(self, job: str) -> AsyncIterator[JobActor | None]:
-        """Nobody finds or makes the job in the block; if it ends well, the job is forgotten.
+        """Block all access to the job in the block; if it succeeds, drop the job.
 
-        Raises JobInUse if it has members.
+        Raises JobInUse if the job has members.
         """
         self.require_leading()
         self._require_settled(job)
@@ -367,19 +370,19 @@ class Registry:
             self._quarantine.release(job)
             self._dependencies.board.begin_anew(job)
             if actor is not None and self._actors.get(job) is actor:
-                await self._let_go(actor)
+                await self._drop(actor)
         finally:
             self._resetting.discard(job)
 
     async def drop_if_empty(self, actor: JobActor) -> None:
-        """Forget a job that never was: nobody was let in, and nothing of it is in etcd."""
+        """Drop a job to which nobody was admitted and that has nothing in etcd."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
         is_empty = not job.members and not actor.is_attended and not actor.is_writing
         if is_known and is_empty and not self._dependencies.jobs.has_written(name):
-            await self._let_go(actor)
+            await self._drop(actor)
 
-    async def _let_go(self, actor: JobActor) -> None:
+    async def _drop(self, actor: JobActor) -> None:
         name = actor.job.spec.job
         del self._actors[name]
         self._dependencies.jobs.forget(name)
@@ -388,8 +391,8 @@ class Registry:
         await actor.end()
 
     async def retry(self, job: str, *, from_scratch: bool) -> JobActor:
-        """Let a job that is over be joined again. Raises what `find` raises, JobFinished, and
-        InvalidSpec for one that runs."""
+        """Allow members to join a job again that is over. Raises what `find` raises, JobFinished,
+        and InvalidSpec for a running job."""
         actor = self.find(job)
         await actor.retry("an operator lets it be joined again", from_scratch=from_scratch)
         task = self._tasks.get(job)
@@ -398,12 +401,13 @@ class Registry:
         return actor
 
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
-        """Take the member out. Raises Fenced for who is none any more, UnknownJob, NotLeader."""
+        """Declare the member lost. Raises Fenced if it is no longer a member, UnknownJob,
+        NotLeader."""
         await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
 
     @property
     def clock(self) -> Callable[[], float]:
-        """The clock of all jobs: Unix seconds that never jump."""
+        """Clock of all jobs: Unix seconds that never jump."""
         return self._dependencies.clock
 
     def _add(self, actor: JobActor, stored: StateRecord | None = None) -> JobActor:
@@ -430,7 +434,7 @@ class Registry:
 
 
 def _one_of(names: list[str]) -> str:
-    """The jobs that there are, in a sentence that stays short."""
+    """Names of the existing jobs in a short sentence."""
     if not names:
         return "the name of an existing job"
     more = len(names) - MAX_SHOWN

@@ -1,4 +1,4 @@
-"""What members' calls mean to the core of their job."""
+"""Translation of members' calls to events of their job's core."""
 
 import math
 import re
@@ -13,7 +13,7 @@ from shoal_server.core.membership import events
 MAX_ERROR = 500
 MAX_REPORT = 1000
 _SOURCE = re.compile(r"\[[^\]\s]*\.(?:cc|cpp|cu|h|hpp):\d+\]\s*")
-"""Where in the source of a library an error was raised."""
+"""Source position in a native library, as in its errors."""
 
 MemberRequest = (
     pb.ProposeRequest
@@ -28,7 +28,7 @@ MemberRequest = (
 
 
 def joined(request: pb.AttendRequest) -> events.Joined:
-    """The member that opens a stream."""
+    """Event of a member that opens a stream."""
     return events.Joined(
         **_who(request.token),
         spec=codec.spec_from_pb(request.spec, request.token.job_secret),
@@ -38,7 +38,7 @@ def joined(request: pb.AttendRequest) -> events.Joined:
 
 
 def event_of(request: MemberRequest) -> events.Event:
-    """What the member says of itself. Raises InvalidSpec for numbers that make no sense."""
+    """Event of a member's call. Raises InvalidSpec for numbers out of range."""
     who, generation = _who(request.token), Generation(request.token.generation)
     event: events.Event
     match request:
@@ -94,8 +94,8 @@ def event_of(request: MemberRequest) -> events.Event:
 
 
 def plain(error: str) -> str:
-    """An error as people read it: its first line, without the places in a library's source. The
-    member's own log has the rest."""
+    """First line of an error, without source positions of native libraries. The member's own log
+    has the rest."""
     return _SOURCE.sub("", error.strip().partition("\n")[0]).strip()
 
 
@@ -124,7 +124,7 @@ def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.Paused:
 
 
 def _seconds(name: str, value: float, above: float = -1.0) -> float:
-    """A time that a member states; raises InvalidSpec for one that is none."""
+    """A duration from a member's call. Raises InvalidSpec if it is out of range."""
     if not (math.isfinite(value) and value > above):
         raise InvalidSpec(f"{name} is out of range", seen=f"{value:g}", expected="seconds")
     return max(value, 0.0)

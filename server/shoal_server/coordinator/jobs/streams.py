@@ -1,4 +1,4 @@
-"""Notices on their way to members. What many are told is encoded once."""
+"""Notices queued for members. A notice that many members get is encoded once."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -17,21 +17,22 @@ log = structlog.get_logger(__name__)
 
 MAX_NOTICES = 1000
 MAX_ROSTERS = 4
-"""Rosters at hand: what trains, what is tried, and what a slow member still asks for."""
+"""Maximum number of rosters kept: the running one, the attempted one, and those that slow members
+still fetch."""
 
 
 @dataclass(kw_only=True)
 class NoticeStream:
-    """The notices on their way to one member, encoded. None ends it."""
+    """Encoded notices queued for one member; None ends the stream."""
 
     member_id: str
     incarnation: str
     fetches_rosters: bool = False
-    """The member gets a roster that a notice leaves out by its digest."""
+    """The member fetches by digest a roster that a notice leaves out."""
     notices: asyncio.Queue[bytes | None] = field(default_factory=lambda: asyncio.Queue(MAX_NOTICES))
     ended: bool = False
     _shown: str = ""
-    """The digest of the roster in the newest Prepare of this very stream."""
+    """Digest of the roster in the newest Prepare of this stream."""
 
     def put(self, notice: Notice, encoder: "Encoder") -> None:
         if self.ended:
@@ -40,7 +41,7 @@ class NoticeStream:
             left_out = self.fetches_rosters and self._may_lack(notice)
             self.notices.put_nowait(encoder.encoded(notice, with_roster=not left_out))
         except asyncio.QueueFull:
-            # It attends again and is told the state as it is then.
+            # The member attends again, and gets the current state.
             log.warning("stream_overflowed", member=self.member_id)
             self.end()
             return
@@ -57,7 +58,7 @@ class NoticeStream:
         return is_known or len(roster.entries) > rosters.LARGE_ENTRIES
 
     def end(self) -> None:
-        """Let the reader take what is queued, then stop."""
+        """Let the reader take the queued notices, then stop. A full queue loses its oldest."""
         if not self.ended:
             self.ended = True
             if self.notices.full():
@@ -66,7 +67,7 @@ class NoticeStream:
 
 
 def _roster_of(notice: Notice) -> tuple[str, Roster] | None:
-    """The roster that the notice is about, by its digest."""
+    """Roster in the notice, with its digest."""
     match notice:
         case PrepareNotice():
             return notice.digest, notice.roster
@@ -76,13 +77,13 @@ def _roster_of(notice: Notice) -> tuple[str, Roster] | None:
 
 
 class Encoder:
-    """Encodes a notice at its first use; all members that are told the same share the bytes."""
+    """Encodes a notice at its first use; all members that get it share the bytes."""
 
     def __init__(self, job: Job, rosters: "NewestRosters") -> None:
-        """`rosters`: where members get those that a notice leaves out."""
+        """`rosters`: keeps the rosters that notices leave out."""
         self._job = job
         self._rosters = rosters
-        # The core tells all members one after the other, each of them the very same object.
+        # The core sends the very same object to all members, one after the other.
         self._newest: dict[bool, tuple[Notice, bytes]] = {}
 
     def encoded(self, notice: Notice, *, with_roster: bool) -> bytes:
@@ -99,12 +100,12 @@ class Encoder:
 
 
 class NewestRosters:
-    """A job's newest rosters by their digests, for the members whose notices leave them out."""
+    """Newest rosters of a job by digest, for members whose notices leave them out."""
 
     def __init__(self, job: str) -> None:
         self._job = job
         self._rosters: dict[str, Roster] = {}
-        """The newest last."""
+        """Newest last."""
         self._answers: dict[str, bytes] = {}
 
     def keep(self, digest: str, roster: Roster) -> None:

@@ -1,1 +1,1 @@
-"""Which coordinator leads: health for probes, and taking over from a leader that is gone."""
+"""Leadership: health for probes, and failover from a leader whose process is gone."""

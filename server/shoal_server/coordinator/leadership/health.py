@@ -28,16 +28,16 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
         self._changed = asyncio.Event()
 
     def set_leads(self, leads: bool) -> None:
-        """Tell whoever watches whether this replica leads."""
+        """Set if this replica leads, and notify watchers."""
         self._leads = leads
-        self._tell()
+        self._notify()
 
     def end(self) -> None:
-        """Let every watcher go: the server stops."""
+        """End every watch: the server stops."""
         self._ended = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 

@@ -57,7 +57,7 @@ async def end_when_gone(store: KeyValueStore, leader: Leader) -> None:
 
 
 async def answered_until_broken(address: str) -> bool:
-    """Hold a call at the coordinator until it breaks; whether it had answered before."""
+    """Hold a call at the coordinator until it breaks. True if it had answered before."""
     answered = False
     async with open_aio_channel(address, COORDINATOR_NAME, CHANNEL_OPTIONS) as channel:
         request = health_pb2.HealthCheckRequest()
@@ -70,7 +70,7 @@ async def answered_until_broken(address: str) -> bool:
 
 
 async def refuses(address: str) -> bool:
-    """Whether every address of host:port refuses a connection, which no silence counts as."""
+    """True if every address of host:port refuses a connection; silence is no refusal."""
     host, port = split_address(address)
     loop = asyncio.get_running_loop()
     try:

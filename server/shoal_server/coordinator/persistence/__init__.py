@@ -1,1 +1,1 @@
-"""What a coordinator keeps of jobs in etcd: how it is written, and how it is read again."""
+"""Jobs in etcd: their records, written and read by a coordinator."""

@@ -1,4 +1,4 @@
-"""The core's types as messages and as records in etcd, and back."""
+"""Conversion of the core's types to messages and to records in etcd, and back."""
 
 import json
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _VERDICT_FROM_PB = {value: key for key, value in _VERDICT_TO_PB.items()}
 
 
 def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
-    """The bounds as a member states them, whose token has this secret of the job."""
+    """A job's bounds from a member's message; `secret` is the job's secret in its token."""
     return JobSpec(
         job=spec.job,
         min_members=spec.min_members,
@@ -57,7 +57,6 @@ def spec_from_pb(spec: pb.JobSpec, secret: str) -> JobSpec:
 
 
 def info_from_pb(info: pb.MemberInfo) -> MemberInfo:
-    """As a member states it."""
     return MemberInfo(**{each.name: getattr(info, each.name) for each in fields(MemberInfo)})
 
 
@@ -74,7 +73,7 @@ def proposal_from_pb(proposal: pb.Proposal) -> Proposal:
 
 
 def limits_to_pb(limits: Limits) -> pb.Limits:
-    """The limits as members are told them: fields, and what follows from them."""
+    """Limits for members: the fields and the values derived from them."""
     names = [each.name for each in pb.Limits.DESCRIPTOR.fields if hasattr(limits, each.name)]
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
@@ -84,7 +83,7 @@ _newest_roster: list[tuple[Roster, pb.Roster]] = []
 
 def roster_to_pb(roster: Roster) -> pb.Roster:
     """The roster as a message, which is shared: do not change it."""
-    # Digest, Prepare, record in etcd and Outcome follow one upon the other, all of one roster.
+    # Digest, Prepare, record in etcd and Outcome are made one after the other of one roster.
     if not _newest_roster or _newest_roster[0][0] is not roster:
         _newest_roster[:] = [(roster, _roster_to_pb(roster))]
     return _newest_roster[0][1]
@@ -116,7 +115,7 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
 
 
 def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster:
-    """`incarnations`: by member id; a message does not have them."""
+    """Roster from a message. `incarnations`: by member id; a message does not have them."""
     entries = tuple(
         RosterEntry(
             member_id=e.member_id,

@@ -1,8 +1,8 @@
 """Durable writes of jobs: each compares the leader's key, by its `LeaderStore`.
 
-A job's writes also compare the revision of the job's own record: it is as this coordinator read it
-or wrote it last. So nothing is decided upon what somebody else has written since, and a write of
-unknown outcome that arrives late, after its repetition, changes nothing.
+A job's writes also compare the revision of the job's own record with the one that this coordinator
+read or wrote last. So no decision is based on a record that somebody else has changed, and a write
+of unknown outcome that arrives late, after its repetition, changes nothing.
 """
 
 import asyncio
@@ -46,34 +46,34 @@ class DurableJobs:
         self._store = store
         self._more: dict[str, Mapping[str, object]] = {}
         self._revisions: dict[str, Revision] = {}
-        """Of jobs' own records, as they were read or written last."""
+        """Revisions of jobs' own records, as last read or written."""
         self._unsure: set[str] = set()
-        """Jobs with a write of unknown outcome, which is made again."""
+        """Jobs with a write of unknown outcome, which is repeated."""
 
     def keep(self, job: str, stored: StateRecord | None) -> None:
-        """Go on from this record of the job (None: there is none in etcd), and write again with
-        each one what a later release has written beside it."""
+        """Continue from this record of the job (None: there is none in etcd). Fields that a later
+        release added to it are written again with each write."""
         self.forget(job)
         if stored is not None:
             self._more[job] = stored.more
             self._revisions[job] = Revision(stored.revision)
 
     def forget(self, job: str) -> None:
-        """The job's record is not this coordinator's to write any more."""
+        """Stop tracking the job's record: this coordinator no longer writes it."""
         self._more.pop(job, None)
         self._revisions.pop(job, None)
         self._unsure.discard(job)
 
     def has_written(self, job: str) -> bool:
-        """Whether etcd has a record of the job, as far as this coordinator knows."""
+        """True if etcd may have a record of the job, as far as this coordinator knows."""
         return bool(self._revisions.get(job)) or job in self._unsure
 
     async def apply(self, operations: Sequence[Operation]) -> None:
         """Make the operations durable in one transaction.
 
-        All of them are idempotent, so a write whose outcome is unknown is simply written again.
-        Raises NotLeader once another coordinator leads, Unavailable while etcd is away, and what
-        etcd refuses it with (a record that is too large).
+        All of them are idempotent, so a write of unknown outcome is simply repeated. Raises
+        NotLeader once another coordinator leads, Unavailable while etcd cannot be reached, and the
+        error with which etcd refuses the write (a record that is too large).
         """
         while True:
             try:
@@ -90,11 +90,12 @@ class DurableJobs:
             await self.apply(batch)
 
     async def persist(self, write: JobWrite, generations: StoredGenerations) -> None:
-        """Make a job's write durable. `generations`: the job's in etcd, which is noted.
+        """Make a job's write durable. `generations`: the job's generations in etcd, updated by the
+        write.
 
-        Takes as long as it takes: while etcd is away, or denies access, changes wait, and training
-        goes on. Raises NotLeader once another coordinator leads, InternalError if somebody else
-        wrote the job's own record, and what etcd refuses it with.
+        Retries for as long as etcd cannot be reached or denies access: changes wait, and training
+        continues. Raises NotLeader once another coordinator leads, InternalError if somebody else
+        wrote the job's own record, and the error with which etcd refuses the write.
         """
         await self._until_written(write.job, operations_of(self._with_more(write)))
         if write.record is not None:
@@ -119,7 +120,8 @@ class DurableJobs:
             await asyncio.sleep(ETCD_RETRY_S)
 
     async def apply_to(self, job: str, operations: Sequence[Operation]) -> None:
-        """As `apply`, while the job's own record is the one that this coordinator knows."""
+        """Like `apply`, on condition that the job's own record is the one that this coordinator
+        knows."""
         key = keys.job_state(job)
         own = next((o.value for o in operations if isinstance(o, Put) and o.key == key), None)
         while True:
@@ -161,14 +163,14 @@ def operations_of(write: JobWrite) -> list[Operation]:
     if write.state is not None:
         operations.append(Put(keys.job_state(write.job), state_to_json(write.state)))
     if write.record is not None:
-        # It stands last and so is written only once all before it are.
+        # Last, so that it is written only after all the others.
         key = keys.generation(write.job, write.record.roster.generation)
         operations.append(Put(key, record_to_json(write.record)))
     return operations
 
 
 def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
-    """As few as etcd takes them in."""
+    """Split into as few transactions as etcd's bounds allow."""
     batch: list[Operation] = []
     num_bytes = 0
     for operation in operations:

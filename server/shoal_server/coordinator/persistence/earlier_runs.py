@@ -1,7 +1,8 @@
-"""What is remembered of the runs of a job before it was begun anew.
+"""Record of a job's runs before its last reset.
 
-Generation numbers go on rising over all runs of a name, so that a token of an earlier run is known
-by its number; processes that never were in a generation are known by their incarnations.
+Generation numbers keep rising over all runs of a name, so that a token of an earlier run is
+recognised by its number; processes that never were in a generation are recognised by their
+incarnations.
 """
 
 import json
@@ -18,25 +19,25 @@ from shoal_server.core.membership.events import Refusal
 from shoal_server.etcd.json_fields import Fields, Unreadable
 
 MAX_EXPELLED = 1000
-"""The newest incarnations that are remembered: 40 bytes each."""
+"""Maximum number of incarnations kept, the newest: 40 bytes each."""
 MAX_SHOWN = 8
 _SEEN = "a process of an earlier run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class EarlierRuns:
-    """All the runs of one name before the one of now."""
+    """All earlier runs of one name."""
 
     job: str
     last_generation: Generation
-    """The newest of any of them."""
+    """Highest generation of any of them."""
     expelled: tuple[str, ...] = ()
-    """Incarnations that were members and were lost, the oldest first."""
+    """Incarnations of members that were lost, oldest first."""
     ended_unix_s: float = 0.0
-    """When the job was begun anew: snapshots from before are not of its shards."""
+    """Time of the last reset: earlier snapshots are not of the job's shards."""
 
     def with_run(self, last_generation: int, expelled: Iterable[str]) -> "EarlierRuns":
-        """These and the run that ends now."""
+        """A copy that includes the run that ends now."""
         expelled = dict.fromkeys([*self.expelled, *expelled])
         return EarlierRuns(
             job=self.job,
@@ -46,14 +47,14 @@ class EarlierRuns:
         )
 
     def continued_by(self, job: Job) -> None:
-        """Let a new run of the job begin where these ended."""
+        """Initialize a new run of the job: its generations continue these."""
         job.state.last_generation = max(job.last_generation, self.last_generation)
         for incarnation in self.expelled:
             over = refusals.of_an_earlier_run(self.job, _SEEN)
             job.table.expelled.setdefault(incarnation, over)
 
     def refusal(self, token: Token) -> Refusal | None:
-        """What a token of one of these runs is answered with; None for any other."""
+        """Refusal for a token of an earlier run; None for any other token."""
         if 0 < token.generation <= self.last_generation:
             seen = f"generation {token.generation}; now they begin at {self.last_generation + 1}"
             return refusals.of_an_earlier_run(self.job, seen)
@@ -62,7 +63,7 @@ class EarlierRuns:
         return None
 
     def to_json(self) -> bytes:
-        """As it lies in etcd."""
+        """Value in etcd."""
         value = {
             "last_generation": self.last_generation,
             "expelled": list(self.expelled),
@@ -72,7 +73,7 @@ class EarlierRuns:
 
 
 def from_json(job: str, value: bytes) -> EarlierRuns:
-    """What `to_json` wrote. Raises InternalError for anything else."""
+    """Decode what `to_json` wrote. Raises InternalError for anything else."""
     try:
         fields = Fields.parsed(value)
         return EarlierRuns(
@@ -88,7 +89,7 @@ def from_json(job: str, value: bytes) -> EarlierRuns:
 
 
 def check_unused(job: str, member_ids: Iterable[str]) -> None:
-    """Raise JobInUse if there are any: nothing is taken away under members."""
+    """Raise JobInUse if the job has members: nothing is deleted while they use it."""
     names = sorted(member_ids)
     if not names:
         return

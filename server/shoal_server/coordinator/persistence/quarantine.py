@@ -1,7 +1,7 @@
-"""Jobs in quarantine: those that a coordinator cannot go on with. All others go on.
+"""Quarantine of jobs with which a coordinator cannot continue; all other jobs go on.
 
-A job comes here when a record of it cannot be read, when etcd refuses to keep one, or when what
-handles its events fails. What etcd holds of it stays as it is, until `shoal repair`.
+A job is quarantined if a record of it cannot be read, if etcd refuses to store one, or if handling
+an event fails. Its keys in etcd stay unchanged until `shoal repair`.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +17,7 @@ LOOK = "`shoal repair {job}` shows what is wrong, and what can be done."
 
 
 def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
-    """Of a job with a record that cannot be read."""
+    """Error for a job with a record that cannot be read."""
     return JobQuarantined(
         f"job {job} is quarantined: what lies at {key} in etcd cannot be read",
         seen=str(error)[:SEEN_LENGTH],
@@ -28,7 +28,7 @@ def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
 
 
 def failed(job: str, error: Exception) -> JobQuarantined:
-    """Of a job of which a write was refused, or an event not handled."""
+    """Error for a job of which a write was refused or an event could not be handled."""
     return JobQuarantined(
         f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],
@@ -39,18 +39,18 @@ def failed(job: str, error: Exception) -> JobQuarantined:
 
 
 class Quarantine:
-    """Which jobs are in it, why, and since when (on the clock of all jobs)."""
+    """Quarantined jobs: the reason, and since when (on the clock of all jobs)."""
 
     def __init__(
         self, clock: Callable[[], float], on_event: Callable[[str, str, str], object]
     ) -> None:
-        """`on_event` is told job, kind and reason."""
+        """`on_event` is called with job, kind and reason."""
         self._clock = clock
         self._on_event = on_event
         self._jobs: dict[str, tuple[JobQuarantined, float]] = {}
 
     def put(self, job: str, error: Exception) -> JobQuarantined:
-        """The job goes in; what is told of it from now on. The first reason stays."""
+        """Quarantine the job. Returns the error for its callers; the first reason stays."""
         if job not in self._jobs:
             why = error if isinstance(error, JobQuarantined) else failed(job, error)
             self._jobs[job] = why, self._clock()
@@ -59,18 +59,18 @@ class Quarantine:
         return self._jobs[job][0]
 
     def release(self, job: str) -> None:
-        """The job comes out, if it was in."""
+        """Release the job, if it is quarantined."""
         self._jobs.pop(job, None)
 
     def clear(self) -> None:
-        """Another coordinator leads."""
+        """Release all jobs: another coordinator leads."""
         self._jobs.clear()
 
     def check(self, job: str) -> None:
-        """Raise JobQuarantined for a job that is in it."""
+        """Raise JobQuarantined if the job is quarantined."""
         if found := self._jobs.get(job):
             why, _ = found
-            # An error of its own for each caller: what is raised keeps where it was raised.
+            # A new error for each caller: an exception that is raised keeps its traceback.
             raise JobQuarantined(
                 why.what, seen=why.seen, expected=why.expected, fix=why.fix, details=why.details
             )
@@ -83,5 +83,5 @@ class Quarantine:
 
     @property
     def jobs(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """Why, and since when."""
+        """For each job: the reason, and since when."""
         return self._jobs

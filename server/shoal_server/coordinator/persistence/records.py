@@ -1,4 +1,4 @@
-"""A job's decided generations, for those who ask."""
+"""Decided generation records of a job, in memory."""
 
 import asyncio
 from collections import OrderedDict
@@ -13,12 +13,12 @@ log = structlog.get_logger(__name__)
 
 MAX_RECORDS = 100
 MAX_ENTRIES = 40_000
-"""Members in all the records at hand: some 20 MB."""
+"""Maximum number of roster entries in all records together: some 20 MB."""
 MIN_RECORDS = 2
 
 
 class Records:
-    """The newest 100 by generation, fewer of many members: two at the least."""
+    """The newest 100 records, by generation; fewer if they have many members, but at least two."""
 
     def __init__(
         self,
@@ -26,7 +26,7 @@ class Records:
         records: Sequence[Record],
         read: Callable[[], Awaitable[Sequence[Record]]] | None = None,
     ) -> None:
-        """`read` gets those that were not read yet, as of a job that was over already."""
+        """`read` reads the other records on demand, for a job that is already over."""
         self._job = job
         self._read = read
         self._records: OrderedDict[int, Record] = OrderedDict()
@@ -37,7 +37,7 @@ class Records:
         """Set, and replaced by another, at the next record."""
 
     async def fill(self) -> None:
-        """Read what was not read yet. Raises JobQuarantined, Unavailable."""
+        """Read the other records, unless that was done. Raises JobQuarantined, Unavailable."""
         if self._read is None:
             return
         for record in await self._read():
@@ -46,7 +46,7 @@ class Records:
         self._read = None
 
     def keep(self, record: Record) -> None:
-        """Show a record that is durable."""
+        """Add a durable record, and wake calls that wait for it."""
         self._put(record)
         recorded, self._recorded = self._recorded, asyncio.Event()
         recorded.set()
@@ -66,9 +66,9 @@ class Records:
         return self._records.values()
 
     async def get(self, generation: int, wait_s: float) -> Record:
-        """The record of a generation (0: the newest), waiting up to `wait_s` for it.
+        """Record of a generation (0: the newest); waits up to `wait_s` for it.
 
-        Raises UnknownGeneration, and JobQuarantined where etcd holds what cannot be read.
+        Raises UnknownGeneration, and JobQuarantined if a record in etcd cannot be read.
         """
         await self.fill()
         try:

@@ -1,8 +1,8 @@
-"""Decided generations as they lie in etcd: one value each, however many members they have.
+"""Decided generations as stored in etcd: one value each, for any number of members.
 
-It is JSON, so that a person can read with etcdctl what was decided, when and why. Its roster, with
-the incarnations of the members, is deflated: 10,000 members take 0.6 MB of the 1.5 MiB that etcd
-allows.
+The value is JSON, so that a person can read with etcdctl what was decided, when and why. The roster
+in it, with the members' incarnations, is deflated: 10,000 members take 0.6 MB of the 1.5 MiB that
+etcd allows.
 """
 
 import json
@@ -24,12 +24,12 @@ from shoal_server.etcd.api import Delete, Operation
 from shoal_server.etcd.json_fields import MAX_COUNT, Unreadable, check_format, taken_apart
 
 MAX_VALUE_BYTES = 1_400_000
-"""etcd takes requests of 1.5 MiB, with the keys and what else is written in them."""
+"""Bound on a value. etcd takes requests of 1.5 MiB, including keys and the other writes."""
 ROSTER = "packed_roster"
 
 
 def record_to_json(record: Record) -> bytes:
-    """The value at the key of the record's generation."""
+    """Value at the key of the record's generation."""
     value = MessageToDict(record_to_pb(record, with_roster=False), preserving_proto_field_name=True)
     incarnations = [entry.incarnation for entry in record.roster.entries]
     stored = pb.StoredRoster(roster=roster_to_pb(record.roster), incarnations=incarnations)
@@ -37,7 +37,7 @@ def record_to_json(record: Record) -> bytes:
 
 
 def stored_record(job: str, number: int, data: bytes) -> Record:
-    """The record that lies at the key of that generation of the job. Raises Unreadable."""
+    """Record stored at the key of that generation of the job. Raises Unreadable."""
     with taken_apart():
         record = _record_from_json(json.loads(data))
     if record.job != job or record.roster.generation != number:
@@ -81,7 +81,7 @@ def _record_from_json(value: Mapping[str, object]) -> Record:
 def size_problem(roster: Roster) -> str:
     """Reason why etcd could not keep the record of this roster; empty if it can.
 
-    Asked before anybody is shown the roster.
+    Checked before any member sees the roster.
     """
     decided = Record(
         job="", roster=roster, verdict=Verdict.COMMITTED, reason="", digest="", decided_s=0.0
@@ -93,19 +93,19 @@ def size_problem(roster: Roster) -> str:
 
 
 class StoredGenerations:
-    """Decided generations of one job that lie in etcd, by number."""
+    """Numbers of the decided generations of one job in etcd."""
 
     def __init__(self, records: Iterable[Record] = (), older: Iterable[int] = ()) -> None:
-        """As they were found, in order; `older` are not kept any longer."""
+        """`records` as found, in order; `older` are numbers to be deleted at the next decision."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
     def decided(self, record: Record) -> list[Operation]:
-        """What is to be deleted now that the record is durable.
+        """Deletions due now that the record is durable.
 
         The newest are kept, within the bounds of `Records`, and the newest two that were committed.
         """
-        # A generation that was committed may be aborted later: it stands last then, too.
+        # A committed generation may be aborted later; its record then moves to the end.
         self._kept.pop(record.roster.generation, None)
         self._kept[record.roster.generation] = _weight(record)
         needed: set[int] = set()
@@ -123,5 +123,5 @@ class StoredGenerations:
 
 
 def _weight(record: Record) -> tuple[bool, int]:
-    """Whether the record was committed, and how many members it has."""
+    """Pair: if the record was committed, and its number of members."""
     return record.verdict is Verdict.COMMITTED, len(record.roster.entries)

@@ -1,6 +1,6 @@
-"""Jobs as they lie in etcd, read by a coordinator that begins to lead.
+"""Jobs as stored in etcd, read by a coordinator that begins to lead.
 
-What cannot be read concerns its own job alone: that one is quarantined, with key and reason.
+A record that cannot be read affects its own job alone: the job is quarantined, with key and reason.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ STATES_A_READ = 64
 SHOWN_KEY = 200
 """Characters of a key in the log."""
 RECORDS_A_READ = 8
-"""A record may have a megabyte."""
+"""Small, since a record may have a megabyte."""
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")
@@ -52,28 +52,28 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True, kw_only=True)
 class Survey:
-    """Which jobs there are. Who is read how soon follows from it."""
+    """The jobs in etcd, from which the order of reading them follows."""
 
     states: Mapping[str, StateRecord]
     attended: Collection[str]
     """Jobs that have members."""
     quarantined: Mapping[str, JobQuarantined]
     strays: Sequence[str]
-    """Keys of members of jobs that there are not."""
+    """Keys of members whose job does not exist."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredJob:
-    """An unfinished job as it lies in etcd."""
+    """An unfinished job as stored in etcd."""
 
     state: StateRecord
     records: Sequence[Record]
     members: Mapping[str, tuple[str, MemberInfo]]
     generations: StoredGenerations
-    """All that etcd has, those in `records` and older ones."""
+    """All generations in etcd: those in `records` and older ones."""
 
     def begun(self, limits: Limits, now_s: float) -> Job:
-        """The job as a leader takes it up that serves from now on."""
+        """The job as a new leader continues it."""
         committed = [r for r in self.records if r.verdict is Verdict.COMMITTED]
         numbers = [record.roster.generation for record in self.records]
         members = tuple(
@@ -112,7 +112,7 @@ class StoredJob:
 
 
 class StoredJobs:
-    """Reads jobs. Raises Unavailable while etcd is away."""
+    """Reader of jobs. Raises Unavailable while etcd cannot be reached."""
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
@@ -190,8 +190,8 @@ class StoredJobs:
         )
 
     async def records(self, job: str) -> list[Record]:
-        """The newest decided records, oldest first: 100 (fewer of many members), or more where
-        that takes to reach two that were committed. Raises JobQuarantined."""
+        """The newest decided records, oldest first: 100 (fewer if they have many members), or more
+        if needed to include two committed ones. Raises JobQuarantined."""
         reading = _Reading()
         await self._read_newest(job, reading)
         return reading.records[::-1]
@@ -224,7 +224,7 @@ class StoredJobs:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
-        """The keys that are there, or what keeps one from being read."""
+        """Values of the existing keys, or the error of reading one."""
         parts = [names[start : start + at_once] for start in range(0, len(names), at_once)]
         found: dict[str, KeyValue | ShoalError] = {}
         for part in await gather_bounded(self._read_part, parts, READS_AT_ONCE):
@@ -239,7 +239,7 @@ class StoredJobs:
         except ShoalError as error:
             if len(names) == 1:
                 return {names[0]: error}
-            # One of them may be too large for an answer: it is to harm no other.
+            # One of them may be too large for a reply; the others are read separately.
             parts = [await self._read_part([name]) for name in names]
             return {name: item for part in parts for name, item in part.items()}
         return {item.key: item for read in result.reads for item in read}
@@ -247,15 +247,15 @@ class StoredJobs:
 
 @dataclass
 class _Reading:
-    """What was read of one job's records so far, the newest first."""
+    """Records read of one job so far, newest first."""
 
     records: list[Record] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
-    """Numbers of those that are not read."""
+    """Numbers of the records that are not read."""
 
 
 def _job_of_member(key: str) -> str:
-    """The job; empty for a key that names no member."""
+    """Job of a member's key; empty if the key names no member."""
     job, _, member_id = key.removeprefix(keys.MEMBERS).partition("/")
     return job if is_name(job) and is_name(member_id) else ""
 

@@ -1,4 +1,4 @@
-"""A job's own key in etcd."""
+"""Encoding of a job's own record in etcd."""
 
 import json
 from dataclasses import asdict, replace
@@ -13,7 +13,7 @@ MAX_MEMBERS = 2**31 - 1
 
 
 def state_to_json(record: StateRecord) -> bytes:
-    """A job's own key."""
+    """Value at the job's own key."""
     value: dict[str, object] = {
         "spec": asdict(record.spec),
         "last_generation": record.last_generation,
@@ -44,7 +44,7 @@ def state_to_json(record: StateRecord) -> bytes:
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
-    """The record of that job. Raises Unreadable."""
+    """Decode the job's own record. Raises Unreadable."""
     fields = Fields.parsed(data)
     spec = spec_from(fields.object("spec"))
     if spec.job != job:
@@ -93,13 +93,13 @@ def _result(fields: Fields) -> Result:
 
 
 def _result_to_json(result: Result) -> dict[str, object]:
-    """The loss as text: it may be one that JSON has no number for."""
+    """Encode a result; the loss as text, since JSON has no number for NaN and infinity."""
     loss = None if result.loss is None else repr(result.loss)
     return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
 
 
 def spec_from(bounds: Fields) -> JobSpec:
-    """A job's bounds, as they lie in its own key. Raises Unreadable."""
+    """A job's bounds from its own record. Raises Unreadable."""
     return JobSpec(
         job=bounds.text("job"),
         min_members=bounds.count("min_members", most=MAX_MEMBERS),
@@ -111,7 +111,8 @@ def spec_from(bounds: Fields) -> JobSpec:
 
 
 def named_under(prefix: str, key: str, *, suffix: str = "") -> str | None:
-    """The job, member or server that a key under the prefix is of; None if it is no such key."""
+    """Name of the job, member or server in a key under the prefix; None if the key has no valid
+    name."""
     name = key.removeprefix(prefix)
     if not name.endswith(suffix):
         return None

@@ -1,1 +1,1 @@
-"""The Repairs service: what is wrong with a job that is quarantined, and mending it."""
+"""The Repairs service: shows what is wrong with a quarantined job, and repairs it."""

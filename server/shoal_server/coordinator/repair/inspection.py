@@ -1,4 +1,4 @@
-"""What of a job's records in etcd cannot be read, and what can be done about each."""
+"""Inspection of a job's records in etcd: which cannot be read, and the remedy for each."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ EXCERPT_BYTES = 120
 
 
 class RecordKind(Enum):
-    """What may lie in etcd of a job."""
+    """Kinds of records of a job in etcd."""
 
     STATE = "the job's own record"
     GENERATION = "the record of a generation"
@@ -41,7 +41,7 @@ REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
     " be recognised. Make sure that none is left.",
 }
-"""What mending it does. Of what is not here nothing can be mended by moving it aside."""
+"""Effect of repairing each kind. Other kinds cannot be repaired by moving them aside."""
 NO_REMEDY = (
     "Nothing: it says where trained parameters are. `shoal restore` brings them back from a"
     " snapshot, `shoal rm` starts over without them."
@@ -60,7 +60,7 @@ class Broken:
     item: KeyValue
     error: str
     is_later: bool = False
-    """A later release has written it."""
+    """True if a later release wrote the record."""
 
     @property
     def is_mendable(self) -> bool:
@@ -72,13 +72,14 @@ class Broken:
 
     @property
     def excerpt(self) -> str:
-        """How it begins, printable."""
+        """Start of the value, printable."""
         start = self.item.value[:EXCERPT_BYTES]
         return repr(start)[2:-1] + (" ..." if len(self.item.value) > EXCERPT_BYTES else "")
 
 
 def kind_of(job: str, key: str) -> RecordKind | None:
-    """What lies at a key of the job; None for one that no coordinator of this version reads."""
+    """Kind of record at a key of the job; None for keys that coordinators of this version do not
+    read."""
     single = {
         keys.job_state(job): RecordKind.STATE,
         keys.sample_ledger(job): RecordKind.SAMPLES,
@@ -95,7 +96,7 @@ def kind_of(job: str, key: str) -> RecordKind | None:
 
 
 async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
-    """All that lies in etcd of a job. Raises what the store raises."""
+    """All keys of a job. Raises what the store raises."""
     found: list[KeyValue] = []
     for prefix in (keys.job_prefix(job), keys.members(job), keys.assignments(job)):
         found += (await store.range(prefix)).items
@@ -104,7 +105,7 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
 
 
 def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
-    """Those of a job's records that cannot be read."""
+    """Records of a job that cannot be read."""
     found = []
     for item in items:
         kind = kind_of(job, item.key)

@@ -1,4 +1,4 @@
-"""A job's own record, written anew from what is left of it: pure."""
+"""Reconstruction of a job's own record from what is readable: pure functions."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ def mended_state(
     records: Sequence[Record],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
-    """What the record most likely said, wherever it can be read; of the rest, what the job's
-    generations tell: their numbers, and those of their records that can be read.
+    """Reconstruct a job's record from its readable fields, and else from the job's generations:
+    their numbers, and their readable records.
 
-    A job of which it is not known how far it trained is taken to have trained in its newest
-    generation, so that it never begins from initial values again. Raises Unreadable where the
-    bounds are told neither by the record nor by `bounds`.
+    If it is unknown how far the job trained, it is assumed to have trained in its newest
+    generation, so that it never starts again from initial values. Raises Unreadable if neither the
+    record nor `bounds` gives the bounds.
     """
     try:
         fields = Fields.parsed(data)
@@ -49,7 +49,8 @@ def _spec(job: str, fields: Fields) -> JobSpec:
 
 
 def _secret_digest(fields: Fields) -> str:
-    """Raises Unreadable: a job that has a secret is not to be open to all by a repair."""
+    """Digest of the job's secret. Raises Unreadable: a repair must not open a job that has a
+    secret."""
     return fields.text("secret_digest", "")
 
 
@@ -87,7 +88,7 @@ def _lost(fields: Fields) -> str | None:
 
 
 def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
-    """The bounds as an operator gives them; None for none. Raises Unreadable for bad ones."""
+    """Bounds given by an operator; None if none are given. Raises Unreadable for invalid ones."""
     if not least and not most and not desired:
         return None
     least = least or 1

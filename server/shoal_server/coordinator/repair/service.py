@@ -1,7 +1,7 @@
-"""The Repairs service: what keeps a job in quarantine, and letting it go on without that.
+"""The Repairs service: shows why a job is quarantined, and continues it without the broken records.
 
-What cannot be read is moved to a key of its own, as it was, in the transaction that takes it away:
-nothing is destroyed. The job is then taken up as a new leader would take it up.
+A record that cannot be read is copied to a key under a separate prefix, unchanged, in the
+transaction that deletes it: nothing is destroyed. The job is then taken over as by a new leader.
 """
 
 import time
@@ -32,11 +32,11 @@ COPIES_AT_ONCE = 32
 EXPECTED = "what a coordinator of this version writes there"
 
 TakeUp = Callable[[str], Awaitable[str]]
-"""Has the coordinator go on with a job, as etcd has it now; the job's phase."""
+"""Continues a job from its keys in etcd; returns the job's phase."""
 
 
 class RepairService(RepairsServicer):
-    """Lives on the event loop of a coordinator."""
+    """Repairs jobs. Used on the coordinator's event loop only."""
 
     def __init__(self, store: LeaderStore, registry: Registry, take_up: TakeUp) -> None:
         self._store = store
@@ -71,7 +71,8 @@ class RepairService(RepairsServicer):
     async def _mend(
         self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[Broken]
     ) -> dict[str, str]:
-        """Where each was moved to, by its key. Raises InvalidSpec for what cannot be mended so."""
+        """Move the broken records aside. Returns the new key of each. Raises InvalidSpec if the
+        bounds are unknown."""
         job, stamp = request.job, time.strftime("%Y%m%dT%H%M%S", time.gmtime())
         moved = {}
         for each in broken:
@@ -95,7 +96,7 @@ class RepairService(RepairsServicer):
         return moved
 
     async def _deltas_moved(self, job: str, stamp: str, items: Sequence[KeyValue]) -> Delete:
-        """Copy what belongs to the ledger; the write that takes it away."""
+        """Copy the ledger's deltas aside. Returns the operation that deletes them."""
         prefix = keys.sample_deltas(job)
         copies = [
             Put(keys.quarantined(job, stamp, item.key), item.value)
@@ -116,7 +117,7 @@ class RepairService(RepairsServicer):
                 job, request.min_members, request.max_members, request.desired_members
             )
             if bounds is None and not any(i.key.startswith(keys.members(job)) for i in items):
-                # Whoever joins first says them anew.
+                # The first member to join states the bounds.
                 bounds = mending.bounds_of(job, 1, 0, 0)
             state = mending.mended_state(
                 job, item.value, generations=numbers, records=records, bounds=bounds
@@ -132,7 +133,7 @@ class RepairService(RepairsServicer):
 
 
 def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[Record]]:
-    """The numbers of all that have a record, and those records that can be read."""
+    """Numbers of all generations with a record, and the readable records."""
     numbers, records = [], []
     for item in items:
         number = keys.generation_number(job, item.key)

@@ -1,1 +1,2 @@
-"""The Samples service: a ledger for each job, answered from memory and written behind."""
+"""The Samples service: a ledger for each job, answered from memory and written to etcd in the
+background."""

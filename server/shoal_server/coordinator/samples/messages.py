@@ -1,4 +1,4 @@
-"""What the messages of the Samples service mean to a ledger."""
+"""Conversion of the Samples service's messages to the ledger's types, and back."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ MAX_TOLD_HOLDERS = 4
 
 
 def check(request: samples_pb2.LeaseRequest) -> None:
-    """Raise MalformedMessage or InvalidSpec for what no ledger could answer."""
+    """Raise MalformedMessage or InvalidSpec for a request that no ledger could answer."""
     if request.sequence < 1 or not request.token.member_id:
         raise MalformedMessage(
             "a lease request without member or sequence number",
@@ -44,20 +44,20 @@ def check(request: samples_pb2.LeaseRequest) -> None:
 
 
 def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[SampleRange, ...]:
-    """The ranges as the core takes them."""
+    """Convert ranges to the core's type."""
     return tuple(SampleRange(r.epoch, r.start, r.stop) for r in ranges)
 
 
 def answer(
     ledger: Ledger, request: samples_pb2.LeaseRequest, num_members: int
 ) -> tuple[samples_pb2.LeaseReply, bool]:
-    """Let the ledger answer; also, whether anything was booked. Raises MalformedMessage for an
-    overtaken request, Overloaded."""
+    """Reply of the ledger to a lease request, and True if the ledger changed. Raises
+    MalformedMessage for a request that was overtaken by a later one, Overloaded."""
     try:
         found = ledger.answer(
             Request(
                 member_id=request.token.member_id,
-                # The books go into snapshots, which others may read.
+                # The ledger goes into snapshots, which others may read.
                 incarnation=public_id(request.token.incarnation),
                 sequence=request.sequence,
                 completed=ranges_of(request.completed),
@@ -102,7 +102,7 @@ def _message(r: SampleRange) -> samples_pb2.SampleRange:
 
 
 def wait_in_words(ledger: Ledger) -> str:
-    """What a member waits for that has no samples to train on: who has them."""
+    """Describe the wait of a member without samples: the members that hold them."""
     held = {name: num for name, num in ledger.held_samples.items() if num}
     others = sorted(held, key=lambda name: (-held[name], name))
     told = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_TOLD_HOLDERS])

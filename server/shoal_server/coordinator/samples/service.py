@@ -53,14 +53,15 @@ Authorize = Callable[[Token], Awaitable[None]]
 
 WRITE_INTERVAL_S = 0.25
 MAX_WRITES_A_SECOND = 32
-"""Over all jobs: 30 of 50 members each then let etcd grow by less than 100 MB an hour."""
+"""Limit over all jobs: 30 jobs of 50 members each then let etcd grow by less than 100 MB an
+hour."""
 HAND_OVER_WITHIN_S = 1.0
 MAX_BOOKS = 256
 MAX_LOSSES = 4096
 
 
 OnFailed = Callable[[str, Exception], object]
-"""Is told of a job whose books cannot be kept, and why."""
+"""Called with a job whose ledger cannot be stored, and the error."""
 
 
 def _tell_failed(job: str, error: Exception) -> None:
@@ -68,34 +69,36 @@ def _tell_failed(job: str, error: Exception) -> None:
 
 
 class _Book:
-    """One job's ledger, and whether etcd is behind it."""
+    """One job's ledger in memory, and the state of its copy in etcd."""
 
     def __init__(self, ledger: Ledger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
         self.stored = stored
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
-        """Of each member's latest request that etcd has."""
+        """For each member, the sequence number of its latest request that etcd has."""
         self.heard_s: dict[str, float] = {}
-        """When each member asked last, on the loop's clock."""
+        """Time of each member's last request, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
-        """By member that has nothing to train on."""
+        """Members without samples, and since when they wait."""
         self.num_changes = int(changed)
         self._num_written = 0
         self._moved = asyncio.Event()
 
     @property
     def changed(self) -> bool:
-        """Whether the copy in etcd lacks anything."""
+        """True if the copy in etcd lacks a change."""
         return self.num_changes > self._num_written
 
     def written(self, num_changes: int, sequences: Mapping[str, int]) -> None:
-        """The copy has the first so many changes, and requests up to these."""
+        """Note that the copy in etcd has the first `num_changes` changes, and requests up to
+        these."""
         self._num_written, self.durable_sequences = num_changes, sequences
         self._wake()
 
     def close(self) -> None:
-        """Nothing more is written: what is not yet never will be, by this coordinator."""
+        """Stop writing: changes that are not in etcd yet will not be written by this
+        coordinator."""
         self.is_closed = True
         self._wake()
 
@@ -171,7 +174,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self._write_all(whole=True)
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """What this incarnation holds goes back, and it gets nothing more. Lost or left."""
+        """Return the samples of an incarnation that was lost or left; it gets no more."""
         self._num_losses += 1
         self._losses[job, member_id, incarnation] = self._num_losses
         if len(self._losses) > MAX_LOSSES:
@@ -192,7 +195,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return book.ledger.counts() if book else None
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """What each member waits for that has nothing to train on, and since when."""
+        """For each member without samples: the reason, and since when it waits."""
         book = self._books.get(job)
         if book is None or not book.waiting_since:
             return {}
@@ -244,7 +247,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
 
     @asynccontextmanager
     async def closed(self, job: str) -> AsyncIterator[None]:
-        """Without books of the job in the block, and with no write of them under way."""
+        """Keep the job's ledger closed in the block, with no write of it in progress."""
         async with self._opening, self._writing:
             self._close(job)
             yield
@@ -375,7 +378,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 continue
 
     async def _write_all(self, *, whole: bool = False) -> int:
-        """How many books there were something to write of."""
+        """Write the ledgers that have changes. Returns their number."""
         async with self._writing:
             due = [
                 (job, book)
@@ -387,7 +390,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                     await self._write(job, book, whole=whole)
                 except (RetryError, AccessDenied) as error:
                     self._write_failed(job, book, error)
-                except Exception as error:  # noqa: BLE001 - it is that job's, and told by name
+                except Exception as error:  # noqa: BLE001 - concerns that job alone, which is quarantined
                     self._books.pop(job, None)
                     self._on_failed(job, error)
             return len(due)

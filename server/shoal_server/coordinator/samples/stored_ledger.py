@@ -1,13 +1,13 @@
-"""One job's ledger in etcd: the books as they were written whole, and deltas behind them.
+"""One job's ledger in etcd: a base, written whole, and deltas after it.
 
-The base lies at the job's key of samples and names its deltas by a token of its own; these lie
-beside it, numbered from 0. A new base takes the place of the old one and of all its deltas in one
-transaction, so that whoever reads both at once always finds the books as of one write. Deltas of
-another base, which a restored snapshot of etcd may leave, are not looked at.
+The base is stored at the job's key of samples and names its deltas by a token; these are stored
+below it, numbered from 0. A new base replaces the old one and all its deltas in one transaction, so
+that a reader of both always finds the ledger as of one write. Deltas of another base, which a
+restored snapshot of etcd may leave, are ignored.
 
-A base is written over the one that was read or written before it, a delta where there is none of
-its number. Who opens books writes a base first, so that nothing is appended to them that another
-coordinator decided.
+A base is written only over the one that was read or written before it, a delta only if its number
+is free. A coordinator that opens a ledger writes a base first, so that no deltas of another
+coordinator follow.
 """
 
 import json
@@ -67,7 +67,7 @@ class StoredLedger:
         self._revision = Revision(0)
         self._token = ""
         self._numbers: MemberNumbers | None = None
-        """None: the next write is a base."""
+        """Member numbers of the base; None if the next write is a base."""
         self._num_deltas = 0
         self._base_bytes = 0
 
@@ -85,7 +85,7 @@ class StoredLedger:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are no deltas behind the base."""
+        """True if there are no deltas after the base."""
         return self._num_deltas == 0
 
     async def write(self, ledger: Ledger, *, whole: bool = False) -> bool:

@@ -1,4 +1,4 @@
-"""Which of the servers that etcd lists are there."""
+"""Check of which registered servers are alive."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -15,15 +15,15 @@ from shoal_server.serving.rpc import CHANNEL_OPTIONS
 log = structlog.get_logger(__name__)
 
 Choose = Callable[[Mapping[Holder, str]], Awaitable[Mapping[Holder, str]]]
-"""Which of some servers, given by their addresses, may be given shards."""
+"""Selects, from servers with their addresses, those that may be given shards."""
 
 ANSWER_S = 1.0
 _OPTIONS = (*CHANNEL_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
 
 
 async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
-    """Those that answer as the process that is listed, with their addresses. Takes a second if one
-    hangs."""
+    """Servers that answer as the registered process, with their addresses. Takes a second if a
+    server hangs."""
     asked = (answers(h, a, options=_OPTIONS, within_s=ANSWER_S) for h, a in addresses.items())
     found = dict(zip(addresses, await asyncio.gather(*asked), strict=True))
     silent = sorted(holder.server_id for holder, there in found.items() if not there)

@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
 PATIENCE_S = 30.0
-"""For so long nobody is told that shards are lost while their job is being restored."""
+"""Time for which no event is reported while a job with lost shards is being restored."""
 
 
 Restore = Callable[[str], Awaitable[RestoreAttempt]]
@@ -38,7 +38,7 @@ class AutomaticRestores:
         self._tasks = SupervisedTasks()
         self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
         self._wanted: dict[str, RestoreAttempt | None] = {}
-        """By job: why it is not restored, once that is known."""
+        """For each job, the reason why it is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
         """Why the job is not restored; None as long as it may be. It is tried from the first call
@@ -52,7 +52,7 @@ class AutomaticRestores:
         return self._wanted[job]
 
     def forget(self, job: str) -> None:
-        """Nothing of the job is lost: it is not restored unless that is under way."""
+        """Drop a job without lost shards: it is not restored, unless a restore is in progress."""
         self._wanted.pop(job, None)
 
     async def close(self) -> None:

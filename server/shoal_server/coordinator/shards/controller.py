@@ -44,7 +44,7 @@ JOBS_AT_ONCE = 16
 TEND_WITHIN_S = 120.0
 """Thousands of shards are looked at, and their records written, in seconds."""
 LOOK_AGAIN_S = 1.0
-"""At a job with a server that is gone, or was suspected: often enough for an absence to go on."""
+"""Interval for a job with an absent or suspected server: short enough to follow an absence."""
 MEASURE_EACH_S = 10.0
 MEASURES_AT_ONCE = 16
 
@@ -81,11 +81,11 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """By job: why its shards are left as they are, which is logged once."""
+        """For each job, the reason why its shards are left unchanged, which is logged once."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._again: set[str] = set()
-        """Those that will be before long."""
+        """Jobs to be looked at again soon."""
         self._wake = asyncio.Event()
 
     @asynccontextmanager
@@ -125,14 +125,15 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        """Each job in a task of its own: none waits for another's server, storage or record."""
+        """Tend each due job in a separate task: none waits for another's server, storage or
+        record."""
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
         async with SupervisedTasks() as tasks:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
                 for job in list(self._due):
-                    # One that is under way wakes this when it has ended.
+                    # A task in progress wakes this loop when it ends.
                     if tasks.start(self._tend(job, slots), key=job) is not None:
                         self._due.discard(job)
 
@@ -250,7 +251,7 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """What holds as long as nobody goes on with the job; None: somebody may."""
+        """Condition that the job stays over; None if it may go on."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None
@@ -289,8 +290,8 @@ class ShardController:
 
 
 def num_bytes_of(layout: ShardMap) -> dict[int, int]:
-    """By shard: the bytes of its values; for one of a table, which has no fixed size, those of a
-    usual shard."""
+    """Size of each shard's values in bytes; for a shard of a table, which has no fixed size, the
+    usual size."""
     return {
         shard.shard_id: TARGET_SHARD_BYTES
         if shard.table
@@ -300,7 +301,7 @@ def num_bytes_of(layout: ShardMap) -> dict[int, int]:
 
 
 def _summary(before: JobAssignments, after: JobAssignments) -> dict[str, int]:
-    """How many shards were touched in which way."""
+    """Number of shards changed in each way."""
     pairs = list(zip(before.shards, after.shards, strict=True))
     return {
         "rescued": sum(a.epoch != b.epoch for b, a in pairs),

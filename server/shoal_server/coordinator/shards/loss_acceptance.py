@@ -35,25 +35,25 @@ _TOLD_SAMPLES = {fate: number for number, fate in _SAMPLES.items()}
 
 
 class SampleBooks(Protocol):
-    """The sample ledgers, as far as they concern a loss."""
+    """The sample ledgers, as used when a loss is accepted."""
 
     def counts(self, job: str) -> Awaitable[LedgerCounts | None]:
-        """What the job's books say; None for a job that has none."""
+        """Counts of the job's ledger; None if it has none."""
 
     def closed(self, job: str) -> AbstractAsyncContextManager[None]:
-        """Without books of the job in the block, and with no write of them under way."""
+        """Keep the job's ledger closed in the block, with no write of it in progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What a request comes to, as the records are now."""
+    """Changes that a request asks for, given the current records."""
 
     current: JobAssignments
     stored: dict[int, records.StoredShard]
     chosen: Sequence[ShardAssignment]
-    """What the reply tells of: lost, or given up before."""
+    """Shards named in the reply: lost, or given up before."""
     lost: Sequence[ShardAssignment]
-    """Those of them that are to be given up."""
+    """Shards that are still to be given up."""
     samples: SamplesAfterLoss | None
 
     @property
@@ -120,7 +120,8 @@ class LossAcceptance:
         )
 
     async def _give_up(self, plan: _Plan, by: str, now_unix_s: float) -> list[ShardAssignment]:
-        """Those that were given up; the others are to be looked at again."""
+        """Give up the lost shards. Returns those that were changed; the others are to be read
+        again."""
         job, size = plan.current.job, records.SHARDS_A_TRANSACTION
         done: list[ShardAssignment] = []
         anew = plan.samples is SamplesAfterLoss.ANEW
@@ -133,8 +134,8 @@ class LossAcceptance:
                     losses.given_up(shard, by, now_unix_s, samples_anew=anew) for shard in batch
                 ]
                 before = [plan.stored[shard.shard_id] for shard in batch]
-                # With the first already: half of them given up with the old books would be a run
-                # that sees the rest of the samples only.
+                # In the first transaction already: if only half of the shards were given up with
+                # the old ledger, the new run would see only the rest of the samples.
                 also = _without_samples(job) if anew else ()
                 is_done, _ = await records.change(self._store, before, targets, also)
                 done += batch if is_done else []
@@ -164,8 +165,8 @@ def _without_samples(job: str) -> Sequence[Delete]:
 
 
 def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssignment]:
-    """Those of the wanted shards, or of all, that are lost or were given up: none without any that
-    is lost. Raises UnknownShard and NothingLost for what cannot be given up."""
+    """The wanted shards, or all, that are lost or were given up; none if no shard is lost. Raises
+    UnknownShard and NothingLost for shards that cannot be given up."""
     missing = wanted - {shard.shard_id for shard in current.shards}
     if missing:
         raise UnknownShard(

@@ -1,5 +1,5 @@
-"""What the coordinator knows of shards for when they are lost, and what it tells of that and of
-servers that were lost or given shards."""
+"""Events of shards that were lost and of servers that were lost or given shards, with the newest
+known version of each shard."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -18,11 +18,11 @@ from shoal_server.core.shards.assignments import (
 log = structlog.get_logger(__name__)
 
 Tell = Callable[[str, str, str], object]
-"""Notes an event of a job: its kind, and the reason."""
+"""Records an event of a job: its kind, and the reason."""
 
 
 def _to_nobody(job: str, kind: str, reason: str) -> None:
-    """Where nobody keeps events."""
+    """Default: drops the event."""
 
 
 class LossLog:
@@ -32,18 +32,18 @@ class LossLog:
         self._tell = tell
         self._moves = MovesTold(lambda job, told: self._note(job, "shards_moved", told))
         self._versions: dict[str, dict[int, int]] = {}
-        """By job and shard, as its server said last."""
+        """Newest version by job and shard, as last reported by its server."""
 
     def measured(self, job: str, versions: Mapping[int, int]) -> None:
         """Servers have said which versions of their shards they have."""
         self._versions.setdefault(job, {}).update(versions)
 
     def versions(self, job: str) -> Mapping[int, int]:
-        """The newest version that each shard is known to have had."""
+        """Newest version that each shard is known to have had."""
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """What was known of a job, or of some of its shards, is of earlier ones than these."""
+        """Drop the versions of a job, or of some of its shards, that was replaced by another."""
         if shard_ids is None:
             self._moves.forget(job)
         known = self._versions.get(job, {})

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from shoal_server.core.shards.moves import Moves, told_of_moves
 
 QUIET_S = 2.0
-"""Moves are over when none has come for so long."""
+"""Time without a further move after which moves are reported."""
 AT_MOST_S = 20.0
-"""So long after the first one they are told of all the same."""
+"""Maximum time after the first move until moves are reported."""
 
 
 class MovesTold:
@@ -35,7 +35,7 @@ class MovesTold:
         self._timers[job] = loop.call_at(min(now_s + QUIET_S, by_s), self._due, job)
 
     def forget(self, job: str) -> None:
-        """Nothing is told of the moves that have not been told yet."""
+        """Drop the moves that have not been reported yet."""
         self._pending.pop(job, None)
         self._tell_by_s.pop(job, None)
         if (timer := self._timers.pop(job, None)) is not None:

@@ -54,18 +54,19 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 ASKS_AGAIN_WITHIN_S = 5.0
-"""Who was refused for want of servers and has not asked again since waits no more."""
+"""A member that was refused for lack of servers, and has not asked again for this long, no longer
+counts as waiting."""
 MAX_TOLD_DIFFERENCES = 8
 
 Authorize = Callable[[Token], Awaitable[None]]
 
 
 class _WithoutServers:
-    """Members that were told that there is no parameter server, and ask again."""
+    """Members that were refused because there is no parameter server, and ask again."""
 
     def __init__(self) -> None:
         self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
-        """By job and member: why, and when it was refused first and last."""
+        """By job and member: the reason, and the times of the first and last refusal."""
 
     def refused(self, token: Token, why: str) -> None:
         now_s = time.time()
@@ -74,7 +75,7 @@ class _WithoutServers:
         self._refused[token.job] = {**known, token.member_id: (why, since_s, now_s)}
 
     def placed(self, job: str) -> None:
-        """Nobody of it waits any more."""
+        """Drop the job's waiting members: its shards are placed."""
         self._refused.pop(job, None)
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
@@ -114,7 +115,7 @@ class ShardsService(ShardsServicer):
         self._without_servers = _WithoutServers()
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """What each member waits for that found no parameter server, and since when."""
+        """For each member that found no parameter server: the reason, and since when it waits."""
         return self._without_servers.waiting(job)
 
     async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:
@@ -215,7 +216,7 @@ class ShardsService(ShardsServicer):
         return held
 
     async def _write(self, layout: shard_map.StoredLayout, first: JobAssignments) -> bool:
-        """Whether these were the first."""
+        """Write a layout and its first assignments. True if no other were written before."""
         still_there = await shard_map.write_chunks(self._store, layout)
         result = await assignments.place(
             self._store,
@@ -240,7 +241,8 @@ class ShardsService(ShardsServicer):
 
 
 def first_assignments(layout: ShardMap, present: Iterable[Holder], copies: int) -> JobAssignments:
-    """Who holds the shards of a new layout: primaries as it says, backups to be brought in step."""
+    """First assignments of a new layout: primaries as it names them, and backups to be brought in
+    step."""
     by_id = {holder.server_id: holder for holder in present}
     first = JobAssignments(
         job=layout.job,

@@ -13,9 +13,9 @@ from shoal_server.core.shards.placement import spread_tables
 
 MAX_TABLES = 256
 MAX_SHARDS = 1024
-"""Of one table."""
+"""Maximum number of shards of one table."""
 MAX_ALL_SHARDS = 16384
-"""Of all tables of a job."""
+"""Maximum number of shards of all tables of a job."""
 MAX_ROW_BYTES = 512 * 1024
 INITIALISERS = ("constant", "uniform", "normal")
 OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "sparse_adam")
@@ -116,7 +116,7 @@ def _check_range(table: str, setting: str, value: float, low: float, high: float
 
 
 def schema_digest(of_parameters: str, tables: Sequence[TableSpec]) -> str:
-    """That of the parameters, which is all there is to it without tables, and of the tables."""
+    """Digest of the parameters and tables; without tables, the parameters' digest."""
     if not tables:
         return of_parameters
     digest = hashlib.sha256(of_parameters.encode())

@@ -1,4 +1,4 @@
-"""Whether all parameter servers compute with the same torch."""
+"""Check that all parameter servers run the same torch."""
 
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable
@@ -26,7 +26,7 @@ class TorchVersions:
         self._told: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[Server]) -> None:
-        """All servers that are there now."""
+        """Note all live servers; log a warning if their torch versions differ."""
         found: dict[str, list[str]] = defaultdict(list)
         for server in servers:
             if server.torch_version:

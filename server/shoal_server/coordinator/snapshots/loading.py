@@ -89,7 +89,7 @@ class SnapshotLoader:
         shards: Collection[ShardAssignment],
         present: Mapping[Holder, str],
     ) -> Mapping[Holder, ShoalError]:
-        """What became of it, where it failed."""
+        """Have servers load the shards of a snapshot. Returns the errors by server."""
         parts = {part.shard_id: part for part in manifest.parts}
         files: dict[Holder, list[pb.ShardFile]] = {}
         for shard in shards:
@@ -118,8 +118,8 @@ class SnapshotLoader:
         gone: Collection[Holder],
         present: Sequence[Holder],
     ) -> dict[int, ShardAssignment]:
-        """Those shards that were to be loaded by servers that are gone, as others are to load them
-        now. Raises DeadlineExceeded if another restore came after this one."""
+        """Reassign the shards that servers, now gone, were to load. Returns the new assignments.
+        Raises DeadlineExceeded if another restore came after this one."""
         of_run = keys.assignments_of_run(wanted.job, wanted.run)
         given: dict[int, ShardAssignment] = {}
         for _ in range(MAX_TRIES):
@@ -150,8 +150,10 @@ def given_to(
     parts: Sequence[ManifestEntry],
     present: Sequence[Holder],
 ) -> list[ShardAssignment]:
-    """Each shard to the server with the least so far, the largest first, in an epoch of its own.
-    `held`: the other shards, which stay where they are."""
+    """Assign each shard to the server with the least load, the largest first, in a new epoch.
+
+    `held`: the other shards, which stay where they are.
+    """
     num_bytes = {part.shard_id: part.num_bytes for part in parts}
     loads: Counter[Holder] = Counter()
     for shard in held:

@@ -1,4 +1,4 @@
-"""Where snapshots of jobs go, and how often a coordinator takes one by itself."""
+"""Policy for snapshots of jobs: location, and the interval of automatic ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -59,5 +59,5 @@ class SnapshotPolicy:
 
     @property
     def allowed(self) -> Sequence[str]:
-        """Every URL at and below which snapshots may lie."""
+        """URLs at and below which snapshots are allowed."""
         return tuple(dict.fromkeys(each for each in (self.url, *self.roots) if each))

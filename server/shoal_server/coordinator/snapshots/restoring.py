@@ -70,13 +70,13 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:
-    """What was restored."""
+    """Result of a restore."""
 
     manifest: Manifest
     servers: Sequence[str]
-    """That lead its shards now."""
+    """Servers that are primaries of the job's shards now."""
     lost: Sequence[ShardAssignment]
-    """As the record had them before."""
+    """Lost shards, as assigned before."""
 
 
 class SnapshotRestorer:
@@ -275,7 +275,7 @@ def _wanted(
 
 
 def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Compare]:
-    """That the records of the shards are those that were read."""
+    """Conditions that the shards' records are still those that were read."""
     if before is None:
         return []
     of_run = keys.assignments_of_run(before.assignments.job, before.assignments.run)
@@ -283,7 +283,7 @@ def _none_changed(before: assignments.StoredAssignments | None) -> Sequence[Comp
 
 
 def _is_placed(placed: JobAssignments) -> Compare:
-    """That the records are those of this run."""
+    """Condition that the records are those of this run."""
     return value_is(keys.assignments_head(placed.job), assignments.encode_head(placed))
 
 
@@ -327,7 +327,7 @@ def _damaged(manifest: Manifest, seen: str, expected: str) -> SnapshotDamaged:
 def _spread(
     parts: Sequence[ManifestEntry], epochs: Mapping[int, int], present: Sequence[Holder]
 ) -> tuple[ShardAssignment, ...]:
-    """Each shard to the server with the least so far, the largest first."""
+    """Assign each shard to the server with the least load, the largest first."""
     loads: Counter[Holder] = Counter()
     spread = []
     for part in sorted(parts, key=lambda part: (-part.num_bytes, part.shard_id)):

@@ -30,10 +30,10 @@ log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
 JOBS_AT_ONCE = 4
-"""Of which snapshots are taken by policy."""
+"""Number of jobs whose automatic snapshots are taken at once."""
 
 OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
-"""Is told of a job, of the shards of it that were lost, and in words of the snapshot."""
+"""Called with a job, the shards of it that were lost, and a description of the snapshot."""
 
 
 class SnapshotService(SnapshotsServicer):
@@ -95,7 +95,7 @@ class SnapshotService(SnapshotsServicer):
         return pb.RestoreSnapshotReply(snapshot=summary, servers=restored.servers)
 
     def is_restoring(self, job: str) -> bool:
-        """Whether servers load the job's shards just now, and this coordinator waits for them."""
+        """True while servers load the job's shards and this coordinator waits for them."""
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
@@ -141,8 +141,8 @@ class SnapshotService(SnapshotsServicer):
             yield
 
     async def _take_for_ever(self, store: LeaderStore) -> None:
-        """Each job's snapshots come one after the other, and no job waits for another's storage
-        unless many are slow."""
+        """Take the automatic snapshots. Those of one job are taken one after the other; a slow
+        storage delays other jobs only if many are slow."""
         due_s: dict[str, float] = {}
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
 
@@ -202,7 +202,7 @@ class SnapshotService(SnapshotsServicer):
 
 
 def in_words(manifest: Manifest, library: SnapshotLibrary) -> str:
-    """Which snapshot it is, and of which step."""
+    """Describe a snapshot: its number, step and location."""
     step = manifest.training.get("step")
     of_step = f" of step {step}" if step else ""
     return f"snapshot {manifest.number}{of_step} at {library.storage.url}"

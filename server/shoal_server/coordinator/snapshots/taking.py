@@ -42,9 +42,9 @@ log = structlog.get_logger(__name__)
 
 ANSWER_WITHIN_S = 2.0
 WAITS_S = (1.0, 2.0, 4.0)
-"""For pushes under way to end, attempt by attempt; what has not ended then was given up."""
+"""Time to wait, at each attempt, for pushes in progress to end."""
 PAUSE_S = 0.5
-"""Between two attempts: training goes on a little."""
+"""Pause between two attempts, in which training continues."""
 WRITE_WITHIN_S = 3600.0
 PUBLISH_WITHIN_S = 60.0
 """Less than the servers' grace for segments that no version names yet."""
@@ -52,10 +52,11 @@ PUBLISH_WITHIN_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class JobPosition:
-    """What the coordinator knows of jobs, and a snapshot keeps."""
+    """State of jobs at the coordinator that a snapshot includes."""
 
     cursor: Callable[[str], Awaitable[Mapping[str, Any] | None]]
-    """The sample ledger of a job, as of some moment of the call; None: it has none."""
+    """Returns the sample ledger of a job, as of some moment during the call; None if it has
+    none."""
     training: Callable[[str], Mapping[str, Any]]
 
 
@@ -63,7 +64,7 @@ class JobPosition:
 class Taken:
     manifest: Manifest
     pause_s: float
-    """From the first server that let nothing new in to the last that did again."""
+    """Time from the first server that blocked new pushes to the last that admitted them again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,15 +85,15 @@ class _Cut:
     number: int
     layout: ShardMap
     addresses: Mapping[str, str]
-    """Of the servers that lead shards, by id."""
+    """Addresses of the primaries' servers, by id."""
     known: Mapping[tuple[int, int, int], ManifestEntry]
-    """Of the snapshot before, by shard, epoch and version."""
+    """Entries of the previous snapshot, by shard, epoch and version."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Frozen:
     stamps: Mapping[str, Sequence[pb.ShardStamp]]
-    """By server."""
+    """Stamps by server."""
     begun: Mapping[StepId, Shards]
     torn: Sequence[str]
     cursor: Mapping[str, Any] | None
@@ -114,7 +115,7 @@ class SnapshotTaker:
         self._state = state
         self._on_taken = on_taken
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Of jobs of which somebody takes a snapshot, or waits to."""
+        """Locks of the jobs for which a snapshot is in progress or waiting."""
 
     async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
         """Take one. Raises SnapshotFailed, StateLost, Unavailable; and then nothing of it is left.
@@ -204,20 +205,21 @@ class SnapshotTaker:
         )
 
     async def _check_has_shards(self, job: str) -> None:
-        """Before anything is written: of a job that is not there nothing is to be left."""
+        """Raise unless the job's shards are placed; called before anything is written, so that
+        nothing is left of a job that does not exist."""
         if await self._store.get(keys.assignments_head(job)) is None:
             raise _without_shards(job)
 
     async def _lineage(self, job: str) -> str:
-        """That of the job's shards; drawn if this is their first snapshot."""
+        """Lineage of the job's shards; drawn at their first snapshot."""
         key = keys.lineage(job)
         drawn = Put(key, secrets.token_hex(8).encode())
         result = await self._store.transact([absent(key)], [drawn], [Get(key)])
         return (drawn.value if result.succeeded else result.reads[0][0].value).decode()
 
     async def is_of_current_shards(self, manifest: Manifest) -> bool:
-        """Whether it is known to be of the shards that the job has, whatever clocks say. One of
-        shards that were restored since is not."""
+        """True if the snapshot is known to be of the job's current shards, whatever clocks say.
+        False if the shards were restored since."""
         found = await self._store.get(keys.lineage(manifest.job))
         return found is not None and found.value.decode() == manifest.lineage
 

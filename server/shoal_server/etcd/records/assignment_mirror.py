@@ -1,4 +1,4 @@
-"""Who holds the shards of every job, followed in etcd, and changed there shard by shard."""
+"""Mirror of the shard assignments of every job, which are changed shard by shard."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
@@ -51,7 +51,7 @@ class AssignmentMirror:
         self._assignments: dict[Run, dict[int, ShardAssignment]] = {}
         self._changed: dict[str, set[int]] = {}
         self._unsettled: dict[str, StoredShard] = {}
-        """By key: a write that followed on this record may have been made, or may still be."""
+        """By key: records for which a write of unknown outcome was sent."""
 
     async def __aenter__(self) -> "AssignmentMirror":
         await self._records.__aenter__()
@@ -62,7 +62,7 @@ class AssignmentMirror:
 
     @property
     def is_in_sync(self) -> bool:
-        """Whether all that was listed last has been applied, and the watch goes on from there."""
+        """True if all that was listed last has been applied, and the watch continues from there."""
         return self._records.is_in_sync
 
     async def wait_failed(self) -> None:
@@ -71,26 +71,26 @@ class AssignmentMirror:
 
     @property
     def jobs(self) -> Iterator[str]:
-        """Those whose shards are placed."""
+        """Jobs whose shards are placed."""
         return iter(tuple(self._heads))
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """By shard."""
+        """Assignments of the job by shard."""
         head = self._heads.get(job)
         return NO_SHARDS if head is None else self._assignments.get((job, head.run), NO_SHARDS)
 
     def run(self, job: str) -> str:
-        """That of the records of the job's shards; empty: there are none."""
+        """Run in the records of the job's shards; empty if there are none."""
         head = self._heads.get(job)
         return "" if head is None else head.run
 
     def job_run(self, job: str) -> str:
-        """That which the job's members go by; empty: its shards are not placed."""
+        """Run that the job's members use; empty if its shards are not placed."""
         head = self._heads.get(job)
         return "" if head is None else head.job_run or head.run
 
     def assembled(self, job: str) -> JobAssignments | None:
-        """All of a job. Raises InternalError where a shard has no record that can be read."""
+        """All assignments of a job. Raises InternalError if a shard has no readable record."""
         head = self._heads.get(job)
         return None if head is None else records.assembled(head, self.of_job(job))
 

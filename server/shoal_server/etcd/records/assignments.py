@@ -1,9 +1,9 @@
-"""Who holds a job's shards, in etcd: a record of each shard, replaced by compare-and-swap.
+"""Shard assignments of a job in etcd: one record a shard, replaced by compare-and-swap.
 
-What belongs to the job as a whole, its head, is written once, after the records of all shards; the
-transaction that writes it decides that they are placed. Until then they are there for nobody, and
-whoever places next takes them away. Keys name the run of the job, so no two placements meet, and
-what another run left is never mistaken for this one's.
+The job's head, common to all shards, is written once, after the records of all shards; the
+transaction that writes it decides the placement. Until then the records count for nobody, and the
+next placement deletes them. Keys contain the run of the job, so no two placements collide, and
+records of another run are never mistaken for this one's.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -61,7 +61,7 @@ _CONTENT_OF = {number: content for content, number in _CONTENTS.items()}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHead:
-    """What belongs to all the shards of a job."""
+    """Data common to all shards of a job."""
 
     job: str
     copies: int
@@ -78,9 +78,9 @@ class StoredShard:
     run: str
     assignment: ShardAssignment
     value: bytes
-    """What it was read from: it may have fields that are not known here."""
+    """Encoded value that was read; it may have fields unknown to this release."""
     revision: Revision
-    """That it was written at."""
+    """Revision at which it was written."""
 
     @property
     def key(self) -> str:
@@ -92,13 +92,13 @@ class StoredShard:
 
     @property
     def is_unchanged(self) -> Compare:
-        """That nobody wrote it since."""
+        """Condition that the record was not written since."""
         return unchanged_since(self.key, self.revision)
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAssignments:
-    """All the records of a job, as of one revision."""
+    """All assignments of a job, as of one revision."""
 
     assignments: JobAssignments
     revision: Revision
@@ -115,7 +115,7 @@ async def read(store: Keyspace, job: str) -> StoredAssignments | None:
 
 
 def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
-    """All that lies below `keys.assignments` of the job; raises as `read` does."""
+    """Parse all keys below `keys.assignments` of the job. Raises as `read` does."""
     head_key = keys.assignments_head(job)
     head = next((parse_head(item) for item in items if item.key == head_key), None)
     if head is None:
@@ -126,7 +126,7 @@ def parse_all(job: str, items: Collection[KeyValue]) -> JobAssignments | None:
 
 
 async def jobs(store: Keyspace) -> list[str]:
-    """Those whose shards are placed."""
+    """Names of the jobs whose shards are placed."""
     found = await store.keys(keys.ASSIGNMENTS)
     names = [key.removeprefix(keys.ASSIGNMENTS) for key in found]
     return [name.removesuffix("/head") for name in names if name.endswith("/head")]
@@ -254,7 +254,7 @@ def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> 
 async def read_shards(
     store: Keyspace, job: str, shard_ids: Collection[int]
 ) -> dict[int, ShardAssignment]:
-    """Who holds these shards, as of now; those that have no record are missing.
+    """Current assignments of these shards; shards without a record are missing.
 
     Raises InternalError for a record that does not parse.
     """
@@ -342,7 +342,8 @@ async def _write(
 
 
 async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """What placements that came to no end have left: with this one decided, they never will."""
+    """Delete the records of unfinished placements: with this one decided, they never take
+    effect."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
@@ -352,7 +353,7 @@ async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at:
             gone = Delete(keys.assignments_of_run(placed.job, run), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They are in nobody's way, and go with the next placement.
+        # They do no harm, and are deleted by the next placement.
         log.warning("unfinished_placements_left", job=placed.job, reason=str(error))
 
 

@@ -7,18 +7,18 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""After it, who is gone is taken for dead anyway."""
+"""Time after which an ended server is taken for dead anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:
-    """To be called by that process once it acknowledges nothing, or by one that has seen its end.
-    Raises what the store raises."""
+    """Record the end of a server process. Called by that process once it acknowledges nothing more,
+    or by a process that has seen its end. Raises what the store raises."""
     lease = await store.grant(KEPT_S)
     await store.put(keys.ended_server(ended.server_id, ended.incarnation), b"{}", lease)
 
 
 async def read(store: Keyspace) -> frozenset[Holder]:
-    """All that are known. Raises what the store raises."""
+    """Server processes known to have ended. Raises what the store raises."""
     found = set()
     for key in await store.keys(keys.ENDED_SERVERS):
         server_id, _, incarnation = key.removeprefix(keys.ENDED_SERVERS).rpartition("/")

@@ -1,4 +1,5 @@
-"""Which snapshot a job's shards were restored from, while no snapshot of these was taken since."""
+"""Record of the snapshot from which a job's shards were restored, kept until their next
+snapshot."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -16,12 +17,13 @@ class RestoredFrom:
 
 
 def written(job: str, source: RestoredFrom) -> Put:
-    """For the transaction that gives the job those shards."""
+    """Operation for the transaction that restores the job's shards."""
     return Put(keys.restored_from(job), json.dumps(asdict(source)).encode())
 
 
 async def read(store: Keyspace, job: str) -> RestoredFrom | None:
-    """None for a job that was never restored. Raises InternalError for what is no record."""
+    """Read the record; None for a job that was never restored. Raises InternalError if it does not
+    parse."""
     found = await store.get(keys.restored_from(job))
     if found is None:
         return None

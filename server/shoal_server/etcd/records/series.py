@@ -89,7 +89,7 @@ def parse_version(series: str, value: bytes) -> PublishedVersion:
 
 
 def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
-    """As readers get it."""
+    """Message about a version for readers."""
     return pb.VersionRecord(
         number=version.number,
         epoch=version.epoch,

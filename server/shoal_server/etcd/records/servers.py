@@ -16,15 +16,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """One process, as it says of itself."""
+    """A parameter server's process, as it registered itself."""
 
     holder: Holder
     address: str
     """host:port under which workers and other servers reach it."""
     is_leaving: bool = False
-    """It wants to give away what it holds."""
+    """True if the server hands over what it holds."""
     torch_version: str = ""
-    """What it computes with; empty for one that does not say."""
+    """The server's torch version; empty if it did not state one."""
 
 
 def parse(key: str, value: bytes) -> Server:
@@ -46,7 +46,7 @@ def parse(key: str, value: bytes) -> Server:
 
 
 def parse_all(records: Mapping[str, bytes]) -> list[Server]:
-    """Those of all records, by key, that can be read; what is wrong with another is logged."""
+    """Servers in all records, by key; an unreadable record is logged and left out."""
     found = []
     for key, value in records.items():
         try:
@@ -57,6 +57,6 @@ def parse_all(records: Mapping[str, bytes]) -> list[Server]:
 
 
 async def read(store: Keyspace) -> list[Server]:
-    """All that are registered now. Raises what the store raises."""
+    """Read all registered servers. Raises what the store raises."""
     snapshot = await store.range(keys.SERVERS)
     return parse_all({item.key: item.value for item in snapshot.items})

@@ -41,7 +41,7 @@ FORMAT = 1
 CHUNK_BYTES = 512 * 1024
 """etcd takes requests up to 1.5 MiB."""
 MAX_BYTES = 32 * 1024 * 1024
-"""Of a layout, serialized."""
+"""Maximum size of a serialized layout."""
 READERS_KEEP = 8
 
 
@@ -56,7 +56,7 @@ class StoredLayout:
 
 
 def stored(layout: ShardMap) -> StoredLayout:
-    """How a layout is written."""
+    """Head and chunks of a layout, as they are written."""
     serialized = layout.SerializeToString(deterministic=True)
     digest = hashlib.sha256(serialized).hexdigest()
     packed = zlib.compress(serialized)
@@ -98,7 +98,8 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
 
 
 async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: Revision) -> None:
-    """Those layouts that this one, decided at a revision, came in the place of, or came before."""
+    """Delete the job's other layouts, which the one decided at `decided_at` replaced or
+    preceded."""
     prefix = keys.shard_map_chunks(decided.job)
     still_decided = unchanged_since(decided.head.key, decided_at)
     try:
@@ -108,7 +109,7 @@ async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: R
             gone = Delete(keys.shard_map_chunks(decided.job, digest), prefix=True)
             await store.transact([still_decided], [gone])
     except RetryError as error:
-        # They are in nobody's way, and go with the job.
+        # They do no harm, and are deleted with the job.
         log.warning("other_layouts_left", job=decided.job, reason=str(error))
 
 
@@ -138,7 +139,7 @@ async def read_current(store: Keyspace, job: str) -> ShardMap | None:
 
 
 async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments | None] | None:
-    """As `read_current`, with the records of who holds the shards, where there are any."""
+    """Like `read_current`, with the shard assignments, if there are any."""
     layout = await read(store, job)
     return None if layout is None else await _held(store, layout)
 

@@ -1,7 +1,7 @@
-"""Where the leading coordinator's operator allows snapshots to lie, for the parameter servers.
+"""Roots below which the leading coordinator's operator allows snapshots, for parameter servers.
 
-They open URLs that a caller gives. What a coordinator sends along would prove nothing to them, for
-anybody may call them; what lies in etcd only a coordinator wrote.
+Servers open URLs that a caller gives. Roots sent along by the caller would prove nothing, since
+anybody may call a server; keys in etcd are written by coordinators only.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""Who may call what, by the certificates of mutual TLS."""
+"""Access control of gRPC calls by the certificates of mutual TLS."""

@@ -1,4 +1,4 @@
-"""Whether a caller may make a call, and in which job."""
+"""Checks that a caller may make a call, and for which job."""
 
 from collections.abc import Callable, Iterator
 from functools import lru_cache
@@ -17,7 +17,7 @@ from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
 
 MAX_DEPTH = 3
-"""How deep in a request a job is named: header, token, job."""
+"""Maximum depth at which a request names a job: header, token, job."""
 
 _RESUMED = b"true"
 
@@ -25,11 +25,11 @@ Path = tuple[str, ...]
 
 
 def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
-    """Who is at the other end of a call over TLS. Raises CertificateRefused for a certificate that
-    says nothing of a role, and for one that was not looked at when its holder connected."""
+    """Caller of a call over TLS. Raises CertificateRefused for a certificate without a role, and
+    for a resumed session, whose certificate was not checked."""
     found = context.auth_context()
-    # gRPC gives out tickets that are good for two days, and takes them without another look at the
-    # certificate: it may have expired since. No client of Shoal's uses them.
+    # gRPC issues session tickets that are valid for two days, and accepts them without checking the
+    # certificate, which may have expired since. No client of Shoal uses them.
     if _RESUMED in found.get("ssl_session_reused", ()):
         raise CertificateRefused(
             "the connection goes on with an earlier TLS session",
@@ -133,7 +133,7 @@ def _at(message: Any, path: Path) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def _paths(descriptor: Descriptor, depth: int = MAX_DEPTH) -> tuple[Path, ...]:
-    """Where in a message of this type jobs and series are named."""
+    """Paths of the fields that name jobs and series in a message of this type."""
     found: list[Path] = []
     for field in descriptor.fields:
         if field.name in ("job", "series") and field.type == FieldDescriptor.TYPE_STRING:
@@ -148,7 +148,7 @@ def _is_map(descriptor: Descriptor) -> bool:
 
 
 def known_caller(context: grpc.aio.ServicerContext[Any, Any]) -> Caller | None:
-    """Who is at the other end of a call; None where this process speaks without TLS."""
+    """Caller of a call; None if this process serves without TLS."""
     return None if identity.own() is None else caller_of(context)
 
 
@@ -156,7 +156,8 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """What decides, from a call's context, who makes it: it raises for who may not."""
+    """Check for a method: from a call's context, returns the caller, and raises if it may not make
+    the call."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

@@ -1,8 +1,8 @@
-"""Whose process is at the other end of a TCP connection within this machine, as the kernel says.
+"""User of the process at the other end of a local TCP connection, as the kernel reports it.
 
 Linux knows the user of each of its sockets: `sock_diag(7)` looks one up by its two addresses, and
-where that is not to be had, `/proc/net/tcp` lists all. Root and other users can connect to a port
-on loopback alike; by this a server tells them apart without any secret.
+if that is not available, `/proc/net/tcp` lists all. Root and other users can connect to a port on
+loopback alike; this lets a server tell them apart without a secret.
 """
 
 import errno
@@ -17,7 +17,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 PEER_USER = "peer_user"
-"""Where the state of an HTTP request has what `user_of_peer` said of its connection."""
+"""Name in an HTTP request's state under which the result of `user_of_peer` is kept."""
 _NETLINK_SOCK_DIAG = 4
 _SOCK_DIAG_BY_FAMILY = 20
 _NLMSG_ERROR = 2
@@ -92,7 +92,7 @@ def _packed(family: int, host: str) -> bytes:
 
 
 def _in_table(family: int, address: Address) -> str:
-    """As the kernel writes it: words of the machine's own byte order."""
+    """Address as the kernel prints it: words in the machine's byte order."""
     packed = socket.inet_pton(family, address[0].partition("%")[0])
     words = struct.unpack(f"={len(packed) // 4}I", packed)
     return f"{''.join(f'{word:08X}' for word in words)}:{address[1]:04X}"

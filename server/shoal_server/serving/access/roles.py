@@ -1,4 +1,4 @@
-"""Which roles may make which gRPC call: the one table, from which servers decide.
+"""Roles that may make each gRPC call: the one table from which servers decide.
 
 A call that is not in it is refused to everybody. `docs/security.md` shows it; a test compares the
 two, and another makes each call in each role.
@@ -101,10 +101,10 @@ MAY_CALL: Mapping[str, Roles] = {
     for service, methods in _BY_SERVICE.items()
     for method, roles in methods.items()
 }
-"""By the name that gRPC has for a method."""
+"""Roles by gRPC's full method name."""
 
 READS_OUTPUT: Roles = _LISTING
-"""Who may read, over HTTP, what members print."""
+"""Roles that may read members' output over HTTP."""
 
 
 def as_markdown() -> str:

@@ -1,1 +1,1 @@
-"""How much callers may ask of a process at once, and what it keeps for its own work."""
+"""Limits on the load from callers, which keep resources free for a process' own work."""

@@ -1,4 +1,4 @@
-"""Who had what done over gRPC: the calls by which an operator changes jobs, in the log."""
+"""Audit log of the gRPC calls by which an operator changes jobs."""
 
 from typing import Any
 

@@ -16,9 +16,9 @@ class CallCounts:
         self._by_peer: Counter[str] = Counter()
         self.num_open = 0
         self.refused: Counter[str] = Counter()
-        """By the kind of the refusal."""
+        """Number of refused calls by kind of refusal."""
         self.failed: Counter[str] = Counter()
-        """By method: what a handler raised that is no refusal."""
+        """Number of calls by method whose handler raised something other than a refusal."""
 
     def ended(self, method: str, refusal: ShoalError) -> None:
         """A call was answered with that."""

@@ -1,4 +1,4 @@
-"""How much callers may ask of a process at once: settings with defaults."""
+"""Limits on the load from callers: settings with defaults."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -14,7 +14,7 @@ _SECONDS = Parameter(metavar="SECONDS")
 
 @dataclass(frozen=True, kw_only=True)
 class CallLimits:
-    """Of the gRPC port."""
+    """Limits of the gRPC port."""
 
     max_connections: Annotated[int, _COUNT] = 16_384
     """Most connections to the gRPC port at once; never more than three quarters of the descriptors
@@ -38,7 +38,7 @@ class CallLimits:
 
     @property
     def channel_options(self) -> tuple[tuple[str, int], ...]:
-        """For gRPC. Of peers it knows nothing: it counts connections together."""
+        """Options for gRPC's server, which counts connections of all peers together."""
         connections = min(self.max_connections, descriptors.for_strangers(0.75))
         return (
             ("grpc.max_allowed_incoming_connections", connections),
@@ -50,7 +50,7 @@ class CallLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class HttpLimits:
-    """Of the HTTP port."""
+    """Limits of the HTTP port."""
 
     http_connections: Annotated[int, _COUNT] = 2048
     """Most HTTP connections at once; never more than a quarter of the descriptors that this process
@@ -74,13 +74,13 @@ class HttpLimits:
 
     @property
     def most_connections(self) -> int:
-        """As many as descriptors allow."""
+        """Maximum number of connections that the descriptors allow."""
         return min(self.http_connections, descriptors.for_strangers(0.25))
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobLimits:
-    """Of what callers have a coordinator keep, and of their waits."""
+    """Limits of the state that callers create in a coordinator, and of their waits."""
 
     max_jobs: Annotated[int, _COUNT] = 10_000
     """Most jobs in this cluster, including those that have ended and are not removed yet. The first

@@ -41,12 +41,12 @@ class ConnectionCounts:
         return f"too many {kind}; expected at most {most}"
 
     def hung_up_on(self, reason: str) -> None:
-        """One that was open is closed, for that reason."""
+        """Count an open connection that is closed for that reason."""
         self.refused[reason] += 1
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """One is open as long as the block runs."""
+        """Count a connection as open during the block."""
         self.num_open += 1
         self._by_peer[peer] += 1
         try:

@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 RESERVED = 128
 """Kept for links to etcd and to servers, files and journals."""
 MOST = 1 << 20
-"""Beyond it, tables in the kernel cost more than connections are worth."""
+"""Upper bound: beyond it, tables in the kernel cost more than connections are worth."""
 
 
 def raise_limit() -> int:
@@ -27,17 +27,17 @@ def raise_limit() -> int:
 
 
 def limit() -> int:
-    """How many there may be."""
+    """Maximum number of descriptors of this process."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
 
 
 def for_strangers(share: float) -> int:
-    """That part of those that are not reserved."""
+    """Number of descriptors for callers: this share of the unreserved ones."""
     return max(1, int((limit() - RESERVED) * share))
 
 
 def is_reserved(descriptor: int) -> bool:
-    """Whether a descriptor that was just given is one of the last: the system gives the lowest one
-    that is free."""
+    """True if a descriptor that was just opened is in the reserve: the system assigns the lowest
+    free number."""
     return descriptor >= limit() - RESERVED
