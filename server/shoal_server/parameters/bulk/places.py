@@ -34,8 +34,8 @@ class Places:
         return at
 
     def fill_now(self, data: memoryview) -> int | None:
-        """Do the same without waiting; None if no place is free. The latest draft is not copied
-        again."""
+        """Copy data as `fill` does, without waiting; None if no place is free. The latest draft is
+        not copied again."""
         draft, is_here = self._draft, data.obj is self._memory.obj
         if draft is not None and is_here and draft[1] == _address(data):
             self._draft = None

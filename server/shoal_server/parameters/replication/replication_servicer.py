@@ -69,7 +69,7 @@ class DirectWay(Protocol):
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """From now on, offer each request to `take` as soon as it comes; None: stop that."""
+        """Offer each request to `take` as soon as it comes, from now on; None: stop that."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
@@ -79,7 +79,7 @@ class DirectWay(Protocol):
         ...
 
     def end_reading(self) -> None:
-        """If all is read: keep the primary from sending more."""
+        """Keep the primary from sending more, if all is read."""
         ...
 
     def end_sending(self) -> None:

@@ -240,7 +240,7 @@ class ShardReplicas:
         self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """Do the same, in place of any replica of that shard."""
+        """Lead a shard as `created` does, in place of any replica of it."""
         self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
@@ -268,8 +268,8 @@ class ShardReplicas:
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """By job, the shards that would be lost with this process: no other server and no disk has
-        a copy."""
+        """Shards by job that would be lost with this process: no other server and no disk has a
+        copy."""
         found: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)

@@ -6,7 +6,9 @@
     shard = builder.finish()
 
 Each chunk is stored in its final place at once, and its rows are indexed: `finish` has no work
-left. A builder may be kept while a stream is broken, and continues with `next_chunk` on the next
+left.
+
+A builder may be kept while a stream is broken, and continues with `next_chunk` on the next
 one.
 """
 
