@@ -58,9 +58,9 @@ class FrameConnection:
 
         Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
         """
-        while (frame := self._next_left()) is None:
+        while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
-                return await self._await_left()
+                return await self._await_untaken()
             try:
                 count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
@@ -127,13 +127,13 @@ class FrameConnection:
         raises. None: stop that."""
         self._take = take
 
-    def _next_left(self) -> Frame | None:
+    def _next_untaken(self) -> Frame | None:
         while (frame := self._reader.next()) is not None:
             if self._take is None or not self._take(frame):
                 break
         return frame
 
-    async def _await_left(self) -> Frame:
+    async def _await_untaken(self) -> Frame:
         """Wait for a frame that is not taken. Until then the socket stays registered with the event
         loop."""
         number = self.socket.fileno()
@@ -155,7 +155,7 @@ class FrameConnection:
             if not count:
                 raise HungUp("closed by the other end")
             self._reader.received(count)
-            frame = self._next_left()
+            frame = self._next_untaken()
         except BlockingIOError:
             return
         except OSError as error:

@@ -124,9 +124,9 @@ class Fence:
 
     def _gone(self, name: str, incarnation: str) -> None:
         job = name.partition("/")[0]
-        self._tasks.start(self._look_for_the_end(job), name=f"end of job {job}")
+        self._tasks.start(self._check_finished(job), name=f"end of job {job}")
 
-    async def _look_for_the_end(self, job: str) -> None:
+    async def _check_finished(self, job: str) -> None:
         if self._has_members(job):
             return
         try:

@@ -7,8 +7,8 @@ backup in the stream of records. The backup digests the same piece when it has r
 same records:
 
     walk = PieceWalk()
-    told = walk.next(shard)                      at the primary, which sends it after a record
-    compared(copy, told)                         at the backup, before the next record is replayed
+    digest = walk.next(shard)                    at the primary, which sends it after a record
+    compared(copy, digest)                       at the backup, before the next record is replayed
 
 A piece is small: the shard's lock is held for about a millisecond, in a thread, however large the
 shard is. A walk covers the whole shard in turn: values, optimizer state, rows, remembered pushes.
@@ -115,13 +115,13 @@ class PieceWalk:
         return DigestRange(part=part, start=start, stop=self._at)
 
 
-def compared(shard: AnyShard, told: PieceDigest) -> Comparison:
+def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
     """Compare the piece in this shard with a digest. Takes the shard's lock."""
 
     def look(version: int) -> Comparison:
-        if version != told.version:
+        if version != digest.version:
             return Comparison.ANOTHER_VERSION
-        is_same = _checksum(shard, told.piece) == told.checksum
+        is_same = _checksum(shard, digest.piece) == digest.checksum
         return Comparison.SAME if is_same else Comparison.DIFFERENT
 
     return shard.read(look)

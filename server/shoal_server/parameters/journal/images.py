@@ -37,8 +37,8 @@ class Kept:
 
     @property
     def name(self) -> str:
-        told = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
-        return f"{told}.safetensors"
+        stem = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
+        return f"{stem}.safetensors"
 
     @property
     def path(self) -> str:

@@ -255,7 +255,7 @@ class Journal:
         return done
 
     def _write_for_ever(self) -> None:
-        if not self._begin_in_the_end():
+        if not self._begin_with_retries():
             return
         while True:
             with self._wake:
@@ -263,7 +263,7 @@ class Journal:
                 batch, self._queue = self._queue, []
             if not batch:
                 return
-            superfluous = self._write_in_the_end(batch)
+            superfluous = self._write_with_retries(batch)
             if superfluous is None:
                 return
             for waiting in batch:
@@ -271,7 +271,7 @@ class Journal:
                     waiting.done.set_result(None)
             self._tidy(superfluous, batch[-1].number + 1)
 
-    def _begin_in_the_end(self) -> bool:
+    def _begin_with_retries(self) -> bool:
         """Begin a segment as soon as the disk has room for it. False: the journal was closed
         before."""
         while self._file is None:
@@ -283,10 +283,10 @@ class Journal:
             except OSError as error:
                 self._fail(error, ())
             else:
-                self._works_again()
+                self._clear_failure()
         return True
 
-    def _write_in_the_end(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
+    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
         """Write a batch, with retries; return the images that it made superfluous. None: the
         journal was closed before the batch could be written."""
         while True:
@@ -295,7 +295,7 @@ class Journal:
             except OSError as error:
                 self._fail(error, batch)
             else:
-                self._works_again()
+                self._clear_failure()
                 return superfluous
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
@@ -369,7 +369,7 @@ class Journal:
             if not each.done.done():
                 each.done.set_exception(failure)
 
-    def _works_again(self) -> None:
+    def _clear_failure(self) -> None:
         with self._wake:
             was_failing, self._failure = self._failure is not None, None
         if was_failing:

@@ -152,7 +152,7 @@ class ReplicationServicer:
         self._timeouts = timeouts
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
-        self._told_versions: set[str] = set()
+        self._warned_versions: set[str] = set()
         driver.carry_out({Answer: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
@@ -241,8 +241,8 @@ class ReplicationServicer:
         """Warn of another release of torch: it may round differently, and then backups are not
         equal to their primary to the last bit."""
         theirs, mine = hello.torch_version, torch.__version__
-        if theirs != mine and theirs not in self._told_versions:
-            self._told_versions.add(theirs)
+        if theirs != mine and theirs not in self._warned_versions:
+            self._warned_versions.add(theirs)
             log.warning(
                 "torch_versions_differ",
                 server=hello.primary.server_id,

@@ -223,13 +223,13 @@ class ShardReplicas:
             self._driver.tell(ev.Assigned((job, shard_id), assignment, self._record.run(job)))
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _tell_if_older(job, assignment)
-        self._let_journal_go(job)
+        self._trim_journal(job)
 
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
         for key in self._driver.core.known(job):
             self._driver.tell(ev.Assigned(key, None))
-        self._let_journal_go(job)
+        self._trim_journal(job)
 
     # --- shards that come and go ---
 
@@ -341,7 +341,7 @@ class ShardReplicas:
                 self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
         for job in {job for job, _ in recovered}:
             if job in known:
-                self._let_journal_go(job)
+                self._trim_journal(job)
             else:
                 # The job may be over, or this may be the wrong etcd.
                 log.warning("journal_has_unknown_job", job=job)
@@ -371,7 +371,7 @@ class ShardReplicas:
         event loop, and the processes that are known to have ended."""
         self._driver.tell(ev.ServersSeen(present, asked_s, ended))
 
-    def _let_journal_go(self, job: str) -> None:
+    def _trim_journal(self, job: str) -> None:
         """Drop the journal's shards for which the record names another disk, or none."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:

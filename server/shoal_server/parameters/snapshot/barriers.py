@@ -331,10 +331,10 @@ def _begun_in(replica: ShardReplica) -> Begun:
 
 
 def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
-    told = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
+    named = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
     return SnapshotFailed(
         f"some pushes of job {job} did not end in time",
-        seen=f"{len(torn)} of which a part is missing: {told}",
+        seen=f"{len(torn)} of which a part is missing: {named}",
         expected="members that finish what they began",
         fix="Take another snapshot.",
     )
