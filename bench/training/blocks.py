@@ -27,7 +27,7 @@ class Blocks:
 
     @property
     def is_open(self) -> bool:
-        """Whether a block has begun and not ended."""
+        """True if a block has begun and not ended."""
         return bool(self._ended_s)
 
     def before_step(self) -> None:
