@@ -44,7 +44,7 @@ class _Backlog:
 
 
 class ReceivedUpdates:
-    """Applies received updates. `run` does work off the event loop, on which this lives."""
+    """Applies received updates. Lives on the event loop; `run` does work in threads."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ReceivedUpdates:
 
     def check_memory(self, arrived: Arrived) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
-        not fit. What was acknowledged stays here until the assignment allows to drop it."""
+        not fit. What was acknowledged stays here until the assignment allows dropping it."""
         if arrived.why_dropped:
             raise Overloaded("an update found no memory", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:

@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """All replicas of this server. `run` does work off the event loop, on which this lives."""
+    """All replicas of this server. Lives on the event loop; `run` does work in threads."""
 
     def __init__(
         self,
