@@ -33,7 +33,7 @@ class LargeDriver(Driver):
         self._holding: dict[int, set[str]] = {}
         self._held: dict[int, asyncio.Event] = {}
         self.held_s: dict[int, float] = {}
-        """By generation: when the last of these members held its record."""
+        """Time at which the last of these members held the record, by generation."""
         super().__init__(share)
 
     def _player(self, number: int) -> Played:

@@ -23,11 +23,11 @@ class Host:
     """Shared state of the members of one host."""
 
     digest: str = ""
-    """Of the roster that it fetched last."""
+    """Digest of the roster that it fetched last."""
     packed: bytes = b""
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_bytes: int = 0
-    """Of rosters that it fetched."""
+    """Bytes of the rosters that it fetched."""
 
     async def get(self, job: str, digest: str, stub: MembershipStub) -> None:
         """Have the roster."""

@@ -18,7 +18,7 @@ class Row:
 
     metric: str
     value: float
-    """Of Shoal; the median where there are several runs."""
+    """Figure of Shoal; the median of several runs."""
     unit: str
     runs: int
     peer: str | None = None

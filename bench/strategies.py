@@ -49,7 +49,7 @@ ONLY_COUNTED = ("hybrid", "local-sgd", "diloco")
 NUM_RANKS = 2
 STARTS, PAIRS, SKIPPED, TIMED, PAUSE_MS = 8, 2, 5, 40, 10
 SESSION = "session"
-"""What is measured of one rank."""
+"""Name of the figures that one rank gives alone."""
 START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 COUNTED_FDS = (*STRATEGIES, "hsdp", "fsdp-tensor", "hybrid")

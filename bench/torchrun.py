@@ -56,7 +56,7 @@ class Backend:
 
     name: str
     options: Callable[[int], Sequence[str]]
-    """By the node's number."""
+    """Options by the node's number."""
     environment: dict[str, str]
 
 

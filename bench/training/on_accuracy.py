@@ -47,9 +47,9 @@ class Part:
     """Results of one worker."""
 
     score: Score | None
-    """Of the model after the last update of all; one worker tells it."""
+    """Score of the model after the last update of all; one worker reports it."""
     stalenesses: tuple[float, ...] = ()
-    """Of its pushes of parameters, in updates."""
+    """Staleness of its pushes of parameters, in updates."""
 
 
 _meetings: Mapping[int, Barrier] = {}

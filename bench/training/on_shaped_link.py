@@ -59,7 +59,7 @@ class Training:
     """On the held-out images, in percent."""
     counted_bytes: int
     wire_bytes: int
-    """What the kernel counted on the interface: headers and acknowledgements too."""
+    """Bytes that the kernel counted on the interface, with headers and acknowledgements."""
 
 
 def new_model(seed: int) -> nn.Module:

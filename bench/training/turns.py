@@ -127,7 +127,7 @@ class Comparison:
 
     pairs: Sequence[tuple[Block, Block]]
     figure: Callable[[Sequence[float]], float]
-    """Of the times in a block: `median` or `mean`."""
+    """Figure of the times in a block: `median` or `mean`."""
 
     @property
     def overheads(self) -> list[float]:

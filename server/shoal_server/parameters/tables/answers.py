@@ -19,7 +19,7 @@ class Answers:
 
     def __init__(self) -> None:
         self._fates: dict[str, Mapping[int, bytes]] = {}
-        """By session and sequence. The inner mappings are never changed, but replaced."""
+        """Fates by session and sequence. The inner mappings are never changed, but replaced."""
         self._num_bytes = 0
 
     def recall(self, session: str, sequence: int) -> bytes:
