@@ -1,17 +1,17 @@
-"""How well models do that members train at their own pace, beside one process.
+"""Accuracy of models that members train asynchronously, compared with one process.
 
     make bench NAME=accuracy
     .venv/bin/python bench/accuracy.py digits 1      # one task, so many seeds
 
-Real processes on one machine: etcd, a coordinator, two parameter servers, 1, 4 or 8 workers, which
-share out the same samples with the same batch and schedule of learning rates as the one process of
-plain torch. See training/accuracy_tasks.py for the tasks. Medians over the seeds, in
+Real processes on one machine: etcd, a coordinator, two parameter servers, 1, 4 or 8 workers. The
+workers share the samples, batch and learning-rate schedule of the one process of plain torch. See
+training/accuracy_tasks.py for the tasks. Medians over the seeds, in
 bench/results/accuracy_{task}.json:
 
 - `accuracy_{task}_{mode}_{workers}`: percent of the held-out samples that are told right after the
   last of all updates;
 - `loss_{task}_{mode}_{workers}`: their mean loss, in nats;
-- `staleness_{task}_{mode}_{workers}`: how many updates of others a push of parameters did not know.
+- `staleness_{task}_{mode}_{workers}`: mean staleness of a push of parameters, in updates of others.
 
 Modes: `async`; `ssp` with a bound of 4 rounds; `dc_asgd`, delay compensation as it is by default
 (of parameters; rows of embeddings are not compensated). The last line says whether `dc_asgd` is

@@ -1,10 +1,11 @@
-"""What the README's script learns at its own pace: `examples/train.py`, as a user starts it.
+"""Accuracy of the README's script, `examples/train.py`, under asynchronous strategies.
 
     make bench NAME=async_accuracy
     .venv/bin/python bench/async_accuracy.py 5 3 8   # runs of each kind, then numbers of workers
 
 `async-sgd` and `ssp` with their defaults, at the momentum of 0.9 that the script has for `ddp`.
-`async_accuracy_min`: the lowest share of digits told right of all runs; beside it that of `ddp`.
+`async_accuracy_min`: the lowest share of digits classified correctly over all runs, beside that of
+`ddp`.
 """
 
 import re

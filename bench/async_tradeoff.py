@@ -1,4 +1,4 @@
-"""What asynchrony costs and brings: workers and staleness against accuracy and throughput.
+"""Trade-off of asynchrony: workers and staleness against accuracy and throughput.
 
     make bench NAME=async_tradeoff
     .venv/bin/python bench/async_tradeoff.py --runs 1 --workers 1 3 --codecs int8
@@ -53,7 +53,7 @@ LIMIT_S = 600.0
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """Of one training; a diverged one tells no digit right."""
+    """Results of one training; a diverged one has accuracy 0."""
 
     right: float
     staleness: float

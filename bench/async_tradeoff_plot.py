@@ -20,7 +20,7 @@ Series = Mapping[str, Sequence[tuple[float, float]]]
 
 
 def read() -> dict[str, dict[str, dict[int, float]]]:
-    """By figure, policy and number of workers."""
+    """Read results by figure, policy and number of workers."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for row in json.loads((RESULTS / "async_tradeoff.json").read_text()):
         match = METRIC.fullmatch(row["metric"])
@@ -31,7 +31,7 @@ def read() -> dict[str, dict[str, dict[int, float]]]:
 
 
 def panel(title: str, series: Series, high: float, unit: str) -> str:
-    """One diagram over the number of workers, from 0 up, at the origin."""
+    """Draw one diagram over the number of workers, with its origin at 0."""
     low = 0.0
     most = max(x for points in series.values() for x, _ in points)
 

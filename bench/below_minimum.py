@@ -1,10 +1,10 @@
-"""How a job goes on whose members were fewer than its minimum for ten minutes.
+"""Recovery of a job that had fewer members than its minimum for ten minutes.
 
     make bench NAME=below_minimum
     .venv/bin/python bench/below_minimum.py --seconds 600 ddp fsdp pipeline    # at the same time
 
-Of each strategy, two `shoal run -n 1 --min 2` train one job, at default time limits. One worker is
-killed, and its launcher ends. The other one waits, and the coordinator says for what; after the
+For each strategy, two `shoal run -n 1 --min 2` train one job, at default time limits. One worker is
+killed, and its launcher ends. The other one waits, and the coordinator says what for; after the
 given time a third launcher is started. `below_minimum_wait_STRATEGY` is how long the survivor has
 waited, in the same process; `below_minimum_resume_STRATEGY` goes from the start of the third
 launcher, Python's and torch's imports included, to the first step of both;
@@ -36,7 +36,7 @@ WAITS_FOR = "1 more member, no limit"
 
 
 class FewJob:
-    """One strategy's job."""
+    """The job of one strategy."""
 
     def __init__(self, cluster: LocalCluster, directory: Path, strategy: str) -> None:
         self.strategy = strategy

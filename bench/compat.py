@@ -124,7 +124,7 @@ class Unfinished(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Where a job stands, as its coordinator knows."""
+    """State of a job, as its coordinator knows it."""
 
     generation: int
     step: int
@@ -132,7 +132,7 @@ class Training:
 
 
 class StruckProgram:
-    """One job of a program, and what is done to it."""
+    """A program's job, and the faults injected into it."""
 
     def __init__(self, cluster: LocalCluster, directory: Path, name: str, dtype: str) -> None:
         self._cluster, self._directory = cluster, directory
@@ -157,7 +157,7 @@ class StruckProgram:
                 raise Unfinished(f"failed: {self._log()}")
 
     def _await(self, launcher: Process, last: Training, size: int, give_up_s: float) -> Training:
-        """Until so many train in a later generation, and have committed steps in it."""
+        """Wait until so many members have committed steps in a later generation."""
         began: dict[int, int] = {}
         with httpx.Client(base_url=self._cluster.http_url, trust_env=False, timeout=10) as client:
             while time.monotonic() < give_up_s:
@@ -216,7 +216,8 @@ def difference(
 
 
 def rounding(directory: Path, name: str) -> float:
-    """How far the plain program is from itself, as it stands, if it cuts its batches otherwise."""
+    """Measure the rounding error: the difference of the plain program from itself with other batch
+    splits."""
     directory.mkdir()
     script = PROGRAMS / "plain" / f"{name}.py"
     cut, others = AUTOCAST[name]
@@ -279,7 +280,8 @@ def lines_of(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Of all, the figures are written; of some, they are told. Ends with 1 if one is not exact."""
+    """Run programs. Figures are written if all ran, printed if some did. Exits with 1 if one is not
+    exact."""
     names = sys.argv[1:] or list(TOLERANCES)
     if unknown := sorted(set(names) - set(TOLERANCES)):
         raise SystemExit(f"no program {', '.join(unknown)}; there are: {', '.join(TOLERANCES)}")

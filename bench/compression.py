@@ -45,7 +45,7 @@ class Failed(RuntimeError):
 
 
 def train_all(links: ShapedLinks, directory: Path, num_runs: int) -> list[list[Training]]:
-    """All trainings, by rank."""
+    """Run all trainings; return results by rank."""
     digits.save(directory / "digits.npz")
     trainings = [(name, seed) for seed in range(num_runs) for name in (NONE, *COMPRESSIONS)]
     with ExitStack() as stack:
@@ -93,7 +93,7 @@ def summary(ranks: Sequence[Training]) -> str:
 
 
 def seconds_to_loss(ranks: Sequence[Training]) -> float:
-    """When the last of the steps ended over which the mean loss is under the target."""
+    """Return the time of the last step of the first window whose mean loss is under the target."""
     losses = [mean(step) for step in zip(*(each.losses for each in ranks), strict=True)]
     for end in range(SMOOTHED_OVER, len(losses) + 1):
         if mean(losses[end - SMOOTHED_OVER : end]) < TARGET_LOSS:

@@ -1,4 +1,4 @@
-"""What loading by `session.batches` costs beside torch's own DataLoader with as many processes.
+"""Cost of loading with `session.batches`, compared with torch's DataLoader with as many processes.
 
     make bench NAME=data
     .venv/bin/python bench/data.py 12    # pairs of blocks instead of the default

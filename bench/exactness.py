@@ -1,4 +1,4 @@
-"""How far the result of a training with 20 faults is from that of one process.
+"""Exactness of a training with 20 faults, compared with one process.
 
     make bench NAME=exactness
     .venv/bin/python bench/exactness.py 20 ddp fsdp    # faults, strategies
@@ -37,7 +37,7 @@ SEED = 20
 
 
 class FaultyRun:
-    """One job, and what is done to it."""
+    """A job, and the faults injected into it."""
 
     def __init__(self, job: ShoalJob, directory: Path, drawn: random.Random) -> None:
         self._job = job
@@ -47,7 +47,7 @@ class FaultyRun:
         self._formation = -1
 
     def strike(self) -> str:
-        """Do one thing to the job, and wait until it trains as large as it is to be then."""
+        """Inject one fault, and wait until the job trains with the expected number of workers."""
         self.await_whole()
         possible: list[Callable[[], None]] = [self._kill, self._kill, self._halt]
         possible += [self._drain] if self._size > FEWEST else []
@@ -58,7 +58,7 @@ class FaultyRun:
         return chosen.__name__.removeprefix("_")
 
     def await_whole(self) -> None:
-        """Until as many train together as there are to be."""
+        """Wait until the expected number of workers train together."""
         if not self._job.steps.await_true(
             lambda: bool(self._job.steps.training(self._size, 1)), START_S
         ):
@@ -89,7 +89,7 @@ class FaultyRun:
         self._await_left()
 
     def _await_left(self) -> None:
-        """Until a step is committed in another formation than the last whole one."""
+        """Wait until a step is committed by another set of workers than the last complete one."""
 
         def left() -> bool:
             return newest(self._job).formation != self._formation

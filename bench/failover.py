@@ -1,4 +1,4 @@
-"""How long a job is without a leader when the leading coordinator is killed, and what it loses.
+"""Leader failover: time without a leader after the leading coordinator is killed, and lost steps.
 
     make bench NAME=failover
     .venv/bin/python bench/failover.py 20     # kills instead of the default
@@ -39,7 +39,7 @@ SCRIPT = Path(__file__).parent / "training" / "on_failover.py"
 
 
 class Replica:
-    """One coordinator process; `start` again brings it back at the same address."""
+    """A coordinator process; `start` again brings it back at the same address."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, name: str, etcd: str) -> None:
         self._supervisor = supervisor

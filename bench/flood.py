@@ -1,4 +1,4 @@
-"""How a DDP job recovers from the loss of a worker while strangers take all that they are let have.
+"""Recovery of a DDP job from the loss of a worker while strangers flood the coordinator.
 
     make bench NAME=flood
     .venv/bin/python bench/flood.py 10 --silent 2000     # kills; a smaller flood
@@ -58,7 +58,7 @@ class Sizes:
 
 
 class Strangers:
-    """All of them, in one process. What is open is counted as it comes and goes."""
+    """The flood's clients in one process, with counts of open connections."""
 
     def __init__(self, address: str, page: str, sizes: Sizes) -> None:
         self._address = address
@@ -160,7 +160,7 @@ class Strangers:
             await asyncio.sleep(AGAIN_S)
 
     async def _beat(self, channel: grpc.aio.Channel) -> None:
-        """They live, and so they stay."""
+        """Send the heartbeats that keep the members."""
         while True:
             tokens = list(self._attending.get(channel, {}).values())
             beats = [pb.Beat(token=token) for token in tokens]
@@ -193,7 +193,7 @@ class Strangers:
 
 
 def as_strangers(address: str, page: str, sizes: Sizes) -> None:
-    """This process is the flood, until it is killed."""
+    """Run the flood in this process, until it is killed."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     spare = max(1, hard - sizes.readers - 200)
@@ -232,7 +232,7 @@ def flood(address: str, page: str, sizes: Sizes) -> Iterator[Path]:
 
 
 def await_members(path: Path, process: "subprocess.Popen[bytes]", sizes: Sizes) -> None:
-    """Until nearly all members attend, which takes longest; or as many as come within the limit."""
+    """Wait until nearly all members attend, which takes longest, or until the time limit."""
     deadline_s = time.monotonic() + OPEN_WITHIN_S
     while time.monotonic() < deadline_s:
         if process.poll() is not None:

@@ -1,4 +1,4 @@
-"""What a cluster does with inputs that nobody of ours would send, in bench/results/fuzz.json.
+"""Reaction of a cluster to malformed inputs, in bench/results/fuzz.json.
 
     make bench NAME=fuzz
     .venv/bin/python bench/fuzz.py --inputs 20000 --seed 7     # a piece of it
@@ -54,14 +54,14 @@ def main() -> None:
 
 
 def before() -> dict[str, Row]:
-    """What earlier pieces came to."""
+    """Read the results of earlier pieces."""
     path = RESULTS / "fuzz.json"
     rows = json.loads(path.read_text()) if path.exists() else []
     return {row["metric"]: Row(**row) for row in rows}
 
 
 def added(earlier: Row | None, metric: str, value: float, unit: str) -> Row:
-    """All pieces together: their sum, and of the growth of memory the largest."""
+    """Combine pieces: the sum of counts, and the largest growth of memory."""
     if earlier is None:
         return Row(metric=metric, value=value, unit=unit, runs=1)
     both = (earlier.value, value)

@@ -1,4 +1,4 @@
-"""One generation of ten thousand members: real coordinator, etcd and gRPC, members of 1,250 hosts.
+"""Generation of ten thousand members: real coordinator, etcd and gRPC, members on 1,250 hosts.
 
     make bench NAME=generation           # 10,000 members
     .venv/bin/python bench/generation.py 2000

@@ -1,4 +1,4 @@
-"""What smart grouping saves: a model of 1,000 small layers on four ranks, "fsdp" over Gloo.
+"""Gain of smart grouping: a model of 1,000 small layers on four ranks, "fsdp" over Gloo.
 
     make bench NAME=grouping
     .venv/bin/python bench/grouping.py 20     # measured steps instead of the default
@@ -47,7 +47,7 @@ def trained(min_group_bytes: int | None) -> tuple[nn.Module, Optimizer]:
 
 
 def all_gathers(model: nn.Module) -> int:
-    """In one forward pass of this rank."""
+    """Count the all-gathers of one forward pass of this rank."""
     with CommDebugMode() as counting, torch.no_grad():
         model(torch.ones(BATCH, WIDTH))
     counts = counting.get_comm_counts()
@@ -55,7 +55,7 @@ def all_gathers(model: nn.Module) -> int:
 
 
 def step_s(model: nn.Module, optimizer: Optimizer) -> float:
-    """Of the slowest rank."""
+    """Return the step time of the slowest rank."""
     dist.barrier()
     started_s = time.perf_counter()
     optimizer.zero_grad()

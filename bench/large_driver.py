@@ -33,7 +33,7 @@ class LargeDriver(Driver):
         self._holding: dict[int, set[str]] = {}
         self._held: dict[int, asyncio.Event] = {}
         self.held_s: dict[int, float] = {}
-        """By generation: when the last of these members held its record."""
+        """Time at which the last of these members held the record, by generation."""
         super().__init__(share)
 
     def _player(self, number: int) -> Played:
@@ -44,14 +44,15 @@ class LargeDriver(Driver):
     # --- commands ---
 
     async def hold(self, generation: str) -> dict[str, object]:
-        """When the last of these members held the record of that generation; what it was."""
+        """Return the time at which the last of these members held the generation's record, and the
+        distinct records held."""
         number = int(generation)
         await self._held.setdefault(number, asyncio.Event()).wait()
         records = {player.record.hex() for player in self.players}
         return {"held_s": self.held_s[number], "records": sorted(records)}
 
     async def ready(self) -> dict[str, float]:
-        """All say that the generation is up."""
+        """Report all members of this process as ready, and return how long that took."""
         started_s = time.monotonic()
         width = asyncio.Semaphore(WIDTH)
 
@@ -86,9 +87,9 @@ class LargeDriver(Driver):
         return {"started_s": started_s}
 
     async def rendezvous(self, form: str, world_size: str) -> dict[str, float]:
-        """All set what Gloo's ranks set, and read what all have set: bytes of what they set and of
-        the answers, and when the last one had them. `form`: "compact", read once a host; "packed",
-        read by each rank; "plain", not packed."""
+        """Set the addresses that Gloo's ranks set, and read those of all ranks. Returns the bytes
+        set and answered, and the time at which the last rank had them. `form`: "compact", read once
+        per host; "packed", read by each rank; "plain", not packed."""
         size, num_bytes, set_bytes = int(world_size), 0, 0
         readers = {players[0].member_id for players in self._hosts.values()}
         packed: set[bytes] = set()

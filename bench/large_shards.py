@@ -90,7 +90,7 @@ class Worker:
 
 
 class Repeated(threading.Thread):
-    """Does something again and again, and notes when it began and how long it took, in seconds."""
+    """Repeats an operation, and records when it began and how long it took, in seconds."""
 
     def __init__(self, work: Callable[[], object]) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Repeated(threading.Thread):
 
 
 class Watch:
-    """What both servers say of themselves."""
+    """The descriptions that both servers give of themselves."""
 
     def __init__(self, cluster: LocalCluster, stack: ExitStack) -> None:
         self._cluster = cluster

@@ -61,7 +61,7 @@ def forward(listener: socket.socket, target: tuple[str, int]) -> None:
 
 
 class Member:
-    """One worker on a host of its own."""
+    """A worker on its own host."""
 
     def __init__(self, place: Path, name: str, host: int, namespace: str, megabytes: float) -> None:
         address = ShapedLinks.address(host)
@@ -88,7 +88,7 @@ def port_of(place: Path) -> int:
 
 
 def on_first_host(place: Path, other_namespace: str, own_namespace: str, megabytes: float) -> None:
-    """What is measured; runs in the first host's namespace."""
+    """Run the measurement, in the first host's namespace."""
     config = LocalClusterConfig(directory=place / "cluster", num_parameter_servers=0)
     with LocalCluster(config) as cluster, ExitStack() as stack:
         listener = socket.create_server((ShapedLinks.address(0), 0))
@@ -142,7 +142,7 @@ def on_first_host(place: Path, other_namespace: str, own_namespace: str, megabyt
 
 
 def lost_members(cluster: LocalCluster) -> float:
-    """Of the job, as the coordinator counts them."""
+    """Return the job's lost members, as the coordinator counts them."""
     text = httpx.get(f"{cluster.http_url}/metrics", trust_env=False).raise_for_status().text
     counted = [
         float(line.rpartition(" ")[2])

@@ -1,4 +1,4 @@
-"""What a member does of the protocol up to its committed record, where ten thousand are played.
+"""Simulated members, ten thousand in a few processes: the protocol up to the committed record.
 
 A worker's own core looks for itself in the roster and hashes it, as it should: some 20 ms for ten
 thousand members, which each of ten thousand machines has to spare and this one has not. Here that
@@ -20,14 +20,14 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 @dataclass(kw_only=True)
 class Host:
-    """What the members of one host have in common."""
+    """Shared state of the members of one host."""
 
     digest: str = ""
-    """Of the roster that it fetched last."""
+    """Digest of the roster that it fetched last."""
     packed: bytes = b""
     fetching: asyncio.Lock = field(default_factory=asyncio.Lock)
     num_bytes: int = 0
-    """Of rosters that it fetched."""
+    """Bytes of the rosters that it fetched."""
 
     async def get(self, job: str, digest: str, stub: MembershipStub) -> None:
         """Have the roster."""
@@ -62,7 +62,7 @@ class LightTrack:
 
 
 class LightMember:
-    """In place of a `MemberCore`."""
+    """A light replacement of `MemberCore`."""
 
     def __init__(self, identity: Identity) -> None:
         self.identity = identity

@@ -108,7 +108,8 @@ class DelayProxy:
 
 
 def job_that_is_over(name: str) -> list[Operation]:
-    """As a coordinator leaves it, an hour ago."""
+    """Return the writes of a job's records as a coordinator leaves them, an hour after the job's
+    end."""
     now_s = time.time()
     state = StateRecord(
         spec=JobSpec(job=name, max_members=8),
@@ -247,7 +248,7 @@ def metrics_s(url: str) -> float:
 
 
 def health_cores(process: Process, url: str, sessions: list[MemberSession], job: str) -> float:
-    """Beyond what the members take that do not report."""
+    """Return the CPU cores that health reports take, beyond those of members without reports."""
     idle = cores(process.pid, MEASURE_S)
     over = threading.Event()
 
@@ -275,7 +276,7 @@ def health_cores(process: Process, url: str, sessions: list[MemberSession], job:
 
 
 async def _take_batches(samples: SamplesService, until_s: float) -> int:
-    """Of all members at their pace: how many batches each completed."""
+    """Take batches for all members at their pace; return how many each completed."""
     requests = [
         LeaseRequest(
             token=Token(job=f"async-{job}", member_id=f"m{n:02d}", incarnation=new_incarnation()),
@@ -299,17 +300,17 @@ async def _take_batches(samples: SamplesService, until_s: float) -> int:
 
 
 def etcd_mb(endpoint: str) -> float:
-    """What is in use of etcd's database."""
-    told = httpx.get(f"http://{endpoint}/metrics", trust_env=False).raise_for_status().text
+    """Return the used part of etcd's database in MB."""
+    text = httpx.get(f"http://{endpoint}/metrics", trust_env=False).raise_for_status().text
     name = "etcd_mvcc_db_total_size_in_use_in_bytes "
-    return float(next(x for x in told.splitlines() if x.startswith(name)).split()[1]) / 1e6
+    return float(next(x for x in text.splitlines() if x.startswith(name)).split()[1]) / 1e6
 
 
 async def growth_mb_per_hour(endpoint: str) -> float:
-    """By what the service writes that keeps the books of all these jobs."""
+    """Return the growth of etcd, in MB per hour, by the sample ledgers of all these jobs."""
 
     async def authorize(token: Token) -> None:
-        """All of them are members."""
+        """Admit every member."""
 
     async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
         leading = LeaderStore(store, lambda: (absent("another leader"),), print)

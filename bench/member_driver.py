@@ -65,7 +65,7 @@ class Share:
 
 @dataclass(kw_only=True)
 class Played:
-    """One member."""
+    """A simulated member."""
 
     core: MemberCore
     channel: grpc.aio.Channel
@@ -144,7 +144,8 @@ class Driver:
         return {"attend_s": time.monotonic() - start_s}
 
     async def propose(self, which: str) -> dict[str, float]:
-        """All but the last member of this process propose ("others"), the last ("last"), or all."""
+        """Send the proposals of all but the last member of this process ("others"), of the last
+        ("last"), or of all."""
         players = self.players
         chosen = {"others": players[:-1], "last": players[-1:], "all": players}[which]
         started_s = time.monotonic()
@@ -159,7 +160,8 @@ class Driver:
         return {"started_s": started_s}
 
     async def committed(self) -> dict[str, object]:
-        """When the last of these members held the record; the hashes of all records held."""
+        """Return the time at which the last of these members held the record, and the hashes of all
+        records."""
         await asyncio.gather(*(player.committed.wait() for player in self.players))
         held_s = time.monotonic()
         hashes = sorted({hashlib.sha256(player.record).hexdigest() for player in self.players})
@@ -167,7 +169,7 @@ class Driver:
         return {"held_s": held_s, "records": hashes, "num_held": num_held}
 
     async def state(self) -> dict[str, object]:
-        """What went wrong so far, and the CPU time of this process."""
+        """Return the errors so far, and the CPU time of this process."""
         sent, late, failed = self.num_beats, self.num_late_beats, self.num_failed_beats
         self.num_beats = self.num_late_beats = self.num_failed_beats = 0
         shown = self._failures[:MAX_SHOWN]
@@ -246,7 +248,7 @@ class Driver:
         return self.fetched_by.setdefault(player.core.identity.info.host, Host())
 
     async def _beat(self, players: list[Played], phase: float) -> None:
-        """One call a heartbeat for all members of the host that were admitted."""
+        """Send one heartbeat call for all admitted members of the host."""
         every_s = self._share.heartbeat_s
         await asyncio.gather(*(player.admitted.wait() for player in players[:1]))
         due_s = time.monotonic() + phase * every_s

@@ -1,4 +1,4 @@
-"""What training loses while the coordinator, or etcd, is away: pace, steps, members, samples.
+"""Losses of training while the coordinator, or etcd, is away: pace, steps, members, samples.
 
     make bench NAME=outage
     .venv/bin/python bench/outage.py 600 etcd     # seconds away; of OUTAGES, one or more in turn
@@ -48,7 +48,7 @@ SCRIPT = Path(__file__).parent / "training" / "on_outage.py"
 
 @dataclass(frozen=True)
 class Step:
-    """One that a worker committed."""
+    """A step that a worker committed."""
 
     at_s: float
     generation: int
@@ -122,7 +122,7 @@ class Cluster:
         )
 
     def steps(self, strategy: str) -> list[list[Step]]:
-        """By worker, in order."""
+        """Read the committed steps of each worker, in order."""
         return [
             [Step(*json.loads(line)) for line in path.read_text().split("\n")[:-1]]
             for path in sorted(self.directory.glob(f"{strategy}-*"))
@@ -182,7 +182,7 @@ def strike(cluster: Cluster, what: str, away_s: float) -> None:
 
 
 def outage(cluster: Cluster, what: str, away_s: float, runs: Sequence[Process]) -> list[Row]:
-    """What came of one."""
+    """Cause one outage, and return its figures."""
     began_s = time.monotonic()
     cluster.await_steps(began_s, START_S)
     time.sleep(BEFORE_S)

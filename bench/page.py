@@ -47,7 +47,7 @@ DRIVER = Path(__file__).with_name("page_driver.py")
 
 
 async def write_jobs(endpoint: str) -> None:
-    """All jobs but the large one, which are over."""
+    """Write all jobs but the large one, as finished."""
     async with EtcdClient(EtcdConfig(endpoints=(endpoint,))) as store:
         for number in range(NUM_JOBS - 1):
             await store.transact((), job_that_is_over(f"over-{number:04d}"))

@@ -17,7 +17,7 @@ AT_ONCE = 16
 
 class ReportingDriver(Driver):
     async def ready(self) -> dict[str, float]:
-        """All say that the generation is up."""
+        """Report all members of this process as ready."""
         width = asyncio.Semaphore(AT_ONCE)
 
         async def one(player: Played) -> None:
@@ -29,7 +29,8 @@ class ReportingDriver(Driver):
         return {"ready": float(len(self.players))}
 
     async def report(self, url: str, num_rounds: str) -> dict[str, float]:
-        """Each member reports so many times, with a loss that falls; some are slow."""
+        """Send health reports of all members, for so many rounds, with a falling loss; some members
+        are slow."""
         width = asyncio.Semaphore(AT_ONCE)
         async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60.0) as http:
             for step in range(1, int(num_rounds) + 1):

@@ -80,7 +80,7 @@ def exchange_rows(peers: Sequence[str]) -> list[Row]:
 
 
 def _beside(metric: str, own: Sequence[float], others: Mapping[str, Sequence[float]]) -> list[Row]:
-    """What was measured by turns: one row a peer, and the ratio to it."""
+    """Return the rows of a comparison in turns: one row per peer, and the ratio to it."""
     print(f"{metric}: {median(own):.2f} GB/s", flush=True)
     row = {"metric": metric, "value": median(own), "unit": "GB/s", "runs": len(own)}
     rows = [] if others else [Row(**row)]
@@ -100,7 +100,8 @@ def cpu_s(pid: int) -> float:
 
 
 def _all_cpu_s(cluster: LocalCluster) -> dict[str, float]:
-    """By part: the worker (this process), all servers together, etcd and the coordinator."""
+    """Return CPU seconds by part: the worker (this process), all servers together, all other
+    processes."""
     used = {"worker": cpu_s(os.getpid()), "servers": 0.0, "others": 0.0}
     for name, process in cluster.processes.items():
         used["servers" if name.startswith("ps-") else "others"] += cpu_s(process.pid)

@@ -1,4 +1,4 @@
-"""Who holds which shard, at scale: 100 servers, a real etcd, the coordinator's own code.
+"""Placement of shards at scale: 100 servers, a real etcd, the coordinator's own code.
 
     make bench NAME=placement
     .venv/bin/python bench/placement.py tables    # one of the two
@@ -59,17 +59,17 @@ JOBS: Mapping[str, Callable[[str], PlaceRequest]] = {
 
 
 async def anybody(token: Token) -> None:
-    """Here nobody is a member."""
+    """Admit every caller: there are no members here."""
 
 
 async def whoever_is_listed(addresses: Mapping[Holder, str]) -> Mapping[Holder, str]:
-    """Here nobody listens at these addresses."""
+    """Report every listed server as reachable: nobody listens at these addresses."""
     return addresses
 
 
 @dataclass(kw_only=True)
 class Measurement:
-    """Of one job."""
+    """Measurements of one job."""
 
     job: str
     cluster: RecordKeepers
@@ -77,7 +77,7 @@ class Measurement:
     start_s: float = 0.0
 
     def begin(self) -> None:
-        """Count and take the time from here on."""
+        """Start the counters and the clock."""
         self.start_s = time.monotonic()
         self.cluster.tally.written_bytes = 0
 
@@ -86,7 +86,7 @@ class Measurement:
         print(f"{self.job}_{metric}: {value:.4g} {unit}", flush=True)
 
     def add_time(self, metric: str) -> None:
-        """From the beginning to now."""
+        """Add the time since `begin`."""
         self.add(metric, time.monotonic() - self.start_s, "s")
 
     async def until(self, metric: str, is_so: Callable[[JobAssignments], bool]) -> None:

@@ -1,4 +1,4 @@
-"""What a step of `async-sgd` takes on a network of 100 Mb/s, by the compression of its gradients.
+"""Duration of a step of `async-sgd` on a network of 100 Mb/s, by compression of its gradients.
 
     make bench NAME=push_compression
     sudo .venv/bin/python bench/push_compression.py int8     # one compression, beside none

@@ -1,4 +1,4 @@
-"""What it saves to reconfigure one process group over all generations: `join(reconfigure=True)`.
+"""Gain from reconfiguring one process group over all generations: `join(reconfigure=True)`.
 
     make bench NAME=reconfigure TORCH=2.15.0
     .venv-torch-2.15.0/bin/python bench/reconfigure.py 4 6    # rounds, kills in each
@@ -35,7 +35,7 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 
 
 def measure(cluster: LocalCluster, place: Path, way: str, num_kills: int) -> dict[str, list[float]]:
-    """One job, whose first generation does not count."""
+    """Measure one job; its first generation does not count."""
     variables = {"SHOAL_RECONFIGURE": way, "SHOAL_LOG_LEVEL": "debug"}
     with ShoalJob(cluster, place, max_members=NUM_WORKERS, variables=variables) as job:
         kills = strikes(job.steps, place, signal.SIGKILL, num_kills)

@@ -1,4 +1,4 @@
-"""How long four DDP workers stand still when one is killed, halted, added or replaced.
+"""Downtime of four DDP workers when one is killed, halted, added or replaced.
 
     make bench NAME=recovery
     .venv/bin/python bench/recovery.py 50     # kills instead of the default
@@ -50,7 +50,7 @@ or set SHOAL_BENCH_TORCHFT to the interpreter of an environment with torchft-nig
 
 
 class Stuck(RuntimeError):
-    """Nobody trained, or not again, for two minutes."""
+    """No worker trained, or trained again, within two minutes."""
 
 
 def await_training(steps: Steps, directory: Path) -> list[int]:
@@ -82,7 +82,8 @@ def strike(steps: Steps, directory: Path, number: int) -> float:
 
 
 def rest(steps: Steps, pids: Sequence[int], victim: int, struck_s: float) -> list[int]:
-    """Who has to commit a step: all the others, by new processes if the old ones are gone."""
+    """Return the processes that have to commit a step: all others, or the new ones if the old ones
+    are gone."""
     others = [pid for pid in pids if pid != victim]
     fresh = [pid for pid, own in steps.by_pid.items() if own[0].at_s > struck_s]
     if any(is_running(pid) for pid in others):
@@ -192,7 +193,8 @@ def measure_peers(directory: Path) -> dict[str, list[float]]:
 
 
 def peer_kills(steps: Steps, directory: Path, num_runs: int) -> list[float]:
-    """As `strikes`, up to the run from which the peer did not come back: that one is left out."""
+    """Kill as `strikes` does, up to the run after which the peer did not recover: that run is left
+    out."""
     seen: list[float] = []
     try:
         for _ in range(num_runs):

@@ -95,7 +95,7 @@ class Ranks:
             process.join()
 
     def collect(self, num_messages: int, within_s: float) -> list[tuple[Any, ...]]:
-        """So many messages, in the order in which they come; fewer when the time is up."""
+        """Receive so many messages, in the order in which they come; fewer if the time is over."""
         seen: list[tuple[Any, ...]] = []
         open_pipes = list(self.pipes)
         deadline_s = time.monotonic() + within_s

@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def sections_of(page: str) -> dict[str, str]:
-    """Each benchmark's part of the page, by its name."""
+    """Split the page into the section of each benchmark, by name."""
     parts = re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]
     return {part.splitlines()[0].removeprefix("## "): part.rstrip("\n") + "\n" for part in parts}
 

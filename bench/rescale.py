@@ -1,4 +1,4 @@
-"""What it costs to train on while parameter servers come and go, in bench/results/rescale.json.
+"""Cost of training while parameter servers come and go, in bench/results/rescale.json.
 
     make bench NAME=rescale
 
@@ -81,7 +81,7 @@ def start_server(cluster: LocalCluster) -> None:
 
 
 def _set_priority(pid: int, priority: int) -> None:
-    """Of all threads of a process."""
+    """Set the priority of all threads of a process."""
     for thread in Path(f"/proc/{pid}/task").iterdir():
         os.setpriority(os.PRIO_PROCESS, int(thread.name), priority)
 

@@ -1,4 +1,4 @@
-"""How long a rank of a large job takes to work out what goes where when members have changed.
+"""CPU time in which a rank of a large job plans the resharding after a change of members.
 
     make bench NAME=resharding
     .venv/bin/python bench/resharding.py 256 3000    # ranks, tensors
@@ -51,7 +51,7 @@ BLOCK = {
 
 
 def tensors(count: int) -> dict[str, Meta]:
-    """By name: parameters of a transformer, and two moments of each."""
+    """Return tensors by name: parameters of a transformer, and two moments of each."""
     metas: dict[str, Meta] = {}
     number = 0
     while len(metas) < count:
@@ -64,7 +64,7 @@ def tensors(count: int) -> dict[str, Meta]:
 
 
 def rows(shape: tuple[int, ...], rank: int, num_ranks: int) -> Chunk | None:
-    """As torch.chunk cuts them; None where a rank has none."""
+    """Return a rank's rows, as torch.chunk cuts them; None if it has none."""
     size = -(-shape[0] // num_ranks)
     start = min(shape[0], rank * size)
     count = min(size, shape[0] - start)
@@ -79,7 +79,7 @@ def chunks(metas: dict[str, Meta], rank: int, num_ranks: int) -> dict[str, Chunk
 
 
 def message_of(metas: dict[str, Meta], parts: list[dict[str, Chunk]]) -> bytes:
-    """What a rank says that has these chunks, its own and copies of its peer's."""
+    """Return the message of a rank with these chunks, its own and copies of its peer's."""
     values: dict[str, Json] = {"groups": [{"lr": 1e-4, "params": list(metas)[::3]}]}
     listings = [
         Listing(step=STEP, chunks=part, values=values, elsewhere=frozenset(metas) - part.keys())

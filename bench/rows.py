@@ -1,4 +1,4 @@
-"""What every benchmark writes: a list of rows, in bench/results/NAME.json, and a table of them."""
+"""Output of a benchmark: a list of rows, in bench/results/NAME.json, and a table of them."""
 
 import json
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ RESULTS = Path(__file__).parent / "results"
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One figure."""
+    """A figure of a benchmark."""
 
     metric: str
     value: float
-    """Of Shoal; the median where there are several runs."""
+    """Figure of Shoal; the median of several runs."""
     unit: str
     runs: int
     peer: str | None = None
-    """Who else was measured, on the same machine in the same run."""
+    """The system measured for comparison, on the same machine in the same run."""
     peer_value: float | None = None
 
     def as_json(self) -> dict[str, str | float | int]:

@@ -97,7 +97,7 @@ def snapshots_until(coordinator: str, url: str, end_s: float) -> list[SnapshotSu
 
 
 def num_torn(directory: Path) -> int:
-    """Over all snapshots: pushes that are on some shards only."""
+    """Count pushes that are in only some shards of a snapshot, over all snapshots."""
     library = SnapshotLibrary(Storage(str(directory)), JOB)
     torn = 0
     for manifest in library.list():

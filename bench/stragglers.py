@@ -1,4 +1,4 @@
-"""What a slow worker costs the others: one that is five times slower beside three.
+"""Cost of a straggler: one worker that is five times slower than three others.
 
     make bench NAME=stragglers
     .venv/bin/python bench/stragglers.py 1      # runs of each kind instead of the default
@@ -63,7 +63,7 @@ def job(
 def steps_per_s(
     cluster: LocalCluster, directory: Path, mode: str, pauses_ms: Sequence[int]
 ) -> float:
-    """Of all workers together, once each of them has taken some."""
+    """Measure steps per second of all workers together, once each of them has taken some."""
     with job(cluster, directory, mode, pauses_ms):
         steps = Steps(directory)
 

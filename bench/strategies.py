@@ -1,4 +1,4 @@
-"""What each strategy costs beside plain torch doing the same, what it moves and what it holds.
+"""Cost of each strategy compared with plain torch doing the same: time, traffic and memory.
 
     make bench NAME=strategies
     .venv/bin/python bench/strategies.py ddp fsdp       # these only
@@ -49,7 +49,7 @@ ONLY_COUNTED = ("hybrid", "local-sgd", "diloco")
 NUM_RANKS = 2
 STARTS, PAIRS, SKIPPED, TIMED, PAUSE_MS = 8, 2, 5, 40, 10
 SESSION = "session"
-"""What is measured of one rank."""
+"""Name of the figures that one rank gives alone."""
 START_S = 180.0
 SCRIPT = Path(__file__).parent / "training" / "on_strategy.py"
 COUNTED_FDS = (*STRATEGIES, "hsdp", "fsdp-tensor", "hybrid")
@@ -69,7 +69,7 @@ def overheads(strategies: list[str], place: Path) -> list[Row]:
 
 
 def overhead(cluster: LocalCluster, name: str, plan: BlockPlan, *, num_ranks: int) -> list[Row]:
-    """Of several starts together."""
+    """Measure the overhead over several starts together."""
     found = [compared(cluster, name, plan, num_ranks, start) for start in range(STARTS)]
     pairs = [pair for each in found for pair in each.pairs]
     whole = Comparison(pairs=pairs, figure=median)
@@ -100,7 +100,7 @@ def compared(
 
 
 def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
-    """What two members have more of after a third one has come and left five times."""
+    """Count the descriptors that two members gain while a third one comes and leaves five times."""
     directory = place / f"fds-{strategy}"
     directory.mkdir()
     script = Path(__file__).parent / "training" / "on_descriptors.py"
@@ -139,10 +139,10 @@ def descriptors(cluster: LocalCluster, place: Path, strategy: str) -> Row:
 
 
 def kinds(process: subprocess.Popen[bytes]) -> Counter[str]:
-    """What the descriptors of a process are: sockets, files, ..."""
+    """Count the descriptors of a process by kind: sockets, files, ..."""
     found: Counter[str] = Counter()
     for link in Path(f"/proc/{process.pid}/fd").iterdir():
-        # One that is closed meanwhile is none.
+        # A descriptor that is closed meanwhile is not counted.
         with suppress(FileNotFoundError):
             found[re.sub(r"[0-9a-f]{4,}|[0-9]+", "N", str(link.readlink()))] += 1
     return found

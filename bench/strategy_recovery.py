@@ -1,4 +1,4 @@
-"""How long a sharded training stands still when one of four workers is killed.
+"""Downtime of a sharded training when one of four workers is killed.
 
     make bench NAME=strategy_recovery
     .venv/bin/python bench/strategy_recovery.py 10 fsdp    # kills, and one strategy only
@@ -45,7 +45,7 @@ METRICS = (("recovery", "s"), ("caught_up", "s"), ("redone", "steps"), ("step_ti
 
 @dataclass
 class Seen:
-    """What was measured of one kind of job."""
+    """Measurements of one kind of job."""
 
     recovery: list[float] = field(default_factory=list)
     caught_up: list[float] = field(default_factory=list)

@@ -163,7 +163,7 @@ def initial_rows() -> Row:
 
 
 class Worker:
-    """One worker of a job of its own, whose steps look up rows and push them."""
+    """A worker of its own job, whose steps look up rows and push them."""
 
     def __init__(
         self, cluster: LocalCluster, transport: str, stack: ExitStack, dim: int, id_range: int
@@ -255,7 +255,7 @@ def _answer_bytes(owner: Connection, dim: int) -> None:
 
 
 def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> list[Row]:
-    """What one worker looks up and pushes by each transport, by turns."""
+    """Measure lookups and pushes of one worker over each transport, in turns."""
     with ExitStack() as stack:
         steps: dict[str, Callable[[], None]] = {
             f"{metric}{suffix}": Worker(cluster, transport, stack, dim, id_range).step

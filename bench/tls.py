@@ -1,4 +1,4 @@
-"""What mutual TLS costs, beside the same without it in the same run.
+"""Cost of mutual TLS, compared with the same without it in the same run.
 
     make bench NAME=tls
     .venv/bin/python bench/tls.py 16    # kills instead of the default

@@ -1,4 +1,4 @@
-"""How soon the rest of a torchrun job trains again after a node was killed.
+"""Recovery of a torchrun job after a node is killed: time until the rest trains again.
 
     make bench NAME=torchrun           # 3 runs of each
     .venv/bin/python bench/torchrun.py 5
@@ -52,11 +52,11 @@ with open(f"{sys.argv[1]}/steps-{os.getpid()}", "a", buffering=1) as steps:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """How a node is told where to meet."""
+    """Rendezvous backend: how a node finds the others."""
 
     name: str
     options: Callable[[int], Sequence[str]]
-    """By the node's number."""
+    """Options by the node's number."""
     environment: dict[str, str]
 
 

@@ -45,7 +45,7 @@ def _serve(module: str, owner: Connection, num_workers: int) -> None:
 
 
 def _work(module: str, address: str, number: int, num_workers: int, owner: Connection) -> None:
-    """One worker. It is told how often to exchange, and tells when it began and ended."""
+    """Run a worker: it receives the number of exchanges, and sends its start and end times."""
     exchange = _find(module).connect(address, number, num_workers)
     began_s = time.perf_counter()
     for _ in range(WARM_UP):
@@ -63,7 +63,7 @@ def _work(module: str, address: str, number: int, num_workers: int, owner: Conne
 
 
 class RunningPeer:
-    """One peer with so many workers, ready to exchange."""
+    """A peer with its workers, ready to exchange."""
 
     def __init__(self, module: str, num_workers: int, environment: Mapping[str, str] = {}) -> None:
         """The processes begin with these variables set."""
@@ -120,7 +120,7 @@ class RunningPeer:
         self._started.append(process)
 
     def turn_gb_s(self) -> float:
-        """One turn: GB a second in both directions together, over all workers."""
+        """Run one turn; return GB per second in both directions together, over all workers."""
         self._signal(signal.SIGCONT)
         for worker in self._workers:
             worker.send(self._count)

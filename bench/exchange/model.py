@@ -1,4 +1,4 @@
-"""What every peer exchanges: 100 MB of fp32 gradients there, 100 MB of values back, SGD between."""
+"""The exchange of every peer: 100 MB of fp32 gradients there, SGD, 100 MB of values back."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ class Parameters:
         self.lock = threading.Lock()
 
     def apply(self, gradients: Sequence[Tensor]) -> None:
-        """One step. Whoever calls it holds the lock until the values are sent or copied."""
+        """Apply one step. The caller holds the lock until the values are sent or copied."""
         for value, gradient in zip(self.values, gradients, strict=True):
             value.grad = gradient
         self._optimizer.step()

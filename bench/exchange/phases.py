@@ -1,6 +1,6 @@
-"""Where a push spends CPU time: what does each phase's work, timed by its thread's clock.
+"""CPU time of a push by phase, measured with the clock of each thread.
 
-What is in none of the phases is the rest of the process: sockets, event loop, gRPC's threads.
+CPU time outside of the phases is the rest of the process: sockets, event loop, gRPC's threads.
 """
 
 import json

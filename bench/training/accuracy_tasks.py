@@ -1,4 +1,4 @@
-"""What bench/accuracy.py trains, by one process and by several, and how well it then does.
+"""Tasks of bench/accuracy.py, for one process and for several, and their scores.
 
 `digits`: scikit-learn's handwritten digits, by a perceptron; every second image is held out.
 
@@ -93,7 +93,7 @@ TASKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """How a model does on the samples held out."""
+    """Score of a model on the held-out samples."""
 
     accuracy: float
     """Percent."""

@@ -1,4 +1,4 @@
-"""What bench/async_tradeoff.py runs under `shoal run`: a JSON object of what to train, and how."""
+"""Script that bench/async_tradeoff.py runs under `shoal run`; its argument is a JSON object."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def samples() -> tuple[tuple[torch.Tensor, torch.Tensor], tuple[torch.Tensor, to
 
 
 def share_right(model: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Of these digits."""
+    """Return the share of these digits that the model classifies correctly."""
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
 

@@ -21,13 +21,13 @@ class Blocks:
         self._num_steps = num_skipped + num_timed + 1
         """One more: between n steps there are n - 1 times."""
         self.num_steps = num_blocks * self._num_steps
-        """Of all blocks together."""
+        """Steps of all blocks together."""
         self._ended_s: list[float] = []
         self._cpu_s = 0.0
 
     @property
     def is_open(self) -> bool:
-        """Whether a block has begun and not ended."""
+        """True if a block has begun and not ended."""
         return bool(self._ended_s)
 
     def before_step(self) -> None:

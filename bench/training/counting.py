@@ -1,4 +1,4 @@
-"""What one of four ranks moves and holds in a real step, beside what `shoal.plan` says before.
+"""Traffic and memory of one of four ranks in a real step, compared with what `shoal.plan` predicts.
 
 The ranks are threads of this process, over the backend that counts. Local SGD needs a session; a
 round of it is counted, and its bytes are shared out over the round's steps.

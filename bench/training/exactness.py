@@ -10,7 +10,7 @@ from shoal.data.order import Order
 
 NUM_SAMPLES, GLOBAL_BATCH, NUM_TOKENS, VOCABULARY, WIDTH = 1000, 64, 6, 41, 32
 PERIOD_STEPS = 400
-"""Of the schedule of learning rates, up and down."""
+"""Period of the learning-rate schedule, up and down."""
 
 
 class TiedModel(nn.Module):

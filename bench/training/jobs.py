@@ -68,7 +68,7 @@ class ShoalJob:
         self._supervisor.close()
 
     def launch(self, num_workers: int, *, max_restarts: int = 1000) -> Process:
-        """One more `shoal run` on this host."""
+        """Start another `shoal run` on this host."""
         number = len(list(self._directory.glob("launcher-*.log")))
         return self._supervisor.spawn(
             Command(

@@ -1,4 +1,4 @@
-"""One worker's part in a training of bench/accuracy.py, and the one process beside it."""
+"""Script of bench/accuracy.py: one worker of a training, or the single process."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ MEETING_S = 300.0
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """One run of `num_workers` workers; of the one process where the mode is `alone`."""
+    """A run with `num_workers` workers; with the single process if the mode is `alone`."""
 
     task: str
     mode: str
@@ -45,12 +45,12 @@ class Training:
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one worker tells of its training."""
+    """Results of one worker."""
 
     score: Score | None
-    """Of the model after the last update of all; one worker tells it."""
+    """Score of the model after the last update of all; one worker reports it."""
     stalenesses: tuple[float, ...] = ()
-    """Of its pushes of parameters, in updates."""
+    """Staleness of its pushes of parameters, in updates."""
 
 
 _meetings: Mapping[int, Barrier] = {}
@@ -146,7 +146,7 @@ def embeddings(model: nn.Module) -> list[nn.Embedding]:
 
 
 def dense_optimizer(task: Task, model: nn.Module) -> SGD:
-    """For what is no embedding."""
+    """Return the optimizer of all parameters that are not embeddings."""
     rows = {id(parameter) for each in embeddings(model) for parameter in each.parameters()}
     dense = [parameter for parameter in model.parameters() if id(parameter) not in rows]
     return SGD(dense, lr=task.lr, momentum=task.momentum)

@@ -23,7 +23,7 @@ NUM_WORKERS, BATCH, WIDTH = 2, 16, 256
 
 
 class Loaded(Dataset[tuple[Tensor, Tensor]]):
-    """Each sample takes a while to come, as from storage, and is then changed at random."""
+    """A dataset whose samples take a while to load, as from storage, and are changed at random."""
 
     def __init__(self, load_s: float, num_samples: int) -> None:
         self._load_s, self._num_samples = load_s, num_samples

@@ -16,7 +16,7 @@ from shoal.strategies import find_strategy
 
 OPTIONS = {"tensor": {"min_split_bytes": 0}, "hybrid": {"min_split_bytes": 0}, "hsdp": {"shard": 2}}
 PAUSE_S = 0.01
-"""Behind each step, as for a device: else thousands would be taken between two faults."""
+"""Pause after each step, as for a device: otherwise thousands would be taken between two faults."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""One rank of bench/compression.py: trains digits with each compression in turn.
+"""Script for a rank of bench/compression.py: trains digits with each compression in turn.
 
     on_shaped_link.py '{"rank": 0, ...}'      # the fields of `Part`
 
@@ -32,7 +32,7 @@ COLLECTIVE_S = 120.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one rank is to do."""
+    """Configuration of one rank."""
 
     rank: int
     world_size: int
@@ -47,7 +47,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What one training brought."""
+    """Results of one training."""
 
     name: str
     seed: int
@@ -59,7 +59,7 @@ class Training:
     """On the held-out images, in percent."""
     counted_bytes: int
     wire_bytes: int
-    """What the kernel counted on the interface: headers and acknowledgements too."""
+    """Bytes that the kernel counted on the interface, with headers and acknowledgements."""
 
 
 def new_model(seed: int) -> nn.Module:

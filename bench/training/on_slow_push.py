@@ -1,4 +1,4 @@
-"""What bench/push_compression.py runs under `shoal run`: COMPRESSION NUM_STEPS."""
+"""Script that bench/push_compression.py runs under `shoal run`: COMPRESSION NUM_STEPS."""
 
 import json
 import sys

@@ -20,7 +20,7 @@ NOT_ROOT = """Shaping links needs root: network namespaces and traffic control a
 
 
 class ShapedLinks:
-    """As many hosts as `num_hosts`, for the duration of a `with` block."""
+    """Creates `num_hosts` hosts for the duration of a `with` block."""
 
     def __init__(self, num_hosts: int, *, megabits: int) -> None:
         self._num_hosts = num_hosts

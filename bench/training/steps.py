@@ -14,7 +14,7 @@ POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One committed step of one worker."""
+    """A committed step of one worker."""
 
     at_s: float
     pid: int
@@ -26,7 +26,7 @@ class Step:
 
 
 class Steps:
-    """All steps in a directory; `read` takes in the new ones."""
+    """Reader of all steps in a directory; `read` adds the new ones."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -71,7 +71,7 @@ class Steps:
         return sorted(pids) if len(pids) == world_size else []
 
     def first(self, pid: int, *, after_s: float, where: Callable[[Step], bool]) -> float | None:
-        """When the worker committed its first such step after that time."""
+        """Return the time of the worker's first such step after `after_s`."""
         own = self.by_pid.get(pid, [])
         return next((step.at_s for step in own if step.at_s > after_s and where(step)), None)
 
@@ -85,7 +85,8 @@ class Steps:
     def all_first(
         self, pids: Iterable[int], *, after_s: float, where: Callable[[Step], bool]
     ) -> float | None:
-        """When the last of the workers had committed its first such step."""
+        """Return the time at which the last worker committed its first such step; None if one has
+        not."""
         times = [self.first(pid, after_s=after_s, where=where) for pid in pids]
         known = [at_s for at_s in times if at_s is not None]
         return max(known) if known and len(known) == len(times) else None
@@ -96,7 +97,7 @@ class Steps:
         return [end - start for start, end in pairs if end >= from_s and start <= to_s]
 
     def pause(self, pids: Iterable[int], at_s: float, around_s: float) -> float:
-        """How long some worker stood still around a moment, beyond its usual gap before."""
+        """Return the longest pause of a worker around `at_s`, beyond its usual gap before."""
         longest = 0.0
         for pid in pids:
             usual = median(self.gaps(pid, at_s - 6 * around_s, at_s - around_s))

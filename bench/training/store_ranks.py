@@ -32,18 +32,18 @@ HOSTS_S = 3600.0
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """What the ranks of one measurement share."""
+    """Shared state of the ranks of one measurement."""
 
     job: str
     coordinators: tuple[str, ...]
     size: int
     barrier: Barrier
     port: "Synchronized[int]"
-    """Where rank 0 of this round listens: announced with the roster, so it costs no time."""
+    """Port of rank 0 in this round: announced with the roster, so it costs no time."""
 
 
 class Rank:
-    """One member of a running generation, with the connection that a strategy would have."""
+    """A member of a running generation, with the connection that a strategy would have."""
 
     def __init__(
         self, world: World, on_break: Callable[[int, str], None] = lambda generation, reason: None
@@ -68,7 +68,7 @@ class Rank:
         self._bound: socket.socket | None = None
 
     def announce(self) -> None:
-        """Before the clock runs: rank 0 has bound the socket that the roster names."""
+        """Bind rank 0's socket, which the roster names, before the measurement."""
         if self.number == 0:
             self._bound = socket.create_server((HOST, 0), backlog=128)
             self.world.port.value = self._bound.getsockname()[1]

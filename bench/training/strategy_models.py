@@ -1,4 +1,4 @@
-"""What bench/strategies.py trains, and the same in plain torch, strategy by strategy."""
+"""Models of bench/strategies.py, and the same in plain torch, strategy by strategy."""
 
 from collections.abc import Callable
 from typing import Any
@@ -47,7 +47,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def shares(strategy: str) -> int:
-    """How many shares each batch is cut into."""
+    """Return the number of shares of each batch."""
     return 1 if strategy in ("tensor", "pipeline") else dist.get_world_size()
 
 

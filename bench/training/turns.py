@@ -25,7 +25,7 @@ START_S = 180.0
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """What the ranks of one system took for some steps."""
+    """Times of one system's ranks for some steps."""
 
     gaps_s: Sequence[float]
     """Seconds between one step and the next, of all ranks."""
@@ -35,7 +35,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockPlan:
-    """How many blocks there are, and of how many steps."""
+    """Number of blocks, and of their steps."""
 
     pairs: int
     skipped: int
@@ -43,8 +43,8 @@ class BlockPlan:
 
     @property
     def arguments(self) -> list[str]:
-        """For the script, behind the descriptor: see `Blocks`. The first block is not counted, and
-        neither is the last one: whoever is through ends, and its end takes processor time."""
+        """Arguments of the script after the descriptor: see `Blocks`. The first and the last block
+        are not counted: a rank that is done exits, which takes CPU time."""
         return [str(self.pairs + 2), str(self.skipped), str(self.timed)]
 
 
@@ -123,15 +123,15 @@ class Ranks:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What came of it: block by block, ours and the other's."""
+    """Result of a comparison: blocks of ours and the other's, in pairs."""
 
     pairs: Sequence[tuple[Block, Block]]
     figure: Callable[[Sequence[float]], float]
-    """Of the times in a block: `median` or `mean`."""
+    """Figure of the times in a block: `median` or `mean`."""
 
     @property
     def overheads(self) -> list[float]:
-        """How many times as long ours took, by pair."""
+        """Ratio of our time to the other's, by pair."""
         return [self.figure(own.gaps_s) / self.figure(other.gaps_s) for own, other in self.pairs]
 
     def rows(self, overhead: str, step: str, cpu: str, peer: str) -> list[Row]:
@@ -166,7 +166,7 @@ class Comparison:
 def compare(
     ours: Ranks, theirs: Ranks, num_pairs: int, figure: Callable[[Sequence[float]], float]
 ) -> Comparison:
-    """By turns; who is first changes from pair to pair."""
+    """Run blocks in turns; the order changes from pair to pair."""
     for each in (ours, theirs):
         each.block()
     pairs = []

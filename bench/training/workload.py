@@ -1,4 +1,4 @@
-"""What every system trains in bench/recovery.py, and how a worker writes its steps down.
+"""Workload of every system in bench/recovery.py, and the record of a worker's steps.
 
 Knows nothing of any system, so that each peer's interpreter can import it.
 """

@@ -13,7 +13,7 @@ NUM_SAMPLES, NUM_EXPERTS, WIDTH, BATCH, EPOCHS = 785, 12, 32, 16, 8
 
 
 class Experts(nn.Module):
-    """Each sample goes through the expert that its gate scores highest."""
+    """A mixture of experts: each sample goes through the expert that its gate scores highest."""
 
     def __init__(self):
         super().__init__()

@@ -14,7 +14,7 @@ NUM_IMAGES, SIZE, CLASSES, EPOCHS, BATCH, RATE = 640, 12, 4, 6, 32, 0.05
 
 
 class Augmented(Dataset):
-    """All epochs one behind the other: an image is cropped and flipped otherwise in each."""
+    """The images of all epochs in sequence; each epoch crops and flips an image differently."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(1)

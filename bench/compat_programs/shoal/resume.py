@@ -28,7 +28,7 @@ def trained():
 
 
 def write_checkpoint(path):
-    """What a process of plain torch writes behind the first epochs."""
+    """Write the checkpoint of a plain torch process after the first epochs."""
     torch.manual_seed(0)
     kept = model, optimizer, schedule = trained()
     for _ in range(FIRST_EPOCHS):

@@ -1,4 +1,4 @@
-"""How this process keeps the memory of pushes that are done with."""
+"""Settings of the memory allocator: freed memory is kept for later pushes."""
 
 import ctypes
 
@@ -11,13 +11,13 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3
 KEPT_BYTES = 256 * 1024 * 1024
 """Freed memory at the end of the heap that is kept for the next push."""
 MAX_HEAP_CHUNK_BYTES = 32 * 1024 * 1024
-"""Larger ones are given back as soon as they are freed; the most that glibc takes."""
+"""Larger blocks are returned to the kernel when freed. This is the most that glibc allows."""
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what is freed. Gradients come and go in pieces of a MiB: given back to the
-    kernel each time, their pages are faulted in again each time, which costs more than to fill
-    them. With another C library nothing changes."""
+    """Have glibc keep freed memory. Gradients come in pieces of a MiB: if their pages were returned
+    to the kernel each time, faulting them in again would cost more than filling them. With another
+    C library this does nothing."""
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):

@@ -1,4 +1,4 @@
-"""What a parameter server is started with."""
+"""Configuration of a parameter server."""
 
 import os
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ from shoal_server.serving.options import (
 
 @dataclass(frozen=True, kw_only=True)
 class WorkLimits:
-    """How much callers may ask of a parameter server at once."""
+    """Bounds on concurrent work of a parameter server."""
 
     calls: Annotated[CallLimits, FLAT] = field(default_factory=CallLimits)
     max_bulk_connections: Annotated[int, Parameter(metavar="N")] = 4096
@@ -51,7 +51,7 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """As many as descriptors allow."""
+        """Most bulk connections that descriptors allow."""
         return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
 
 

@@ -1,20 +1,20 @@
-"""How much memory a server may take where nobody says: by its cgroup, else by the machine."""
+"""The default memory limit of a server: from its cgroup, else from the machine."""
 
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 SHARE = 0.8
-"""Of what there is. The rest is for the interpreter, for messages on their way and for images of
-shards that are being sent."""
+"""Share of the memory. The rest is for the interpreter, messages in transit, and images that are
+being sent."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUP = Path("/proc/self/cgroup")
 
 
 def default_limit_bytes(cgroups: Path = CGROUPS, own: Path = OWN_CGROUP) -> int:
-    """80 % of the lowest memory limit of this process's cgroup and those around it, version 1 or
-    2; where none is set, of the machine's memory.
+    """Return 80 % of the lowest memory limit of this process's cgroup and its ancestors, version 1
+    or 2; if none is set, of the machine's memory.
 
     `cgroups` is where cgroups are mounted, `own` lists the process's own, as /proc/self/cgroup.
     """
@@ -34,7 +34,7 @@ def _limits(cgroups: Path, own: Path) -> Iterator[int]:
 
 
 def _folders(cgroups: Path, own: Path) -> Iterator[tuple[Path, str]]:
-    """Where the process's limits may stand: in its own cgroup, and in each one around it."""
+    """Yield folder and file of each possible limit: in the process's cgroup and its ancestors."""
     try:
         lines = own.read_text().splitlines()
     except OSError:

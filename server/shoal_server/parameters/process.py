@@ -79,21 +79,21 @@ log = structlog.get_logger(__name__)
 
 SNAPSHOT_THREADS = 2
 WEIGHT_THREADS = 4
-"""For digests of segments, and for their transfer from and to other servers."""
+"""Number of threads for digests of segments, and for their transfer from and to other servers."""
 LEASES_TO_WAIT_FOR = 4
 MAX_TOLD = 20
-"""Shards that a line of the log names."""
+"""Most shards that one log line names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A server that serves."""
+    """A server that is serving."""
 
     server_id: str
     address: str
-    """As advertised."""
+    """The advertised address."""
     port: int
-    """As listened on."""
+    """The port that it listens on."""
     fence: Fence
     replicas: ShardReplicas
     registration: Registration
@@ -114,8 +114,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # What is there by now stays: the collector need not go through all of torch again and again,
-    # which takes it 0.1 s each time. Before anybody is served: it stops the event loop.
+    # Objects that exist by now stay: the collector need not scan all of torch again and again, at
+    # 0.1 s each. Done before any call is served, as it blocks the event loop.
     gc.collect()
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
@@ -127,8 +127,8 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
 
 
 async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
-    """Leave nothing behind that only this server has; what takes too long, and what nobody else is
-    there to take, is left all the same, and told by name."""
+    """Hand over all shards that only this server has. Shards for which the time is too short, or
+    that no other server can take, are named in the log."""
     try:
         async with asyncio.timeout(drain_s):
             await server.registration.announce_leaving()
@@ -153,7 +153,7 @@ async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
 async def running(
     config: ParameterServerConfig, store: KeyValueStore
 ) -> AsyncIterator[RunningServer]:
-    """A server that serves as long as the block runs."""
+    """Run a server as long as the block runs."""
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.work.calls), call_durations()
         server = new_server(durations, calls, config.work.calls)
@@ -195,7 +195,7 @@ async def running(
         )
         add_TablesServicer_to_server(tables, server)
         handlers.add_replication(replication, server)
-        # Storage may be slow: it keeps no shard waiting for a thread.
+        # Separate threads, so that slow storage keeps no shard waiting.
         writers = ThreadPoolExecutor(SNAPSHOT_THREADS, thread_name_prefix="shoal-snapshots")
         stack.callback(writers.shutdown)
         weights = await stack.enter_async_context(
@@ -235,7 +235,8 @@ async def running(
             most=config.work.most_bulk_connections,
         )
         await stack.enter_async_context(listener.listening(_host(config.listen), config.bulk_port))
-        # Last in, first out: known only while it serves, and gone from etcd before it stops.
+        # Entered last, left first: registered only while it serves, and removed from etcd before it
+        # stops.
         identity = ServerIdentity(
             holder=me,
             address=address,
@@ -317,7 +318,7 @@ async def _weights(
 async def _metrics_served(
     config: ParameterServerConfig, servicer: ParametersServicer, calls: Durations
 ) -> AsyncIterator[None]:
-    """Where the config says; nowhere by default."""
+    """Serve metrics at the configured address; by default nowhere."""
     if not config.metrics:
         yield
         return
@@ -327,7 +328,7 @@ async def _metrics_served(
 
 
 def _metrics(servicer: ParametersServicer, calls: Durations) -> Iterator[Metric]:
-    """What Prometheus is told of this process; its shards are in the coordinator's metrics."""
+    """Yield this process's metrics for Prometheus; its shards are in the coordinator's metrics."""
     yield build_info("ps")
     yield loop_lag("process", servicer.loop_lag)
     yield histogram(
@@ -349,7 +350,8 @@ async def _journal(
     replicas: ShardReplicas,
     config: ParameterServerConfig,
 ) -> AsyncIterator[None]:
-    """What the last process left in the journal is led again; what is led from now on is kept."""
+    """Lead the shards that the last process left in the journal, and journal all that are led from
+    now on."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)
@@ -360,7 +362,7 @@ async def _journal(
             async with replicas.shard_journal(journal, pool):
                 recovery = JournalRecovery(store, replicas, config.timeouts.limits)
                 await recovery.at_once(recovered, LEASES_TO_WAIT_FOR * config.lease_ttl_s)
-                # Of what nobody leads here, nothing is kept in memory.
+                # Shards that are not led here are not kept in memory.
                 del recovered
                 async with tasks.running(recovery.later()):
                     yield
@@ -394,7 +396,7 @@ def _id_of(address: str) -> str:
 
 
 def _write_ready(path: Path, address: str) -> None:
-    """Whole or not at all: whoever waits for the file may read it as soon as it is there."""
+    """Write the ready file atomically: it may be read as soon as it exists."""
     draft = path.with_name(path.name + ".tmp")
     draft.write_text(json.dumps({"pid": os.getpid(), "grpc": address}))
     draft.replace(path)

@@ -1,1 +1,1 @@
-"""Pulls and pushes without gRPC around them: over a socket of their own, and by shared memory."""
+"""The bulk transport: pulls and pushes over plain sockets and shared memory instead of gRPC."""

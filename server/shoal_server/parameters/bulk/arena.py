@@ -1,4 +1,4 @@
-"""Memory that one client and this server share."""
+"""Memory that this server shares with one client."""
 
 import fcntl
 import mmap
@@ -14,14 +14,14 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
 LARGE_BYTES = 64 * 1024
-"""From so many on, other threads may run while they are copied."""
+"""From this size on, the GIL is released while data are copied."""
 
 
 class SharedArena:
-    """Its size is sealed: a client that could shrink it would crash the server that reads it."""
+    """Shared memory of sealed size: a client that could shrink it could crash the server."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Raises OSError if the system gives no such memory."""
+        """Allocate the memory. Raises OSError if the system has none."""
         self.num_bytes = num_bytes
         self.descriptor = os.memfd_create("shoal-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -34,11 +34,11 @@ class SharedArena:
             raise
 
     def close_descriptor(self) -> None:
-        """The client has its own. The memory stays as long as anything lies in it."""
+        """Close the descriptor; the client has its own. The memory lives as long as its views."""
         os.close(self.descriptor)
 
     def view(self, at: int, num_bytes: int) -> memoryview:
-        """Raises MalformedMessage for what is not in it."""
+        """Return part of the memory. Raises MalformedMessage for a range outside of it."""
         if at + num_bytes > self.num_bytes:
             raise MalformedMessage(
                 "a frame reaches beyond the shared memory",
@@ -49,7 +49,7 @@ class SharedArena:
 
 
 def in_place(room: memoryview, at: int) -> CopyOut:
-    """Copies the values into `room`, which begins at `at` of the shared memory."""
+    """Return a writer that copies values to `room`, which begins at `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0
@@ -68,12 +68,12 @@ def _copy(into: memoryview, data: memoryview) -> None:
     if len(data) < LARGE_BYTES:
         into[:] = data
         return
-    # torch copies without holding the interpreter up.
+    # torch releases the GIL while it copies.
     torch.frombuffer(into, dtype=torch.uint8).copy_(torch.frombuffer(data, dtype=torch.uint8))
 
 
 def in_frames(shard_id: int, *values: memoryview) -> Sequence[bytes]:
-    """Pieces to be sent as they are."""
+    """Return the values as PIECE frames."""
     frames: list[bytes] = []
     for start, piece in cut(values):
         data = bytes(piece)

@@ -1,4 +1,5 @@
-"""The bytes of a bulk connection: plain, or within TLS, which asyncio refuses for sockets."""
+"""The bytes of a bulk connection: plain, or over TLS, which asyncio does not support for
+sockets."""
 
 import asyncio
 import os
@@ -12,20 +13,20 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.tls import identity
 
 AT_A_TIME_BYTES = 256 * 1024
-"""Encrypted or decrypted in one go, after which others have their turn on the event loop."""
+"""Bytes encrypted or decrypted in one turn of the event loop."""
 
 Result = TypeVar("Result")
 
 
 class Bytes(Protocol):
-    """A connected socket that does not block. One task reads, one at a time writes."""
+    """A connected socket that does not block. One task reads; one task at a time writes."""
 
     async def receive_into(self, space: memoryview) -> int:
-        """How many bytes came; 0 at the end. Raises OSError."""
+        """Receive bytes, and return their number; 0 at the end. Raises OSError."""
         ...
 
     async def send_all(self, data: Buffer) -> None:
-        """Raises OSError."""
+        """Send all bytes. Raises OSError."""
         ...
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
@@ -33,8 +34,8 @@ class Bytes(Protocol):
         ...
 
     def send_some(self, data: bytes) -> int:
-        """How much of it is on its way; the rest must be sent next. Raises OSError if nothing
-        is."""
+        """Send without waiting, and return the number of bytes sent; the rest must be sent next.
+        Raises OSError if nothing was sent."""
         ...
 
 
@@ -50,7 +51,7 @@ class PlainBytes:
         await self._loop.sock_sendall(self._socket, data)
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Its pages go to the network without a copy."""
+        """Send from the page cache, without a copy."""
         with os.fdopen(descriptor, "rb", buffering=0, closefd=False) as file:
             await self._loop.sock_sendfile(self._socket, file, start, num_bytes, fallback=False)
 
@@ -59,21 +60,22 @@ class PlainBytes:
 
 
 class TlsBytes:
-    """OpenSSL wants the same bytes again where a record did not go out whole: `_Waits` does so."""
+    """Bytes over TLS. OpenSSL needs the same bytes again if a record was not sent whole: `_Waits`
+    repeats the call."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
         self._waits = _Waits(connected)
 
     async def receive_into(self, space: memoryview) -> int:
-        """A record has 16 KiB at most: as many as are there, as far as they fit."""
+        """Receive as many records as have come and fit; a record has at most 16 KiB."""
         try:
             count = await self._waits.until(partial(self._socket.recv_into, space))
             end = min(len(space), AT_A_TIME_BYTES)
             while 0 < count < end and self._socket.pending():
                 count += self._socket.recv_into(space[count:end])
         except ssl.SSLEOFError:
-            # Closed without a word, as every plain connection is.
+            # Closed without a TLS shutdown, as plain connections are.
             return 0
         return count
 
@@ -93,13 +95,13 @@ class TlsBytes:
         try:
             return self._socket.send(data)
         except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-            # It may have begun with a record of it: all of it is to be sent next, and nothing else.
+            # OpenSSL may have begun a record: all of `data` must be sent next, and nothing else.
             return 0
 
 
 class _Waits:
-    """Calls of a TLS socket again when it can go on. One task in each direction at a time; either
-    may have to wait for the other direction, too."""
+    """Repeats calls of a TLS socket once it is ready. One task per direction at a time; each may
+    have to wait for either direction."""
 
     def __init__(self, connected: ssl.SSLSocket) -> None:
         self._socket = connected
@@ -141,13 +143,13 @@ def _wake(waiting: "set[asyncio.Future[None]]") -> None:
 
 
 def bytes_of(connected: socket.socket) -> Bytes:
-    """How to read and write the connection. On the running loop."""
+    """Return the reader and writer of a connection, on the running loop."""
     return TlsBytes(connected) if isinstance(connected, ssl.SSLSocket) else PlainBytes(connected)
 
 
 async def encrypted(connected: socket.socket) -> socket.socket:
-    """The connection that a client made, within TLS where this process has a certificate; the one
-    that was given is not to be used any more then. Raises OSError for a client without one."""
+    """Wrap a client's connection in TLS if this process has a certificate; then use only the
+    result. Raises OSError if the client has no certificate."""
     own = identity.own()
     if own is None:
         return connected

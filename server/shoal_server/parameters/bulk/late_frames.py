@@ -1,4 +1,4 @@
-"""Frames that nobody waits for: they leave together, for each wakes the other end up."""
+"""Frames that nobody waits for: they are sent together, as each wakes the other end."""
 
 import asyncio
 from collections.abc import Hashable
@@ -9,11 +9,12 @@ WITHIN_S = 0.005
 
 
 class LateFrames:
-    """Lives on the event loop. What is put here leaves within WITHIN_S, and before anything that is
-    sent by `send_now`."""
+    """Sends frames within WITHIN_S, and before any that is sent by `send_now`. Lives on the event
+    loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
-        """So many places that are given back leave at once, with all else that waits."""
+        """`freed_together`: number of freed places that are sent at once, with all waiting
+        frames."""
         self._wire = wire
         self._freed_together = freed_together
         self._newest: dict[Hashable, bytes] = {}
@@ -21,19 +22,20 @@ class LateFrames:
         self._timer: asyncio.TimerHandle | None = None
 
     def put(self, about: Hashable, frame: bytes) -> None:
-        """A frame that says all that an earlier one about the same said."""
+        """Queue a frame. It replaces an earlier one with the same `about`."""
         self._newest[about] = frame
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(WITHIN_S, self._send)
 
     def free(self, frame: bytes) -> None:
-        """A place is given back. Until there are enough of them, nothing is sent for that."""
+        """Queue the frame of a freed place. It is sent once there are enough of them, or with other
+        frames."""
         self._freed.append(frame)
         if len(self._freed) >= self._freed_together:
             self._send()
 
     def send_now(self, frame: bytes) -> bool:
-        """See `FrameConnection.send_now`."""
+        """Send a frame after all that waits; see `FrameConnection.send_now`."""
         before = self._take()
         if self._wire.send_now(before + frame):
             return True
@@ -42,7 +44,7 @@ class LateFrames:
         return False
 
     def close(self) -> None:
-        """Nothing leaves by itself any more."""
+        """Stop the timer: what waits is not sent by itself."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -51,7 +53,8 @@ class LateFrames:
         self._wire.send_soon(self._take())
 
     def _take(self) -> bytes:
-        """All that waits. What was received first: then nobody needs what lies in the places."""
+        """Take all that waits. Frames of `put` come first: they acknowledge the data in the freed
+        places."""
         self.close()
         waiting = b"".join([*self._newest.values(), *self._freed])
         self._newest.clear()

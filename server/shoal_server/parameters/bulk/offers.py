@@ -1,4 +1,4 @@
-"""Keys with which a client that gRPC has let in may open a connection of the bulk transport."""
+"""Keys for bulk connections, given to clients that gRPC has authenticated."""
 
 import secrets
 import time
@@ -12,11 +12,11 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 VALID_S = 10.0
 MAX_KEYS = 1024
-"""Given and not used yet; the oldest is forgotten for a new one."""
+"""Bound on keys not used yet; a new one replaces the oldest."""
 
 
 class Purpose(Enum):
-    """What a connection may be used for."""
+    """The purpose of a connection."""
 
     CALLS = "pulls and pushes of a job's member"
     REPLICATION = "another server's news of its shards"
@@ -25,13 +25,13 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """What a key was given for."""
+    """The permitted use of a key."""
 
     purpose: Purpose
     caller: Caller | None
-    """Who asked for it, where callers have certificates."""
+    """The caller that asked for the key, if callers have certificates."""
     series: str = ""
-    """Of a connection for segments: the series that it is for."""
+    """The series of a connection for segments."""
 
 
 class Offers:
@@ -41,13 +41,13 @@ class Offers:
         self._local_name, self._port = "", 0
 
     def listening(self, local_name: str, port: int) -> None:
-        """Connections are taken there from now on; at port 0, nowhere."""
+        """Set where connections are accepted from now on; port 0: nowhere."""
         self._local_name, self._port = local_name, port
 
     def make(
         self, purpose: Purpose, caller: Caller | None = None, *, series: str = ""
     ) -> OpenBulkReply:
-        """A key for one connection; port 0 where none is taken."""
+        """Make a key for one connection. The reply has port 0 if no connections are accepted."""
         if not self._port:
             return OpenBulkReply()
         if len(self._given) >= MAX_KEYS:
@@ -57,6 +57,6 @@ class Offers:
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
     def redeem(self, key: bytes) -> Use | None:
-        """What the key was given for; None if it was not, is too old, or is used again."""
+        """Use a key, and return its purpose; None if it is unknown, expired or already used."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

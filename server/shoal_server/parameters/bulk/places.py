@@ -1,4 +1,4 @@
-"""Memory of another server that this one writes into, in places of one size."""
+"""Another server's shared memory that this server writes to, divided into places of one size."""
 
 import asyncio
 import ctypes
@@ -7,35 +7,35 @@ from collections import deque
 from collections.abc import Callable
 
 PLACE_BYTES = 2 * 1024 * 1024
-"""Most shards of parameters fit into one: their pushes then lie in one piece at the other end."""
+"""Size of a place. Most shards of parameters fit, so that a push to one is in one piece."""
 NUM_PLACES = 16
-"""Twice as many as shards of one push are worked on at a time: there is a free one for each,
-although half of them are given back at once."""
+"""Twice the number of shards of one push that are in progress at a time, so that each finds a free
+place although places are freed in batches of half of them."""
 
 
 class Places:
-    """Lives on the event loop. A place is filled, told of, and free again once the other end says
-    so."""
+    """The places of one connection. A place is filled, announced, and free again once the other end
+    frees it. Lives on the event loop."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
-        """Takes the mapping over."""
+        """Takes ownership of the mapping."""
         self._memory = memoryview(mapped)
         self._free = deque(range(0, len(mapped) - PLACE_BYTES + 1, PLACE_BYTES))
         self._freed = asyncio.Event()
         self._before_free: dict[int, Callable[[], None]] = {}
         self._draft: tuple[int, int] | None = None
-        """A place that is filled and not told of, and where that is in memory."""
+        """A place that is filled but not announced, and its address in memory."""
 
     async def fill(self, data: memoryview) -> int:
-        """Copy at most PLACE_BYTES into the next free place; where that begins."""
+        """Copy at most PLACE_BYTES to the next free place, and return its offset."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()
         return at
 
     def fill_now(self, data: memoryview) -> int | None:
-        """The same where a place is free; None where none is. What was drafted last lies in its
-        place already."""
+        """Copy data as `fill` does, without waiting; None if no place is free. The latest draft is
+        not copied again."""
         draft, is_here = self._draft, data.obj is self._memory.obj
         if draft is not None and is_here and draft[1] == _address(data):
             self._draft = None
@@ -47,8 +47,8 @@ class Places:
         return at
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """At most PLACE_BYTES, copied into a place before it is known whether they are told of: no
-        other draft is looked at by then. None where no place is free."""
+        """Copy at most PLACE_BYTES to a place that may or may not be announced. A new draft
+        replaces the previous one. None if no place is free."""
         if self._draft is None:
             if not self._free:
                 return None
@@ -63,12 +63,12 @@ class Places:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let somebody else read what lies there, too: what `keep` gives is called before the place
-        is free."""
+        """Let this process read a place too: the function that `keep` returns is called before the
+        place is free again."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:
-        """The other end has taken what lay there."""
+        """Free a place whose data the other end has taken."""
         if (before := self._before_free.pop(at, None)) is not None:
             before()
         self._free.append(at)
@@ -76,5 +76,5 @@ class Places:
 
 
 def _address(data: memoryview) -> int:
-    """Where in memory the bytes begin, which can be written to."""
+    """Return the address of a writable buffer."""
     return ctypes.addressof(ctypes.c_char.from_buffer(data))

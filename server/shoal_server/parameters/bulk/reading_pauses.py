@@ -1,18 +1,18 @@
-"""When what comes over a connection may lie unread for a while."""
+"""Pauses in reading from a connection whose data nobody waits for."""
 
 from math import inf
 
 PAUSE_S = 0.003
-"""As long as nobody waits for what is read, it is read so much later: for the kernel often has who
-is woken up run at once, in the place of who has just written."""
+"""Length of a pause. Reading at once wakes this process, and the kernel often runs it in place of
+the process that has just written."""
 MANY = 8
-"""Pushes of one pause; who sends as many would soon wait for what they lie in."""
+"""Most pushes in one pause: after more, the sender would soon wait for free places."""
 AWAITED_S = 0.1
-"""Since anybody waited last: so long no pause is made."""
+"""Time without pauses after somebody waited for data."""
 
 
 class ReadingPauses:
-    """Of one connection. Is told of each push that is read."""
+    """Decides on pauses of one connection, from the pushes that are read."""
 
     def __init__(self) -> None:
         self._num_read = 0
@@ -20,18 +20,18 @@ class ReadingPauses:
         self._awaited_s = -inf
 
     def read(self, *, may_wait: bool, now_s: float) -> None:
-        """A push was; `may_wait`: whether nobody waits for what follows."""
+        """Note a push that was read. `may_wait`: nobody waits for what follows."""
         self._num_read += 1
         self._may_wait = may_wait
         if not may_wait or self._num_read > MANY:
             self._awaited_s = max(self._awaited_s, now_s)
 
     def end(self) -> None:
-        """Somebody waits until all is read: no more of them."""
+        """Make no more pauses: somebody waits until all is read."""
         self._awaited_s = inf
 
     def take(self, now_s: float) -> float:
-        """All that has come is read: for how many seconds to let be what comes next."""
+        """Return the length of the next pause in seconds, once all that has come is read."""
         may_pause = self._may_wait and now_s - self._awaited_s >= AWAITED_S
         self._num_read, self._may_wait = 0, False
         return PAUSE_S if may_pause else 0.0

@@ -1,4 +1,4 @@
-"""Frames over a socket, on the event loop."""
+"""Frames of the bulk transport over a socket."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 SMALL_BYTES = 32 * 1024
 
 TakeFrame = Callable[[Frame], bool]
-"""Deals with a frame without waiting, if that can be; whether it did."""
+"""Handles a frame without waiting, if possible. Returns True if it did."""
 
 
 class HungUp(Exception):
@@ -29,37 +29,38 @@ class HungUp(Exception):
 
 
 class FrameConnection:
-    """One task may read and any number may write. The socket does not block."""
+    """A connection that one task may read and any number may write. The socket does not block.
+    Lives on the event loop."""
 
     def __init__(self, connected: socket.socket, *, first: Kind | None = None) -> None:
-        """`first`: the kind that the first frame from there has to have."""
+        """`first`: the kind that the first frame of the other end must have."""
         self.socket = connected
         self._bytes = bytes_of(connected)
         is_plain = isinstance(self._bytes, PlainBytes)
         self.is_local = is_plain and connected.family == socket.AF_UNIX
-        """Whether what was sent lies in the memory of the other end's process, which may read it
-        after this end is gone, too."""
+        """True if sent data lie in the memory of the other process, which can read them even after
+        this process is gone."""
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader(self._room, first=first)
         self._room_of_chunk: Callable[[int], memoryview] | None = None
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
-        """Of a frame that `send_now` could not send whole."""
+        """The rest of a frame that `send_now` could not send whole."""
         self._flushing: set[asyncio.Task[None]] = set()
         self._sent_s = self._loop.time()
         self._take: TakeFrame | None = None
         self.pauses = ReadingPauses()
-        """Of what `deliver` has taken."""
+        """Pauses in reading, by the pushes that the function given to `deliver` took."""
         self._paused: tuple[asyncio.TimerHandle, asyncio.Future[Frame]] | None = None
 
     async def next_frame(self) -> Frame:
-        """The next one that nobody takes at once (see `deliver`).
+        """Return the next frame that the function given to `deliver` does not take.
 
-        Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read after it.
+        Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
         """
-        while (frame := self._next_left()) is None:
+        while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
-                return await self._await_left()
+                return await self._await_untaken()
             try:
                 count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
@@ -70,16 +71,16 @@ class FrameConnection:
         return frame
 
     def place_chunks(self, room: Callable[[int], memoryview] | None) -> None:
-        """Have the body of each frame from now on received into what `room` gives for its size; it
-        may raise MalformedMessage. None: into memory of its own."""
+        """Receive the body of each frame from now on into the memory that `room` returns for its
+        size; `room` may raise MalformedMessage. None: into new memory."""
         self._room_of_chunk = room
 
     def _room(self, num_bytes: int) -> memoryview:
         return (self._room_of_chunk or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
-        """The descriptor that comes with the next frame, DESCRIPTOR; the caller closes it. The
-        other end sends nothing before it is asked for one: to be called before that.
+        """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
+        Call this before asking the other end for one, so that no other read takes it.
 
         Raises HungUp, MalformedMessage or ChecksumMismatch.
         """
@@ -121,19 +122,20 @@ class FrameConnection:
             remove(number)
 
     def deliver(self, take: TakeFrame | None) -> None:
-        """From now on, as long as somebody waits in `next_frame`, `take` is given each frame first,
-        right when it comes: to wake a task costs more than to deal with most of them. What it
-        raises, `next_frame` raises. None: nobody takes any."""
+        """Offer each frame to `take` as soon as it comes, while a task waits in `next_frame`:
+        waking the task would cost more than handling most frames. What `take` raises, `next_frame`
+        raises. None: stop that."""
         self._take = take
 
-    def _next_left(self) -> Frame | None:
+    def _next_untaken(self) -> Frame | None:
         while (frame := self._reader.next()) is not None:
             if self._take is None or not self._take(frame):
                 break
         return frame
 
-    async def _await_left(self) -> Frame:
-        """Its socket stays registered with the event loop until then, whatever is taken."""
+    async def _await_untaken(self) -> Frame:
+        """Wait for a frame that is not taken. Until then the socket stays registered with the event
+        loop."""
         number = self.socket.fileno()
         awaited: asyncio.Future[Frame] = self._loop.create_future()
         self._loop.add_reader(number, self._readable, awaited)
@@ -153,7 +155,7 @@ class FrameConnection:
             if not count:
                 raise HungUp("closed by the other end")
             self._reader.received(count)
-            frame = self._next_left()
+            frame = self._next_untaken()
         except BlockingIOError:
             return
         except OSError as error:
@@ -167,7 +169,7 @@ class FrameConnection:
                 self._pause(pause_s, awaited)
 
     def _pause(self, pause_s: float, awaited: "asyncio.Future[Frame]") -> None:
-        """What comes meanwhile wakes nobody up."""
+        """Stop watching the socket for a while."""
         self._loop.remove_reader(self.socket.fileno())
         self._paused = self._loop.call_later(pause_s, self._end_pause), awaited
 
@@ -183,7 +185,8 @@ class FrameConnection:
         self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
-        """Raises HungUp. Who is cancelled here may leave half a frame behind: close the socket."""
+        """Send a frame. Raises HungUp. If this is cancelled, half a frame may have been sent: close
+        the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -215,7 +218,8 @@ class FrameConnection:
                 raise HungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame whose body is part of a file that nobody changes any more. As `send`."""
+        """Send a frame whose body is part of a file that nobody changes any more; else like
+        `send`."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -226,14 +230,14 @@ class FrameConnection:
                 raise HungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
-        """Send a frame without a turn of the event loop. False, and then nothing of it is sent,
-        while something else is being sent, the kernel has no room, or the connection is broken."""
+        """Send a frame without a turn of the event loop. False, with nothing sent, while another
+        send is in progress, the kernel's buffer is full, or the connection is broken."""
         if not self.is_quiet:
             return False
         try:
             count = self._bytes.send_some(frame)
         except OSError:
-            # Whoever sends or reads next hears of what is more than no room.
+            # Unless the buffer is full, the next send or read raises the error.
             return False
         self._sent_s = self._loop.time()
         if count < len(frame):
@@ -242,13 +246,13 @@ class FrameConnection:
         return True
 
     def send_soon(self, frame: bytes) -> None:
-        """Send a frame now, or else behind what is being sent."""
+        """Send a frame now, or after the send in progress."""
         if not self.send_now(frame):
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """The other end can send nothing more from here on; what it has sent can still be read,
-        and HungUp comes behind it. See unix(7): both is decided under one lock of the kernel."""
+        """Keep the other end from sending more; what it has sent can still be read, followed by
+        HungUp. See unix(7): the kernel decides both under one lock."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
@@ -256,18 +260,18 @@ class FrameConnection:
             log.debug("reading_ended_already", reason=str(error))
 
     def end_sending(self) -> None:
-        """Nothing more is sent in either direction; who waits to send gets HungUp, however long the
-        other end reads nothing. What has come can still be read."""
+        """End both directions. A waiting send raises HungUp, even if the other end does not read.
+        What has come can still be read."""
         self._end_pauses()
         try:
-            # Within TLS too, whose own shutdown would read what comes as it is.
+            # For TLS too: the shutdown of SSLSocket would end the decryption of what still comes.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_ended_already", reason=str(error))
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is being sent."""
+        """True if nothing is being sent."""
         return not self._writing.locked() and not self._rest
 
     def _flush(self, *frames: bytes) -> None:
@@ -283,7 +287,7 @@ class FrameConnection:
 
     @property
     def silent_s(self) -> float:
-        """Since when nothing was sent; 0 while something is."""
+        """Seconds since the last send; 0 while a send is in progress."""
         return 0.0 if self._writing.locked() else self._loop.time() - self._sent_s
 
 
@@ -293,7 +297,7 @@ def _set_ready(ready: "asyncio.Future[None]") -> None:
 
 
 def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:
-    """The same bytes in fewer parts: a call of the kernel costs as much as to copy a few KiB."""
+    """Join small parts: a system call costs as much as copying a few KiB."""
     small: list[Buffer] = []
     for part in parts:
         if len(part) <= SMALL_BYTES:
@@ -308,5 +312,5 @@ def _runs(parts: Sequence[Buffer]) -> Iterator[Buffer]:
 
 
 def _unset(num_bytes: int) -> memoryview:
-    """Memory for a piece. Nobody sees it before it is filled."""
+    """Return memory for a piece, not initialised: it is filled before it is used."""
     return np.empty(num_bytes, dtype=np.uint8).data

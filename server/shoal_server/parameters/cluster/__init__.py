@@ -1,1 +1,1 @@
-"""What etcd tells of the cluster: servers, members, and which server has which shard."""
+"""The cluster as recorded in etcd: servers, members, and assignments of shards."""

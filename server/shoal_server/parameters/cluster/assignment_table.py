@@ -1,4 +1,4 @@
-"""Which server has which shard of each job, as this server last saw it in etcd, and changing it."""
+"""The table of shard assignments, as this server last saw them in etcd, and changes of them."""
 
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -16,9 +16,9 @@ RETRY_PAUSE_S = 0.1
 
 
 class AssignmentTable:
-    """Follows every job's records. `on_change` is called with a job and those of its shards that
-    have a newer record, and `on_gone` with a job whose shards nobody holds any more, or that is of
-    another run by now."""
+    """Follows every job's records. `on_change` is called with a job and its shards that have a
+    newer record, and `on_gone` with a job whose shards nobody holds any more, or that is in another
+    run by now."""
 
     def __init__(
         self,
@@ -36,23 +36,23 @@ class AssignmentTable:
         await self._records.__aexit__(*exc)
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the watch."""
+        """Never return; raise what ended the watch."""
         await self._records.wait_failed()
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
-        """Who holds a shard."""
+        """The assignment of a shard."""
         return self._records.of_job(job).get(shard_id)
 
     def of_job(self, job: str) -> Mapping[int, ShardAssignment]:
-        """By shard."""
+        """The assignments of a job, by shard id."""
         return self._records.of_job(job)
 
     def run(self, job: str) -> str:
-        """That of the records of the job's shards; empty: there are none."""
+        """The run that the records of the job's shards belong to; empty: there are none."""
         return self._records.run(job)
 
     def job_run(self, job: str) -> str:
-        """That which the job's members go by; empty: its shards are not placed."""
+        """The run that the job's members are in; empty: its shards are not placed."""
         return self._records.job_run(job)
 
     @property
@@ -61,8 +61,8 @@ class AssignmentTable:
         return self._records.jobs
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the records of these shards of a job anew, or of all. Raises what the store
-        raises."""
+        """Read the records of these shards of a job anew, or of all its shards. Raises what the
+        store raises."""
         await self._records.refresh(job, shard_ids)
 
     async def change(
@@ -71,12 +71,11 @@ class AssignmentTable:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Make a change to each of these shards, however often etcd has to be asked; whether the
-        job's shards are still placed.
+        """Apply a change to each of these shards' records, with as many tries as etcd needs. True
+        if the job's shards are still placed.
 
-        Returns once each was written, or does not apply: a change that does not gives its argument
-        back. Each is decided by itself: one that somebody else wrote meanwhile is looked at again,
-        and the others are not.
+        Returns once each record was written, or the change does not apply: then `change` returns
+        its argument. If somebody else writes a record meanwhile, only that record is decided again.
         """
         while True:
             try:

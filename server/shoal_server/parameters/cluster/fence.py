@@ -1,4 +1,4 @@
-"""Who may still push: members whose incarnation is the one that etcd names."""
+"""The fence: admits calls only of members whose incarnation is the one recorded in etcd."""
 
 import json
 from collections.abc import Awaitable, Callable
@@ -19,23 +19,23 @@ log = structlog.get_logger(__name__)
 
 
 class Runs(Protocol):
-    """Which run of a job its shards are of."""
+    """The runs that jobs are in."""
 
     def job_run(self, job: str) -> str:
-        """As far as this server knows; empty: its shards are not placed."""
+        """Return the job's run as known to this server; empty: its shards are not placed."""
         ...
 
     def refresh(self, job: str) -> Awaitable[None]:
-        """Learn the newest. Raises what the store raises."""
+        """Read the newest run from etcd. Raises what the store raises."""
         ...
 
 
 class Fence:
-    """Knows the members by a watch; asks etcd for those it does not know.
+    """Follows the members by a watch, and asks etcd about unknown ones.
 
-    While etcd is away, members known as live go on; unknown ones get Unavailable. `on_finished` is
-    called with the name of a job that is over, once its last member has gone: nobody can reach its
-    shards any more.
+    While etcd is unreachable, members known as live are admitted; unknown ones get Unavailable.
+    `on_finished` is called with the name of a finished job once its last member is gone: then
+    nobody can reach its shards.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Fence:
         on_finished: Callable[[str], object] = lambda job: None,
         runs: Runs | None = None,
     ) -> None:
-        """`runs`: without it, tokens of any run are taken."""
+        """`runs`: if None, tokens of any run are accepted."""
         self._store = store
         self._runs = runs
         self._on_finished = on_finished
@@ -62,13 +62,13 @@ class Fence:
         await self._tasks.close()
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the watch."""
+        """Never return; raise what ended the watch."""
         await self._incarnations.wait_failed()
 
     async def check(self, token: Token) -> str:
-        """The session of the token's holder: its job, name and the public id of its process.
+        """Return the session of the token's holder: its job, name and the public id of its process.
 
-        Raises Fenced if that incarnation is not a member (any more), or goes by the shard map of
+        Raises Fenced if that incarnation is not a member (any more), or uses the shard map of
         another run of the job.
         """
         if not (is_name(token.job) and is_name(token.member_id) and token.incarnation):
@@ -88,12 +88,12 @@ class Fence:
         return f"{key}#{public_id(token.incarnation)}"
 
     async def _check_run(self, token: Token) -> None:
-        """A process that outlived the records of its run may be taken for a member of the next one,
-        until somebody has noticed. What it computes is of values that are nobody's any more."""
+        """Raise Fenced for another run. A process that outlived the records of its run may look
+        like a member of the next run for a while, but its gradients are of values that are gone."""
         runs = self._runs
         if runs is None or not token.run or token.run == runs.job_run(token.job):
             return
-        # The record may be newer than what the watch has told.
+        # The record may be newer than the watch.
         await runs.refresh(token.job)
         expected = runs.job_run(token.job)
         if expected and token.run != expected:
@@ -106,7 +106,7 @@ class Fence:
             )
 
     def is_live(self, session: str) -> bool:
-        """Whether a session's incarnation is known as not fenced. Any thread."""
+        """True if a session's incarnation is known as not fenced. Called from any thread."""
         key, _, process = session.partition("#")
         incarnation = self._incarnations.get(key.removeprefix(keys.MEMBERS))
         return incarnation is not None and public_id(incarnation) == process
@@ -124,9 +124,9 @@ class Fence:
 
     def _gone(self, name: str, incarnation: str) -> None:
         job = name.partition("/")[0]
-        self._tasks.start(self._look_for_the_end(job), name=f"end of job {job}")
+        self._tasks.start(self._check_finished(job), name=f"end of job {job}")
 
-    async def _look_for_the_end(self, job: str) -> None:
+    async def _check_finished(self, job: str) -> None:
         if self._has_members(job):
             return
         try:

@@ -1,4 +1,4 @@
-"""How servers reach each other, and how long they put up with each other."""
+"""Timeouts and channel options of connections between servers."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -15,14 +15,14 @@ PEER_OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 200),
-    # The connection to a server that died must not be taken for one to its successor.
+    # The connection to a dead server must not be used for its successor.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PeerTimeouts:
-    """How long servers wait for each other."""
+    """Timeouts between servers."""
 
     beat_s: Annotated[float, INTERNAL] = 0.3
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
@@ -36,7 +36,7 @@ class PeerTimeouts:
 
     @property
     def limits(self) -> ReplicationLimits:
-        """Those that the replication core goes by."""
+        """The limits of the replication core."""
         return ReplicationLimits(
             reconnect_s=self.reconnect_s,
             probe_s=self.beat_s,

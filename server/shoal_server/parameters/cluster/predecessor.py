@@ -1,8 +1,7 @@
-"""The process that had this server's id before: it may be cut off, and still serve.
+"""The previous process with this server's id: it may be partitioned from etcd and still serve.
 
-Whoever takes its place waits until that one can acknowledge nothing any more, unless it is known to
-have ended: it said so itself, its process is gone from this very machine, or its journal's lock
-was free.
+Its successor waits until it can no longer acknowledge anything, unless it is known to have ended:
+it said so itself, its process is gone from this machine, or its journal's lock was free.
 """
 
 import json
@@ -23,16 +22,16 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord:
-    """Enough of a process to see, on its own machine, whether it has ended."""
+    """A description of a process, sufficient to check on its own machine if it has ended."""
 
     incarnation: str
     boot: str
-    """Changes with each start of the machine, and is no other machine's."""
+    """Id of the machine's boot: changes with each start, and is unique among machines."""
     namespace: str
-    """In which the number counts: one of a container is not the machine's."""
+    """The PID namespace: a container's PIDs are not the machine's."""
     pid: int
     started: str
-    """Another process may have the number by now."""
+    """Start time of the process: another process may have its PID by now."""
 
     @classmethod
     def own(cls, incarnation: str) -> "ProcessRecord":
@@ -46,7 +45,7 @@ class ProcessRecord:
 
     @classmethod
     def parsed(cls, value: bytes) -> "ProcessRecord":
-        """Raises Unreadable."""
+        """Parse a record. Raises Unreadable."""
         fields = Fields.parsed(value)
         return cls(
             incarnation=fields.text("incarnation"),
@@ -57,27 +56,27 @@ class ProcessRecord:
         )
 
     def has_ended(self, seen_by: "ProcessRecord") -> bool:
-        """Whether a process of the same machine can tell that this one is gone."""
+        """True if `seen_by` is on the same machine, and this process has ended."""
         if (self.boot, self.namespace) != (seen_by.boot, seen_by.namespace):
             return False
         return _started(self.pid) != self.started
 
 
 def _started(pid: int) -> str:
-    """When a process began, in ticks of its machine's clock; empty if there is none."""
+    """Return the start time of a process, in ticks of its machine's clock; empty if there is
+    none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    # The name in parentheses may have spaces; 20 fields on is the start.
+    # The name in parentheses may have spaces; the start time is the 20th field after it.
     return stat.rpartition(")")[2].split()[19]
 
 
 async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> None:
-    """Say of the last process of this id that it has ended, where that is known; and leave behind
-    what the next one needs to know of this one. `released`: who had the journal's lock before.
-
-    Raises what the store raises.
+    """Record that the last process of this id has ended, if that is known, and leave this process's
+    record for the next one. `released`: the incarnation that had the journal's lock before. Raises
+    what the store raises.
     """
     own = ProcessRecord.own(me.incarnation)
     key = keys.last_process(me.server_id)

@@ -1,4 +1,4 @@
-"""Being known as a parameter server: a key in etcd under a lease of its own."""
+"""Registration of a parameter server: a key in etcd under its own lease."""
 
 import asyncio
 import json
@@ -45,11 +45,11 @@ class ServerIdentity:
 
 
 class Registration:
-    """Registers on entry, keeps the lease in the background, takes the key away on exit.
+    """Registers on entry, renews the lease in the background, removes the key on exit.
 
-    A lease that was lost, for instance because etcd was away for long, is replaced and the server
-    registers again. Two servers never hold one id: the second waits until the first one's lease
-    is over, and gives up after three times its length.
+    If the lease is lost, for instance because etcd was unreachable for long, the server registers
+    again with a new one. Two servers never hold one id: the second waits until the first one's
+    lease has ended, and gives up after three times its length.
     """
 
     def __init__(
@@ -61,8 +61,9 @@ class Registration:
         on_renewed: Callable[[float], None],
         on_end: Callable[[], None],
     ) -> None:
-        """`on_renewed` is told when each renewal that succeeded was sent, on the loop's clock;
-        `on_end` before the registration is taken away: from then on nothing is acknowledged."""
+        """`on_renewed` is called with the time at which a successful renewal was sent, on the
+        loop's clock; `on_end` is called before the registration is removed: from then on nothing is
+        acknowledged."""
         self._store = store
         self._on_renewed = on_renewed
         self._on_end = on_end
@@ -85,20 +86,20 @@ class Registration:
             await ended_servers.note(self._store, self._identity.holder)
             await self._store.revoke(self._lease)
         except RetryError as error:
-            # etcd is away: the lease runs out by itself.
+            # etcd is unreachable: the lease expires by itself.
             log.warning("lease_not_revoked", server_id=self._identity.server_id, reason=str(error))
 
     async def announce_leaving(self) -> None:
-        """Have the coordinator give what this server holds to others. Raises RetryError."""
+        """Ask the coordinator to move this server's shards to others. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
-        # Who has lost the registration must not take it from a later process of this id.
+        # If the registration was lost, a later process of this id may have one: leave that alone.
         is_mine = value_is(key, self._identity.record())
         put = Put(key, self._identity.record(leaving=True), self._lease)
         await self._store.transact([is_mine], [put])
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the registration."""
+        """Never return; raise what ended the registration."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -113,8 +114,8 @@ class Registration:
         )
 
     async def _claimed_in_time(self, key: str) -> bool:
-        """Whether it was, while nobody else was in the way. Raises AddressInUse if somebody is who
-        does not go, and RetryError if etcd is away for longer."""
+        """Claim the key; False if etcd was too slow. Raises AddressInUse if another server keeps
+        the id, and RetryError if etcd stays unreachable."""
         try:
             async with asyncio.timeout(3 * self._lease_ttl_s):
                 while not await self._claim(key):
@@ -123,7 +124,7 @@ class Registration:
         except TimeoutError:
             holder = await self._store.get(key)
         if holder is None or holder.value in self._own_records:
-            # What took so long is etcd, which answers again: it was cut off, or started anew.
+            # etcd took so long, and answers again: it was unreachable, or restarted.
             return False
         raise AddressInUse(
             f"another parameter server holds the id {self._identity.server_id}",
@@ -166,7 +167,7 @@ class Registration:
                 else:
                     self._on_renewed(sent_s)
             except (RetryError, LeaseExpired) as error:
-                # Shards are served on; the next round tries again.
+                # Shards are still served; the next round tries again.
                 log.warning(
                     "lease_not_renewed", server_id=self._identity.server_id, reason=str(error)
                 )

@@ -1,4 +1,4 @@
-"""Which parameter servers there are, and where: followed in etcd."""
+"""The directory of parameter servers and their addresses, followed in etcd."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class ServerDirectory:
-    """As of the newest event seen; while etcd is away, as of before."""
+    """All registered servers, as of the newest event seen from etcd."""
 
     def __init__(self, store: KeyValueStore, on_change: Callable[[], object]) -> None:
         self._servers: PrefixMirror[Server] = PrefixMirror(
@@ -30,24 +30,25 @@ class ServerDirectory:
         await self._servers.__aexit__(*exc)
 
     def has_others(self, me: Holder) -> bool:
-        """Whether a server is there beside this one that does not leave too."""
+        """True if there is another server that is not leaving."""
         servers = self._servers.records.items()
         return any(not server.is_leaving for name, server in servers if name != me.server_id)
 
     def address(self, holder: Holder) -> str | None:
-        """Where that process is reached; None if it is not registered, or another one is."""
+        """Return the address of that process; None if it is not registered, or another process of
+        its id is."""
         server = self._servers.get(holder.server_id)
         return server.address if server is not None and server.holder == holder else None
 
     def address_of(self, server_id: str) -> str | None:
-        """Where the server of that id is reached, whichever process it is; None if none is
+        """Return the address of the server of that id, whichever process it is; None if none is
         registered."""
         server = self._servers.get(server_id)
         return None if server is None else server.address
 
     async def reach(self, holder: Holder) -> str | None:
-        """The same, asking etcd about a holder that is not known; while etcd is away, as far as is
-        known."""
+        """Return the address of that process, after asking etcd if it is unknown. While etcd is
+        unreachable, only known ones are found."""
         if self.address(holder) is None:
             try:
                 await self._servers.look_up(holder.server_id)

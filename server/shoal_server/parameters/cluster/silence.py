@@ -1,4 +1,4 @@
-"""How long another server has said nothing."""
+"""Measurement of another server's silence."""
 
 import asyncio
 
@@ -6,8 +6,8 @@ from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 
 
 class Silence:
-    """Lives on the event loop. Time in which this process itself stood still does not count: what
-    came meanwhile was not looked at."""
+    """Measures a silence. Time in which this process itself was halted does not count, as it read
+    nothing meanwhile. Lives on the event loop."""
 
     def __init__(self, timeouts: PeerTimeouts) -> None:
         self._timeouts = timeouts
@@ -15,16 +15,16 @@ class Silence:
         self._silent_s = 0.0
 
     def expect(self) -> None:
-        """From here on, if not before, the other one is to say something."""
+        """Expect a message of the other server from now on, if not before."""
         self._is_expected = True
 
     def heard(self) -> None:
-        """It has."""
+        """Note a message of the other server."""
         self._is_expected = False
         self._silent_s = 0.0
 
     async def wait(self) -> None:
-        """Return once it has said nothing for longer than servers put up with."""
+        """Return once the other server has been silent for `silence_s`."""
         loop = asyncio.get_running_loop()
         looked_s = loop.time()
         while self._silent_s < self._timeouts.silence_s:

@@ -1,1 +1,1 @@
-"""Gradients that come in fewer bytes than their values have, read."""
+"""Decoders of compressed gradients."""

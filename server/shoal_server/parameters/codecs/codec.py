@@ -1,7 +1,7 @@
-"""What a `GradientCodec` says of a push, checked, and the reader of what comes with it.
+"""Checks of a push's `GradientCodec`, and the choice of its decoder.
 
-Whoever holds a copy of a shard reads the same bytes again, and must get the same values to the last
-bit: every reader does nothing but copy values, and multiply and add them one by one.
+Every replica of a shard decodes the same bytes, and must get the same values to the last bit:
+decoders only copy values, and multiply and add them one by one.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,17 +19,17 @@ from shoal_server.parameters.codecs.sparse import SparseDecoder
 
 
 class Decoder(Protocol):
-    """Reads the gradient of one push to one shard. Any thread."""
+    """Decodes the gradient of one push to one shard. Used from any thread."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the gradient as it comes."""
+        """Size of the encoded gradient."""
         ...
 
     def decode(self, data: Buffer) -> Tensor:
-        """The values in fp32, those of one block after the other; maybe not finite.
+        """Return the values in fp32, block after block; maybe not finite.
 
-        Raises MalformedMessage for bytes that are none of this codec.
+        Raises MalformedMessage for bytes that are not of this codec.
         """
         ...
 
@@ -48,10 +48,11 @@ CODECS = tuple(_DECODERS)
 def new_decoder(
     codec: GradientCodec, sizes: Sequence[int], *, plain_bytes: int, shard_id: int
 ) -> Decoder:
-    """The reader for a gradient of blocks of so many elements, which has `plain_bytes` as it is.
+    """Make the decoder for a gradient of blocks of these sizes, which has `plain_bytes`
+    uncompressed.
 
-    Raises InvalidSpec for a codec that there is not, or whose options are out of range, and
-    ShapeMismatch for another length than those blocks have.
+    Raises InvalidSpec for an unknown codec, or options that are out of range, and ShapeMismatch for
+    a length that does not fit those blocks.
     """
     make = _DECODERS.get(codec.kind)
     if make is None:
@@ -69,7 +70,7 @@ def new_decoder(
 
 
 def unknown_codec(kind: str, known: Sequence[str]) -> InvalidSpec:
-    """The error for a codec that is none of those known."""
+    """Return the error for an unknown codec."""
     return InvalidSpec(
         f"there is no codec {kind!r} for gradients here",
         seen=repr(kind),

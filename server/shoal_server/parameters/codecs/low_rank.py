@@ -1,4 +1,4 @@
-"""Gradients of matrices that come as products of two thin ones.
+"""Low-rank gradients: matrices sent as products of two thin ones.
 
 M: rows of a matrix. N: its columns. R: rank, the columns of either factor.
 """
@@ -17,7 +17,7 @@ VALUE_BYTES = 4
 
 class LowRankDecoder:
     def __init__(self, codec: GradientCodec, sizes: Sequence[int]) -> None:
-        """Raises InvalidSpec or ShapeMismatch."""
+        """Check the codec. Raises InvalidSpec or ShapeMismatch."""
         if codec.rank < 1:
             raise InvalidSpec(
                 "the rank of codec powersgd is out of range", seen="0", expected="1 or above"
@@ -60,7 +60,7 @@ class LowRankDecoder:
     def _fill(
         self, block: Tensor, part: LowRankRows, sent: Tensor, factors: Sequence[Tensor]
     ) -> int:
-        """Write one block from the values that were sent for it; how many these are."""
+        """Write one block from the values that were sent for it; return their number."""
         if not part.rows:
             block.copy_(sent[: len(block)])
             return len(block)
@@ -77,8 +77,8 @@ class LowRankDecoder:
 def multiply(left_mr: Tensor, right_nr: Tensor, out: Tensor) -> None:
     """Write the M x N values of P Q^T.
 
-    Term by term: a product of matrices adds its terms up in an order, and rounds them, as the
-    processor and the number of threads have it.
+    Term by term: in a matrix product, the order and rounding of the terms depend on the processor
+    and the number of threads.
     """
     out_mn = out.view(left_mr.shape[0], right_nr.shape[0])
     right_rn = right_nr.t().contiguous()

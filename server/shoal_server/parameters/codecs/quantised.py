@@ -1,4 +1,4 @@
-"""Gradients in a byte a value, or in a bit, with a scale for each few of them.
+"""Quantised gradients: a byte or a bit per value, with a scale per group of values.
 
 K: groups of values with one scale. B: values of such a group.
 """
@@ -18,10 +18,10 @@ BITS = 8
 
 
 class _Scaled:
-    """What both have: the scales of all groups come first."""
+    """The common part of both codecs: the scales of all groups come first."""
 
     def __init__(self, codec: GradientCodec, sizes: Sequence[int], bits: int) -> None:
-        """Raises InvalidSpec."""
+        """Check the codec. Raises InvalidSpec."""
         if not 0 < codec.block <= MAX_BLOCK or codec.block % BITS:
             raise InvalidSpec(
                 f"the block of codec {codec.kind} is out of range",
@@ -66,7 +66,7 @@ class OneBitDecoder(_Scaled):
 
 
 def _signs() -> Tensor:
-    """For each byte the signs that it stands for, its highest bit first."""
+    """Return the eight signs of each byte, of its highest bit first."""
     bits = (torch.arange(256).unsqueeze(1) >> torch.arange(BITS - 1, -1, -1)) & 1
     return bits.to(torch.float32) * 2 - 1
 

@@ -1,4 +1,4 @@
-"""Gradients of a table's rows in 16 or 8 bits a value. Every row can be read without the others.
+"""Compressed gradients of a table's rows: 16 or 8 bits per value. Each row is decoded on its own.
 
 R: rows. C: columns.
 """
@@ -16,14 +16,16 @@ ROW_CODECS = ("fp16", "bf16", "int8")
 
 
 def row_bytes(codec: GradientCodec, dim: int) -> int:
-    """Of one row's gradient as it comes. Raises InvalidSpec for a codec that rows do not have."""
+    """Return the size of one row's encoded gradient. Raises InvalidSpec for a codec that is not for
+    rows."""
     if codec.kind not in ROW_CODECS:
         raise unknown_codec(codec.kind, ROW_CODECS)
     return SCALE_BYTES + dim if codec.kind == "int8" else 2 * dim
 
 
 def decode_rows(codec: GradientCodec, data: Buffer, dim: int) -> Tensor:
-    """The gradients as R x C in fp32; maybe not finite. `data` has whole rows, at least one."""
+    """Return the gradients as R x C in fp32; maybe not finite. `data` has whole rows, at least
+    one."""
     if codec.kind != "int8":
         return torch.frombuffer(data, dtype=HALF[codec.kind]).to(torch.float32).view(-1, dim)
     raw = torch.frombuffer(data, dtype=torch.uint8).view(-1, SCALE_BYTES + dim)

@@ -1,4 +1,4 @@
-"""Gradients of which some values come with their places, and the others are 0."""
+"""Sparse gradients: some values with their positions; the others are 0."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class SparseDecoder:
         self.num_bytes = self._num_sent * ENTRY_BYTES
 
     def decode(self, data: Buffer) -> Tensor:
-        """Raises MalformedMessage for places that there are not, or that are not rising."""
+        """Decode. Raises MalformedMessage for positions that are out of range or not rising."""
         values = torch.zeros(self._num_values)
         if not self._num_sent:
             return values

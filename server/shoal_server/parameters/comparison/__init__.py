@@ -1,1 +1,1 @@
-"""Comparing the copies of a shard with their primary while both are in use."""
+"""Comparison of backups with their primary while both are in use."""

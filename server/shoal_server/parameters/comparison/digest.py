@@ -1,17 +1,18 @@
-"""Whether a copy of a shard is what its primary is, looked at piece by piece while pushes go on.
+"""Comparison of a backup with its primary, piece by piece while pushes go on.
 
-A copy replays what its primary applied, so it is the same to the last bit; what breaks that is a
-fault of memory, of a machine's arithmetic, or of this program. Nobody would notice before the copy
-takes over. So the primary digests a piece now and then, the digest goes to each copy in the stream
-of records, and the copy digests the same piece when it has replayed exactly the same records:
+A backup replays its primary's updates, so it is equal to the last bit; only a fault of memory, of a
+machine's arithmetic, or of this program makes a difference. Nobody would notice it before the
+backup takes over. So the primary computes a digest of a piece at intervals and sends it to each
+backup in the stream of records. The backup digests the same piece when it has replayed exactly the
+same records:
 
     walk = PieceWalk()
-    told = walk.next(shard)                      at the primary, which says so behind a record
-    compared(copy, told)                         at the copy, before the next record is replayed
+    digest = walk.next(shard)                    at the primary, which sends it after a record
+    compared(copy, digest)                       at the backup, before the next record is replayed
 
 A piece is small: the shard's lock is held for about a millisecond, in a thread, however large the
-shard is. A walk goes through all of it in turn: values, optimizer state, rows, what is remembered
-of pushes. Rows lie elsewhere in a copy, so a piece of rows is a list of ids.
+shard is. A walk covers the whole shard in turn: values, optimizer state, rows, remembered pushes.
+Positions of rows differ between replicas, so a piece of rows is a list of ids.
 """
 
 from collections.abc import Sequence
@@ -30,25 +31,25 @@ from shoal_server.parameters.shard.versioned import AnyShard
 PIECE_BYTES = 1024 * 1024
 SESSIONS_A_PIECE = 32
 SESSIONS, ROWS = "sessions", "rows"
-"""Parts of a shard that are no tensors of a fixed order; no tensor has such a name."""
+"""Names of the parts that are no tensors of fixed order; no tensor has such a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DigestRange:
-    """Where to look."""
+    """The range of a shard that a digest covers."""
 
     part: str
     """A tensor's name, SESSIONS or ROWS."""
     start: int = 0
-    """Of a tensor in bytes; of the sessions, how many come before."""
+    """Start of the range: in a tensor, in bytes; in sessions, their number before it."""
     stop: int = 0
     row_ids: bytes = b""
-    """Of rows: which, as int64."""
+    """For rows: their ids, as int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceDigest:
-    """What was seen there, right after the push that made the version."""
+    """The digest of a range right after the push that made the version."""
 
     version: int
     piece: DigestRange
@@ -59,22 +60,22 @@ class Comparison(Enum):
     SAME = "same"
     DIFFERENT = "different"
     ANOTHER_VERSION = "another version"
-    """Nothing can be said: the shard is at another version than the digest."""
+    """Not comparable: the shard is at another version than the digest."""
 
 
 class PieceWalk:
-    """Goes through a shard piece by piece, and begins again at its end. For one thread at a time;
-    a shard that changes its size meanwhile is no trouble."""
+    """Walks through a shard piece by piece, and begins again at its end. Used by one thread at a
+    time; the shard may change its size meanwhile."""
 
     def __init__(self, piece_bytes: int = PIECE_BYTES) -> None:
         self._piece_bytes = piece_bytes
         self._part = 0
         self._at = 0
         self.num_rounds = 0
-        """How often it went through all of the shard."""
+        """Number of complete walks."""
 
     def next(self, shard: AnyShard) -> PieceDigest:
-        """The digest of the next piece. Takes the shard's lock."""
+        """Return the digest of the next piece. Takes the shard's lock."""
 
         def look(version: int) -> PieceDigest:
             piece = self._next_piece(shard)
@@ -98,13 +99,13 @@ class PieceWalk:
         return self._next_piece(shard)
 
     def _piece_of(self, shard: AnyShard, part: str) -> DigestRange | None:
-        """The next one of that part; None behind its end."""
+        """Return the next piece of that part; None after its end."""
         start = self._at
         if part == ROWS:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
             return DigestRange(part=part, row_ids=row_ids) if self._at > start else None
         if part == SESSIONS:
-            # One more than there are: then it is seen that there are no others.
+            # One more than there are, so that a backup with more sessions is detected.
             size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
         else:
             size, step = shard.body.flat_tensors()[part].nbytes, self._piece_bytes
@@ -114,20 +115,21 @@ class PieceWalk:
         return DigestRange(part=part, start=start, stop=self._at)
 
 
-def compared(shard: AnyShard, told: PieceDigest) -> Comparison:
-    """Whether the piece is here what it was there. Takes the shard's lock."""
+def compared(shard: AnyShard, digest: PieceDigest) -> Comparison:
+    """Compare the piece in this shard with a digest. Takes the shard's lock."""
 
     def look(version: int) -> Comparison:
-        if version != told.version:
+        if version != digest.version:
             return Comparison.ANOTHER_VERSION
-        is_same = _checksum(shard, told.piece) == told.checksum
+        is_same = _checksum(shard, digest.piece) == digest.checksum
         return Comparison.SAME if is_same else Comparison.DIFFERENT
 
     return shard.read(look)
 
 
 def _checksum(shard: AnyShard, piece: DigestRange) -> int:
-    """A piece that is not there has another checksum than any that is."""
+    """Return the checksum of a piece; -1, which no other piece has, if its tensor does not
+    exist."""
     body = shard.body
     if piece.part == ROWS:
         found, tensors = body.rows_of(piece.row_ids)
@@ -158,5 +160,5 @@ def _folded(tensors: Sequence[Tensor], crc: int) -> int:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """All of a contiguous tensor, not copied."""
+    """Return the bytes of a contiguous tensor, not copied."""
     return tensor.reshape(-1).view(torch.uint8)

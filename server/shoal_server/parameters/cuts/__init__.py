@@ -1,1 +1,1 @@
-"""Shards as of one moment, read chunk by chunk while they are written to."""
+"""Cuts: shards as of one moment, read chunk by chunk while pushes go on."""

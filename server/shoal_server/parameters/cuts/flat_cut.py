@@ -1,4 +1,4 @@
-"""A cut through tensors that every push may change anywhere."""
+"""Cuts through tensors of which each push may change any part."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +14,7 @@ from shoal_server.parameters.cuts.tensor_bytes import DTYPES, as_bytes, describe
 
 
 class FlatTensors:
-    """Tensors, one after the other, as chunks of their bytes; no chunk has bytes of two."""
+    """Tensors as chunks of their bytes, one after the other; no chunk spans two tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor], chunk_bytes: int) -> None:
         self.tensors = tensors
@@ -29,21 +29,21 @@ class FlatTensors:
         return len(self._chunks)
 
     def size_of(self, index: int) -> int:
-        """Bytes of a chunk."""
+        """Return the size of a chunk in bytes."""
         _, start, stop = self._chunks[index]
         return stop - start
 
     def chunks_of(self, name: str) -> Sequence[int]:
-        """The chunks of one tensor, in order."""
+        """Return the chunks of one tensor, in order."""
         return [index for index, chunk in enumerate(self._chunks) if chunk[0] == name]
 
     def at(self, index: int, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The bytes of a chunk in these tensors, which are of the same names and sizes."""
+        """Return the bytes of a chunk in these tensors, which have the same names and sizes."""
         name, start, stop = self._chunks[index]
         return as_bytes(tensors[name])[start:stop]
 
     def write(self, index: int, data: Buffer) -> None:
-        """Put a chunk's bytes to their place. Raises MalformedMessage if there are more or less."""
+        """Write a chunk's bytes to their tensor. Raises MalformedMessage if the length is wrong."""
         place = self.at(index, self.tensors)
         if len(data) != len(place):
             raise MalformedMessage(
@@ -55,8 +55,8 @@ class FlatTensors:
 
 
 class FlatCut:
-    """Whoever is about to change the tensors calls `preserve` first, under the lock of all that
-    reads or writes them."""
+    """A cut through tensors. Call `preserve` before each change of them, under the lock that
+    protects them."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._flat = flat = FlatTensors(tensors, CHUNK_BYTES)
@@ -71,7 +71,7 @@ class FlatCut:
         return self._flat.size_of(index)
 
     def preserve(self) -> None:
-        """Copy all of it aside, once, if anything of it is wanted still."""
+        """Copy all tensors, once, unless all chunks are released."""
         if self._copies is None and self._wanted:
             self._copies = {name: each.clone() for name, each in self._flat.tensors.items()}
             if not self._wanted:

@@ -1,14 +1,14 @@
-"""A shard as of one version, read in chunks while pushes go on.
+"""A cut of a shard at one version, read in chunks while pushes go on.
 
     cut = shard.cut()                     no copy is made; pushes go on at once
     for i in range(cut.num_chunks):
-        send(cut.chunk(i))                may be asked for again, until
-        cut.release(i)                    nobody needs it any more
+        send(cut.chunk(i))                may be called again, until
+        cut.release(i)                    the chunk is released
     cut.close()
 
-Before a push changes what a chunk consists of, and while that chunk is not released, what it was
-is copied aside: whatever is read is as of the cut. Of a table these are the rows that the push
-touches, of a dense shard, which has a few MiB, all of it.
+Before a push changes data of a chunk that is not released, the old data are copied: what is read is
+as of the cut. For a table these are the rows that the push touches; for a dense shard, which has a
+few MiB, all of it.
 """
 
 import threading
@@ -32,7 +32,8 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 
 class Locked(Protocol):
-    """Does work under the lock of a shard's content, if the cut is open before and after it."""
+    """Does work under the lock of a shard's content; raises unless the cut is open before and after
+    it."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -43,46 +44,46 @@ class TensorStream:
 
     described: TensorImage
     pieces: Iterator[Tensor]
-    """Contiguous, one after the other; each is the reader's own."""
+    """Contiguous pieces in order; the reader owns each."""
 
 
 class CutContent(Protocol):
-    """The large part of a cut. Whoever calls `read` holds the lock of the shard's content."""
+    """The large part of a cut. Call `read` with the lock of the shard's content."""
 
     described: Sequence[TensorImage]
-    """What it consists of."""
+    """The tensors of the content."""
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """Return the number of chunks."""
         ...
 
     def size_of(self, index: int) -> int:
-        """Bytes of a chunk."""
+        """Return the size of a chunk in bytes."""
         ...
 
     def read(self, index: int) -> Buffer:
-        """A copy of a chunk as of the cut."""
+        """Copy a chunk as of the cut."""
         ...
 
     def release(self, index: int) -> None:
-        """A chunk is not needed any more. Any thread, without a lock."""
+        """Release a chunk: it is not read again. Called from any thread, without a lock."""
         ...
 
     def close(self) -> None:
-        """Nothing is needed any more. Any thread, without a lock."""
+        """Release all chunks. Called from any thread, without a lock."""
         ...
 
     @property
     def held_bytes(self) -> int:
-        """What was copied aside. Any thread, without a lock."""
+        """Bytes of copied old data. Read from any thread, without a lock."""
         ...
 
     def streams(self, locked: "Locked") -> "Sequence[TensorStream]":
-        """All of it by tensors. A piece is read when it is asked for, within `locked`."""
+        """Return all tensors. A piece is read when it is requested, within `locked`."""
         ...
 
     def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """What `streams` gave, in an order that is a function of what it says."""
+        """Sort what `streams` returned into an order that depends only on the content."""
         ...
 
 
@@ -90,7 +91,7 @@ ContentT = TypeVar("ContentT", bound=CutContent)
 
 
 class OpenCuts(Generic[ContentT]):
-    """The cuts that whoever changes a shard's content has to spare. Any thread."""
+    """The open cuts of a shard, whose data must be preserved on changes. Used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,7 +108,7 @@ class OpenCuts(Generic[ContentT]):
             self._open = (*self._open, content)
 
     def remove(self, content: ContentT) -> None:
-        """It may be gone already."""
+        """Remove a cut; it may be removed already."""
         with self._lock:
             self._open = tuple(each for each in self._open if each is not content)
 
@@ -117,10 +118,10 @@ class OpenCuts(Generic[ContentT]):
 
 
 class ShardCut:
-    """All methods may be called from any thread, and by several at a time. `chunk` and `tensors`
-    copy and wait for the shard's lock, which a push holds while it is applied: not for the event
-    loop. `release` and `header` neither copy nor wait. `close` waits for no lock either, but gives
-    back what was copied aside, which takes 0.1 ms a MiB."""
+    """A cut of one shard. All methods may be called from any thread, and concurrently. `chunk` and
+    `tensors` copy and wait for the shard's lock, which a push holds while it is applied: do not
+    call them on the event loop. `release` and `header` neither copy nor wait. `close` takes no lock
+    either, but frees the copied data, which takes 0.1 ms per MiB."""
 
     def __init__(
         self,
@@ -131,8 +132,8 @@ class ShardCut:
         lock: AbstractContextManager[bool],
         cuts: OpenCuts[CutContent],
     ) -> None:
-        """`header` lacks what is known of the content and the rest; `lock` is that of the content,
-        which is among `cuts`."""
+        """`header` is completed here with the content and the rest; `lock` protects the content,
+        which is in `cuts`."""
         self._content = content
         self._rest_message = rest
         self._rest = rest.SerializeToString(deterministic=True)
@@ -143,7 +144,7 @@ class ShardCut:
         header.chunk_bytes, header.rest_bytes = CHUNK_BYTES, len(self._rest)
         header.tensors.extend(content.described)
         self.header = header
-        """What a `ShardBuilder` begins with. Not to be changed."""
+        """The header for a `ShardBuilder`. Do not change it."""
 
     @property
     def shard_id(self) -> int:
@@ -160,12 +161,12 @@ class ShardCut:
 
     @property
     def spec(self) -> bytes:
-        """What the shard was made from."""
+        """The specification of the shard."""
         return self.header.spec
 
     @property
     def sessions(self) -> Sequence[SessionImage]:
-        """What the shard remembered of pushes."""
+        """The pushes that the shard remembered."""
         return list(self._rest_message.sessions)
 
     @property
@@ -173,23 +174,23 @@ class ShardCut:
         return self._num_rest + len(self._content)
 
     def num_bytes(self, index: int) -> int:
-        """Of a chunk."""
+        """Return the size of a chunk in bytes."""
         if index < self._num_rest:
             return min(CHUNK_BYTES, len(self._rest) - index * CHUNK_BYTES)
         return self._content.size_of(index - self._num_rest)
 
     @property
     def total_bytes(self) -> int:
-        """Of all chunks."""
+        """Size of all chunks in bytes."""
         return sum(map(self.num_bytes, range(self.num_chunks)))
 
     @property
     def held_bytes(self) -> int:
-        """Memory that the cut takes beside the shard."""
+        """Memory that the cut takes in addition to the shard."""
         return 0 if self._is_closed else len(self._rest) + self._content.held_bytes
 
     def chunk(self, index: int) -> Buffer:
-        """A chunk as of the cut; the same bytes each time, until it is released.
+        """Return a chunk as of the cut; the same bytes each time, until it is released.
 
         Raises InternalError once it is released or the cut is closed.
         """
@@ -202,18 +203,18 @@ class ShardCut:
         with self._lock:
             self._check_open()
             result = work()
-        # What was copied aside may be gone since the first look.
+        # A concurrent `close` may have freed the copied data since the first check.
         self._check_open()
         return result
 
     def release(self, index: int) -> None:
-        """The chunk is not asked for again: pushes need not copy it aside any more. May be called
+        """Release a chunk: it is not read again, and pushes need not preserve it. May be called
         again, and after `close`."""
         if index >= self._num_rest and not self._is_closed:
             self._content.release(index - self._num_rest)
 
     def close(self) -> None:
-        """Let go of all of it. May be called again; a `chunk` that is being read raises."""
+        """Release everything. May be called again; a `chunk` call in progress raises."""
         self._is_closed = True
         self._cuts.remove(self._content)
         self._content.close()
@@ -225,8 +226,8 @@ class ShardCut:
         self.close()
 
     def streams(self) -> Sequence[TensorStream]:
-        """All of it by tensors, each in pieces that are read when they are asked for. Of a table,
-        rows that are not in use are left out. No chunk is released yet."""
+        """Return all tensors, each in pieces that are read when they are requested. Unused rows of
+        a table are left out. No chunk may be released before."""
         small = [
             TensorStream(each.description, iter((from_message(each),)))
             for each in self._rest_message.tensors
@@ -234,8 +235,8 @@ class ShardCut:
         return [*self._content.streams(self._locked), *small]
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """All of it as tensors of their own; of a table in the order of the ids, so that shards
-        with the same rows give the same. No chunk is released yet."""
+        """Copy all tensors; for a table in the order of the ids, so that shards with equal rows
+        give equal tensors. No chunk may be released before."""
         large = {each.described.name: _whole(each) for each in self._content.streams(self._locked)}
         small = {each.description.name: from_message(each) for each in self._rest_message.tensors}
         return {**self._content.ordered(large), **small}
@@ -260,14 +261,14 @@ def _whole(stream: TensorStream) -> Tensor:
 
 
 def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> CutRest:
-    """What of a shard is small."""
+    """Make the small part of a cut."""
     return CutRest(
         sessions=sessions, tensors=[to_message(name, each) for name, each in tensors.items()]
     )
 
 
 def released(index: int) -> InternalError:
-    """The error for a chunk that nobody was to ask for again."""
+    """Return the error for a read of a released chunk."""
     return InternalError(
         "a chunk of a cut is asked for that was released", seen=f"chunk {index} of its content"
     )

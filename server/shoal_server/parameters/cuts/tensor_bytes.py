@@ -1,4 +1,4 @@
-"""Tensors as bytes, and how they are described to whoever makes them again."""
+"""Tensors as bytes, with their descriptions."""
 
 import math
 import warnings
@@ -25,17 +25,17 @@ DTYPES = {
         torch.bool,
     )
 }
-# What comes in is only ever read: torch need not warn that its bytes cannot be written.
+# Received bytes are only read: torch need not warn that they are not writable.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The tensor's own memory, flat; it is contiguous."""
+    """Return the memory of a contiguous tensor as bytes, not copied."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
 
 
 def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int = 0) -> Tensor:
-    """A tensor that lies in `data` from that byte on."""
+    """Return a tensor that lies in `data` from byte `at` on."""
     count = math.prod(shape)
     if not count:
         return torch.empty(tuple(shape), dtype=dtype)
@@ -43,7 +43,7 @@ def from_bytes(data: Buffer, dtype: torch.dtype, shape: Sequence[int], at: int =
 
 
 def describe(name: str, tensor: Tensor) -> TensorImage:
-    """All but the bytes."""
+    """Describe a tensor: all but its bytes."""
     return TensorImage(
         name=name,
         dtype=str(tensor.dtype).removeprefix("torch."),
@@ -53,14 +53,14 @@ def describe(name: str, tensor: Tensor) -> TensorImage:
 
 
 def to_message(name: str, tensor: Tensor) -> CutTensor:
-    """A small tensor, whole."""
+    """Encode a small tensor."""
     return CutTensor(
         description=describe(name, tensor), data=as_bytes(tensor.contiguous()).numpy().tobytes()
     )
 
 
 def from_message(message: CutTensor) -> Tensor:
-    """What `to_message` was given; its memory is its own. Raises MalformedMessage."""
+    """Decode what `to_message` encoded, to new memory. Raises MalformedMessage."""
     described = message.description
     dtype = DTYPES.get(described.dtype)
     shape = tuple(described.shape)

@@ -1,4 +1,4 @@
-"""Where a journal lies, and how large it may grow."""
+"""Configuration of a journal: its directory and bounds."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_server.serving.options import INTERNAL
 
 START_BYTES = 16
-"""Of a segment, before its first entry."""
+"""Size of a segment's start, before its first entry."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""What an operating system's error at a journal's files means for whoever waits for the disk."""
+"""The error that durable pushes get if the journal's disk fails."""
 
 import errno
 from pathlib import Path
@@ -9,7 +9,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
-    """DiskFull where the disk has no room, else Unavailable. `fix`: what to do where pushes do not
+    """Return DiskFull if the disk has no room, else Unavailable. `fix`: what to do if pushes do not
     simply go on."""
     if _errno(error) in _NO_ROOM:
         return DiskFull(
@@ -29,7 +29,7 @@ def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalEr
 
 
 def _errno(error: BaseException | None) -> int | None:
-    """Of the operating system's error that this one is, or comes from."""
+    """Return the errno of this error, or of the OSError that caused it."""
     while error is not None:
         if isinstance(error, OSError):
             return error.errno

@@ -1,4 +1,4 @@
-"""The images in a journal's directory: one a shard, in the place of all that it replaces."""
+"""The images in a journal's directory: one per shard, which replaces its earlier records."""
 
 import re
 from collections.abc import Sequence
@@ -21,14 +21,14 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """A shard's image: its place among the shard's records, and its file."""
+    """A shard's image: its position among the shard's records, and its file."""
 
     job: str
     shard_id: int
     epoch: int
     version: int
     number: int
-    """Log number of the first entry that was written after it."""
+    """Log number of the first entry written after the image."""
     sha256: str
 
     @property
@@ -37,8 +37,8 @@ class Kept:
 
     @property
     def name(self) -> str:
-        told = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
-        return f"{told}.safetensors"
+        stem = f"{self.shard_id:05d}-{self.epoch}-{self.version}-{self.number}-{self.sha256}"
+        return f"{stem}.safetensors"
 
     @property
     def path(self) -> str:
@@ -46,7 +46,7 @@ class Kept:
 
 
 class JournalImages:
-    """Every call blocks."""
+    """The image files of a journal. Every call blocks."""
 
     def __init__(self, directory: Path) -> None:
         self._files = Storage(Location.of_directory(directory))
@@ -67,7 +67,7 @@ class JournalImages:
     def write(
         self, job: str, epoch: int, number: int, image: Image | ShardCut, run: str = ""
     ) -> Kept:
-        """On disk when it returns. `run`: of the job. Raises Unavailable."""
+        """Write an image; it is on disk on return. `run`: the job's run. Raises Unavailable."""
         file = image_file.Digested(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 
@@ -78,7 +78,7 @@ class JournalImages:
         return kept()
 
     def read(self, kept: Kept) -> Image:
-        """Raises JournalDamaged, naming the file, if it is not what was written."""
+        """Read an image. Raises JournalDamaged, naming the file, if it is not what was written."""
         data = self._files.read(kept.path) or b""
         try:
             return image_file.from_bytes(

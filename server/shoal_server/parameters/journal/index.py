@@ -1,4 +1,4 @@
-"""What a journal knows of its own files: which segments hold records that are still needed."""
+"""The index of a journal's files: which segments have records that are still needed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class EntryLocation:
 
 @dataclass(slots=True)
 class JournalSegment:
-    """One file of the log."""
+    """A file of the log."""
 
     index: int
     first_number: int
@@ -34,24 +34,24 @@ class JournalSegment:
 
 
 class JournalIndex:
-    """A shard's image replaces its records up to the image's version; the end of its time here
-    replaces everything before. Segments go from the oldest on only, so no end is forgotten before
-    what it ended."""
+    """Segments and images of a journal. A shard's image replaces its records up to the image's
+    version; an end entry replaces everything of the shard before it. Segments are removed oldest
+    first, so an end entry is never removed before the entries that it ends."""
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
         self._images: dict[Key, Kept] = {}
         self._ended: dict[Key, int] = {}
         self._only: Key | None = None
-        """The one shard that this is of, if it is of one alone."""
+        """The only shard of this index; None: all shards."""
 
     @property
     def images(self) -> Mapping[Key, Kept]:
-        """Of the shards that are kept here."""
+        """The newest images, by shard."""
         return self._images
 
     def of(self, key: Key) -> "JournalIndex":
-        """What is known of one shard, as of now."""
+        """Copy this index as of now, for one shard."""
         one = JournalIndex()
         one.segments = list(self.segments)
         one._images = {each: kept for each, kept in self._images.items() if each == key}
@@ -64,7 +64,8 @@ class JournalIndex:
         return sum(segment.num_bytes for segment in self.segments)
 
     def note(self, number: int, entry: JournalEntry) -> Kept | None:
-        """An entry was written to the newest segment. Gives an image that it made superfluous."""
+        """Add an entry of the newest segment. Returns the image that it made superfluous, if
+        any."""
         version = 0 if entry.record is None else entry.record.push.version
         self.segments[-1].last[entry.key] = EntryLocation(number, entry.epoch, version)
         if entry.record is not None:
@@ -76,7 +77,7 @@ class JournalIndex:
         return self._images.pop(entry.key)
 
     def put(self, image: Kept) -> Kept | None:
-        """An image was written. Gives the one that is superfluous by it, this one maybe."""
+        """Add an image. Returns the image that is superfluous now, which may be this one."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
             return image
@@ -86,14 +87,15 @@ class JournalIndex:
         return before if before != image else None
 
     def is_needed(self, key: Key, place: EntryLocation) -> bool:
-        """Whether the entry at that place is more than its shard's image holds."""
+        """True if the entry at that place is not contained in its shard's image."""
         if self._only not in (None, key) or place.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (place.epoch, place.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
-        """Take out the oldest segments of which nothing is needed; never the newest."""
+        """Remove the oldest segments of which nothing is needed, and return them; never the
+        newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
             removable.append(self.segments.pop(0))
@@ -102,7 +104,7 @@ class JournalIndex:
         return removable
 
     def overdue(self) -> Sequence[Key]:
-        """The shards for which the oldest segment is needed."""
+        """Return the shards for which the oldest segment is needed."""
         if not self.segments:
             return ()
         oldest = self.segments[0]

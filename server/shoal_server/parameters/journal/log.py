@@ -1,17 +1,17 @@
-"""A server's log of the pushes that it applied, on its own disk: what `durable` waits for.
+"""The journal: a server's log of applied pushes on its own disk, for durable acknowledgement.
 
     journal = Journal(JournalConfig(directory=...))
     with journal:
-        for shard in journal.recover(make): ...     what the last process here left
+        for shard in journal.recover(make): ...     what the last process left
         journal.put_image(job, epoch, image)        before a shard's first record
         journal.append(job, shard_id, epoch, record).result()
 
-Records are brought to disk in groups: all that came while the disk was busy goes with the next
-`fsync`. A shard's image, put there now and then, replaces all of its records up to the image's
-version; segments of which nothing is needed any more are removed.
+Records are written in groups: all that came while the disk was busy share the next `fsync`. A
+shard's image, written from time to time, replaces all of its records up to the image's version;
+segments of which nothing is needed are removed.
 
-While the disk fails or is full, nothing new is taken: what was appended before is kept in memory,
-and written as soon as that succeeds. `failure` tells of it.
+While the disk fails or is full, no new records are accepted. Records appended before stay in
+memory, and are written as soon as that succeeds. `failure` has the error.
 """
 
 import errno
@@ -52,9 +52,9 @@ log = structlog.get_logger(__name__)
 
 State = TypeVar("State", bound=AnyShard)
 ENTRY_BYTES = 256
-"""Counted for an entry beside its data."""
+"""Memory counted for an entry in addition to its data."""
 RETRY_EACH_S = 0.5
-"""A disk that failed is tried again after so long."""
+"""Interval between tries of a disk that failed."""
 
 
 MAX_OWNER_BYTES = 1024
@@ -67,10 +67,12 @@ class _Waiting(NamedTuple):
 
 
 class Journal:
-    """Any thread. `with` runs its writer; at the end all that was appended is on disk."""
+    """A journal, used from any thread. `with` runs its writer; at the end all appended entries are
+    on disk, unless the disk fails."""
 
     def __init__(self, config: JournalConfig, *, fsync: Callable[[int], None] = os.fsync) -> None:
-        """Raises AddressInUse if another process has the directory, JournalDamaged."""
+        """Open a journal. Raises AddressInUse if another process uses the directory, and
+        JournalDamaged."""
         self._config = config
         self._fsync = fsync
         config.directory.mkdir(parents=True, exist_ok=True)
@@ -87,11 +89,11 @@ class Journal:
         self._thread = threading.Thread(target=self._write_for_ever, name="shoal-journal")
 
     def own(self, owner: Holder) -> str:
-        """Say whose journal it is from now on; the incarnation whose it was before, empty if nobody
-        said. That process has ended, or has closed it: it had the lock.
+        """Set the owner, and return the incarnation of the previous owner; empty if there was none.
+        That process has ended, or closed the journal, as it had the lock.
 
-        Raises InvalidSpec if it is the journal of a server with another id: for that one, all of it
-        may be the last there is, and this one would let go of it.
+        Raises InvalidSpec if it is the journal of a server with another id: it may have that
+        server's only copies, and this server would drop them.
         """
         self._claim.seek(0)
         before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
@@ -107,8 +109,8 @@ class Journal:
         return incarnation
 
     def _write_owner(self, owner: bytes) -> None:
-        """In place of what is there: a full disk has room for that, and leaves no file without an
-        owner."""
+        """Overwrite the owner in place: this works on a full disk, and never leaves the file
+        empty."""
         try:
             self._claim.seek(0)
             self._claim.write(owner)
@@ -119,8 +121,7 @@ class Journal:
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
-        """Every shard as it was when the last process here ended. To be called before `append`.
-
+        """Return every shard as it was when the last process ended. Call this before `append`.
         `make` makes the shard of an image. Raises JournalDamaged, naming the file.
         """
         return replay(self._config.directory, self._images, self._index, make)
@@ -128,16 +129,16 @@ class Journal:
     def read(
         self, job: str, shard_id: int, make: Callable[[Image], State]
     ) -> Recovered[State] | None:
-        """One shard of which nothing is appended meanwhile, as it is on disk; None: it is not
-        there. Blocks. Raises JournalDamaged, naming the file."""
+        """Read one shard from disk, to which nothing is appended meanwhile; None: it is not there.
+        Blocks. Raises JournalDamaged, naming the file."""
         with self._wake:
             index = self._index.of((job, shard_id))
         found = replay(self._config.directory, self._images, index, make)
         return found[0] if found else None
 
     def __enter__(self) -> "Journal":
-        """Raises Unavailable where nothing can be written. A full disk is waited for: what it has
-        can be read, and only those who wait for it are told."""
+        """Start the writer. Raises Unavailable if nothing can be written. If the disk is full, the
+        writer waits for room: the journal can be read, and only durable pushes fail."""
         try:
             self._begin_segment(self._first_number)
         except OSError as error:
@@ -165,19 +166,19 @@ class Journal:
 
     @property
     def num_bytes(self) -> int:
-        """Of all segments on disk."""
+        """Size of all segments on disk."""
         with self._wake:
             return self._index.num_bytes
 
     @property
     def failure(self) -> ShoalError | None:
-        """DiskFull or Unavailable while the disk takes nothing."""
+        """DiskFull or Unavailable while the disk cannot be written."""
         with self._wake:
             return self._failure
 
     def check_room(self) -> None:
-        """Raise Overloaded unless one more push can be kept. While the disk takes nothing at all,
-        pushes go on: only those that wait for it are told."""
+        """Raise Overloaded unless one more push can be kept. While the disk cannot be written at
+        all, pushes go on, and only durable ones fail."""
         with self._wake:
             failure, pending_bytes = self._failure, self._pending_bytes
             num_bytes = self._index.num_bytes
@@ -199,27 +200,27 @@ class Journal:
             )
 
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
-        """Keep a push; done once it is on disk. To be called in the order of the versions.
+        """Append a push; the future is done once it is on disk. Call this in the order of versions.
 
-        Never refuses, for the push is applied already: ask `check_room` before. The future fails
-        with DiskFull or Unavailable if the disk did, or does: the push may be kept all the same,
-        and none after it is before an image of the shard was put.
+        It has no bound, as the push is applied already: call `check_room` before the push. The
+        future fails with DiskFull or Unavailable if the disk fails. Then the push may be on disk or
+        not, and later pushes of the shard are kept only after a new image of it.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
     def forget(self, job: str, shard_id: int) -> "Future[None]":
-        """The shard is not this server's any more; done once that is on disk."""
+        """Append the end of a shard that this server no longer has; the future is done once it is
+        on disk."""
         return self._enqueue(JournalEntry(job, shard_id, 0, None))
 
     def put_image(self, job: str, epoch: int, image: Image | ShardCut, *, run: str = "") -> None:
-        """Keep a shard from here on, or let go of its records up to the image's version. `run`: of
-        the job, so that nobody takes the shard for one of another run.
+        """Begin to keep a shard, or replace its records up to the image's version. `run`: the job's
+        run, to tell the shard from those of other runs.
 
-        On disk when it returns. Blocks. Raises DiskFull or Unavailable, and then nothing has
-        changed.
+        The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change.
         """
         with self._wake:
-            # Above that of an end which was asked for before.
+            # Higher than the number of any end entry that was appended before.
             number = self._next_number
         try:
             kept = self._images.write(job, epoch, number, image, run)
@@ -231,9 +232,8 @@ class Journal:
         self._remove([superfluous], removable)
 
     def overdue(self) -> Sequence[Key]:
-        """Job and id of the shards that keep the oldest segment, once half of the room is full.
-
-        Segments are let go in turn: put images of these.
+        """Return the keys of the shards that need the oldest segment, once half of the room is
+        used. Put images of these, so that the segment can be removed.
         """
         with self._wake:
             if self._index.num_bytes <= self._config.max_bytes // 2:
@@ -244,7 +244,7 @@ class Journal:
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
-            # An end takes no room to speak of, and nobody would say it again.
+            # An end entry is small, and would not be appended again.
             if failure is None or entry.record is None:
                 self._queue.append(_Waiting(self._next_number, entry, done))
                 self._next_number += 1
@@ -255,7 +255,7 @@ class Journal:
         return done
 
     def _write_for_ever(self) -> None:
-        if not self._begin_in_the_end():
+        if not self._begin_with_retries():
             return
         while True:
             with self._wake:
@@ -263,7 +263,7 @@ class Journal:
                 batch, self._queue = self._queue, []
             if not batch:
                 return
-            superfluous = self._write_in_the_end(batch)
+            superfluous = self._write_with_retries(batch)
             if superfluous is None:
                 return
             for waiting in batch:
@@ -271,8 +271,8 @@ class Journal:
                     waiting.done.set_result(None)
             self._tidy(superfluous, batch[-1].number + 1)
 
-    def _begin_in_the_end(self) -> bool:
-        """Begin a segment as soon as the disk has room for one. False: the journal was to close
+    def _begin_with_retries(self) -> bool:
+        """Begin a segment as soon as the disk has room for it. False: the journal was closed
         before."""
         while self._file is None:
             with self._wake:
@@ -283,19 +283,19 @@ class Journal:
             except OSError as error:
                 self._fail(error, ())
             else:
-                self._works_again()
+                self._clear_failure()
         return True
 
-    def _write_in_the_end(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
-        """The images that it made superfluous; None if the journal was to close before it could be
-        written."""
+    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
+        """Write a batch, with retries; return the images that it made superfluous. None: the
+        journal was closed before the batch could be written."""
         while True:
             try:
                 superfluous = self._write(batch)
             except OSError as error:
                 self._fail(error, batch)
             else:
-                self._works_again()
+                self._clear_failure()
                 return superfluous
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
@@ -306,13 +306,13 @@ class Journal:
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
         data = b"".join(encode(entry, number, synced_bytes) for number, entry, _ in batch)
-        # Of an attempt that failed any part may be there: it begins where the disk was sure.
+        # A failed attempt may have left any part: begin after the last synced byte.
         self._file.truncate(synced_bytes)
         self._file.seek(synced_bytes)
         _write_all(self._file, data)
         self._fsync(self._file.fileno())
         if not os.fstat(self._file.fileno()).st_nlink:
-            # To write to it succeeds, and nobody will ever read it.
+            # Writing to a removed file succeeds, but nobody will ever read it.
             raise FileNotFoundError(errno.ENOENT, "it was removed", str(self._file.name))
         with self._wake:
             segment.num_bytes += len(data)
@@ -320,8 +320,8 @@ class Journal:
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
     def _tidy(self, superfluous: Sequence[Kept | None], next_number: int) -> None:
-        """Remove what is superfluous, and begin a new segment if this one is full. Where the disk
-        refuses, this one goes on growing, and more lies there than need be."""
+        """Remove superfluous files, and begin a new segment if this one is full. If the disk
+        refuses, this segment keeps growing, and superfluous files stay."""
         try:
             self._remove(superfluous, ())
             if self._index.segments[-1].num_bytes >= self._config.segment_bytes:
@@ -358,7 +358,7 @@ class Journal:
         self._images.remove([kept for kept in images if kept is not None])
 
     def _fail(self, error: OSError, batch: Sequence[_Waiting]) -> None:
-        """Tell all who wait for the disk, and all who come to wait for it."""
+        """Fail all waiting futures, and set the error for later ones."""
         failure = disk_failure(self._config.directory, error)
         with self._wake:
             is_new, self._failure = self._failure is None, failure
@@ -369,7 +369,7 @@ class Journal:
             if not each.done.done():
                 each.done.set_exception(failure)
 
-    def _works_again(self) -> None:
+    def _clear_failure(self) -> None:
         with self._wake:
             was_failing, self._failure = self._failure is not None, None
         if was_failing:
@@ -377,7 +377,7 @@ class Journal:
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
-    """All of it to a file without a buffer, which may take a part only."""
+    """Write all data to an unbuffered file, which may write only a part at a time."""
     left = memoryview(data)
     while left:
         left = left[file.write(left) :]
@@ -388,8 +388,8 @@ def _num_bytes(entry: JournalEntry) -> int:
 
 
 def _claimed(path: Path) -> BinaryIO:
-    """The open lock file; it lasts as long as the file is open."""
-    # Not to append: its text is written over in place.
+    """Open and lock the lock file; the lock lasts as long as the file is open."""
+    # Not in append mode: the text is overwritten in place.
     file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

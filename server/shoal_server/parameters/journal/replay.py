@@ -1,4 +1,4 @@
-"""What the last process left in a journal's directory, made into shards again."""
+"""Recovery of shards from a journal's directory."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,17 +32,19 @@ class Recovered(Generic[State]):
     state: State
     num_replayed: int
     run: str = ""
-    """Of the job; empty: not stated."""
+    """The job's run; empty: unknown."""
 
     def is_of_another_run(self, run: str) -> bool:
-        """Whether it is none of the shards that the job has in that run; empty: it has none."""
+        """True if the shard belongs to another run of the job than `run`; False if either is
+        unknown."""
         return bool(self.run and run and self.run != run)
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
-    """What lies there, with a torn end cut off; and the log number of the next entry.
+    """Read the index of a directory, and cut off a torn end; return it with the log number of the
+    next entry.
 
-    Raises JournalDamaged, naming the file, for anything else that is not as it was written.
+    Raises JournalDamaged, naming the file, for any other damage.
     """
     index, number = JournalIndex(), 1
     paths = sorted(directory.glob("segment-*.log"))
@@ -69,7 +71,7 @@ def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, in
 def replay(
     directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
 ) -> Sequence[Recovered[State]]:
-    """Make each shard from its image and apply what came after it."""
+    """Make each shard from its image, and apply the later records."""
     runs: dict[tuple[str, int], str] = {}
 
     def made(image: Image, key: tuple[str, int]) -> State:
@@ -134,7 +136,7 @@ def _entries(
 
 
 def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
-    """Take off the end of the log that was never acknowledged."""
+    """Cut off the end of the log, which was never acknowledged."""
     log.warning(
         "journal_tail_cut",
         file=path.name,

@@ -1,16 +1,15 @@
-"""One segment of a journal: entries one after the other, each with a checksum of all of it.
+"""The format of a journal's segment: entries in sequence, each with a checksum.
 
     segment   16 bytes: magic, log number of its first entry
     entry     head: magic, bytes of the header, bytes of the data, log number,
-                    bytes of this segment that were on disk for certain when it was written
+                    bytes of this segment that were synced when it was written
               CRC-32 of head, header and data
               header: a RecordStart without `num_bytes`; without `record`, it says that the shard
                       is not kept here any more
               data
 
-A write that a crash cut off leaves a torn end behind, in any order of its bytes. What an entry
-says of the bytes before it tells such an end from damage: bytes that were on disk for certain
-must be whole.
+A write that a crash interrupted leaves a torn end, of which any bytes may be on disk. Each entry's
+count of synced bytes tells a torn end from damage: synced bytes must be intact.
 """
 
 import struct
@@ -37,7 +36,7 @@ HEAD_BYTES = _HEAD.size + _CRC.size
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A push as it was applied; or, without a record, the end of a shard's time here."""
+    """A push as it was applied; or, without a record, the end of a shard in this journal."""
 
     job: str
     shard_id: int
@@ -51,23 +50,23 @@ class JournalEntry:
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a segment holds."""
+    """The content of a segment."""
 
     first_number: int
-    """The log number of its first entry."""
+    """Log number of the first entry."""
     entries: tuple[tuple[int, JournalEntry], ...]
-    """With their log numbers."""
+    """The entries with their log numbers."""
     num_bytes: int
-    """Up to the end of the last whole entry. Behind it lies nothing, or a torn end."""
+    """Size up to the end of the last complete entry. After it there is nothing, or a torn end."""
 
 
 def start(first_number: int) -> bytes:
-    """What a segment begins with."""
+    """Return the start of a segment."""
     return _START.pack(SEGMENT_MAGIC, first_number)
 
 
 def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
-    """The bytes of an entry."""
+    """Encode an entry."""
     header = RecordStart(job=entry.job, shard_id=entry.shard_id, epoch=entry.epoch)
     data: Buffer = b""
     if entry.record is not None:
@@ -80,10 +79,10 @@ def encode(entry: JournalEntry, number: int, synced_bytes: int) -> bytes:
 
 
 def scan(data: bytes, file: str, *, is_last: bool) -> Scan:
-    """Every entry up to the first that is not whole.
+    """Read every entry up to the first incomplete one.
 
-    Raises JournalDamaged, naming the file, if what is not whole had been on disk for certain: in
-    the last segment that shows by a later entry, and every earlier segment was finished.
+    Raises JournalDamaged, naming the file, if the incomplete entry had been synced: in the last
+    segment a later entry shows that, and every earlier segment was synced completely.
     """
     if len(data) < START_BYTES or data[:8] != SEGMENT_MAGIC:
         _check_torn(data, 0, file, is_last=is_last)
@@ -117,7 +116,7 @@ class _Found:
 
 
 def _entry_at(data: bytes, at: int) -> _Found | None:
-    """The entry that begins there; None if none does, or it is not whole."""
+    """Return the entry that begins at `at`; None if there is none, or it is incomplete."""
     body = at + HEAD_BYTES
     if body > len(data):
         return None
@@ -137,7 +136,8 @@ def _entry_at(data: bytes, at: int) -> _Found | None:
 
 
 def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
-    """Raise unless what is not whole at `at` may be the torn end of the journal."""
+    """Raise JournalDamaged unless the incomplete entry at `at` may be the torn end of the
+    journal."""
     witness = None if not is_last else _witness(data, at)
     if is_last and witness is None:
         return
@@ -152,7 +152,7 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 
 
 def _witness(data: bytes, at: int) -> int | None:
-    """Where a later entry begins that was written when the byte at `at` was on disk."""
+    """Return the start of a later entry that was written when the byte at `at` was synced."""
     for place in _places(data, at + 1):
         found = _entry_at(data, place)
         if found is not None and found.synced_bytes > at:

@@ -1,12 +1,12 @@
-"""The shards that this server leads, in its journal from the first moment on.
+"""Journaling of the shards that this server leads, from the start of its leadership on.
 
-What is applied counts as durable once the journal has the shard from an image on, and the shard's
-assignment names this server's disk (`ShardAssignment.on_disk`), to which the replication core sees.
-A shard that is led elsewhere by now stays in the journal until its assignment names another disk:
-until then this is the only one that has it.
+Updates count as durable once the journal has an image of the shard and what follows it, and the
+shard's assignment names this server's disk (`ShardAssignment.on_disk`), which the replication core
+writes. A shard that is led elsewhere by now stays in the journal until its assignment names another
+disk: until then this disk is the only one that has it.
 
-While the disk takes nothing, whoever waits for it is told so; a shard is kept again, from a new
-image on, as soon as the disk works.
+While the disk cannot be written, durable pushes fail; a shard is kept again, beginning with a new
+image, as soon as the disk works.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
-"""Between two attempts to put an image of a shard that is not kept."""
+"""Longest time between two attempts to put an image of a shard that is not kept."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardCut]]
 OnDisk = Callable[[ShardReplica, int], None]
@@ -41,25 +41,24 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Led:
-    """A shard from when this server leads it until it does no longer, or starts to keep it once
-    more."""
+    """One period of journaling of a shard: from the start of leading it, or of keeping it again."""
 
     replica: ShardReplica
     run: str
-    """Of the job."""
+    """The job's run."""
     pauses: BackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
-    """What follows the image; None once that is on disk, and while nothing is kept."""
+    """Records after the image; None once the image is on disk, and while nothing is kept."""
     why_not: ShoalError | None = None
     """Why nothing is kept for now."""
     again_s: float = 0.0
-    """When it is tried again, on the event loop's clock."""
+    """Time of the next attempt, on the event loop's clock."""
 
 
 class ShardJournal:
-    """Lives on the event loop; files are written in `pool`. `take` gives a cut through
-    a shard; `on_disk` is told up to which version a shard is there, `on_failure` that it is not
-    kept for now."""
+    """Keeps shards in a journal. `take` makes a cut through a shard; `on_disk` is called with the
+    version up to which a shard is on disk, `on_failure` if it is not kept for now. Lives on the
+    event loop; files are written in `pool`."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class ShardJournal:
         self._led: dict[Key, _Led] = {}
         self._for_others: set[Key] = set()
         self._ends: dict[Key, Future[None]] = {}
-        """Of shards that were let go of last: done once that is on disk."""
+        """Futures of end entries, by shard: done once the entry is on disk."""
         self._tasks = SupervisedTasks()
 
     async def __aenter__(self) -> "ShardJournal":
@@ -91,8 +90,8 @@ class ShardJournal:
     # --- shards that are led here ---
 
     def lead(self, replica: ShardReplica, run: str = "") -> None:
-        """Keep a shard of that run of its job from here on. What is applied before its image is on
-        disk is kept back, and follows it."""
+        """Keep a shard of that run of its job from now on. Updates that are applied before its
+        image is on disk are held back, and written after it."""
         self._keep_from_here(_Led(replica, run, _new_pauses()))
 
     def _keep_from_here(self, led: _Led) -> None:
@@ -104,7 +103,7 @@ class ShardJournal:
         self._tasks.start(self._begin(led))
 
     def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """A push was applied. To be called for each, in order."""
+        """Keep an applied push. Call this for each push, in order."""
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica or led.why_not is not None:
             return
@@ -114,7 +113,7 @@ class ShardJournal:
             self._append(replica, record)
 
     def end(self, replica: ShardReplica) -> None:
-        """The shard is not led here any more."""
+        """End the keeping of a shard that is no longer led here."""
         key = _key(replica)
         led = self._led.get(key)
         if led is not None and led.replica is replica:
@@ -147,7 +146,7 @@ class ShardJournal:
                 self._append(led.replica, record)
 
     def _interrupt(self, led: _Led, error: ShoalError) -> None:
-        """Keep nothing of a shard for now, and tell whoever waits for that."""
+        """Keep nothing of a shard for now, and report the failure."""
         replica = led.replica
         if self._led.get(_key(replica)) is not led or led.why_not is not None:
             return
@@ -164,7 +163,7 @@ class ShardJournal:
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
-                # A new one: what an earlier attempt comes to is not for this one.
+                # A new object, as results of the earlier attempt must not affect this one.
                 self._keep_from_here(_Led(led.replica, led.run, led.pauses))
 
     def _append(self, replica: ShardReplica, record: UpdateRecord) -> None:
@@ -176,21 +175,21 @@ class ShardJournal:
 
         refused = done.exception() if done.done() else None
         if isinstance(refused, ShoalError):
-            # At once: what follows must not be taken behind a gap, should the disk work by then.
+            # At once: if the disk works again, later records must not follow after a gap.
             self._interrupt(self._led[_key(replica)], refused)
             return
         done.add_done_callback(on_disk)
 
     async def _put(self, led: _Led, cut: ShardCut) -> int:
-        """Bring a shard to the disk as it was at the cut; the version of it."""
+        """Write an image of a cut, and return its version."""
         replica = led.replica
         ends = self._ended(_key(replica))
 
         def put() -> int:
             with cut:
                 if ends is not None:
-                    # What another run of the job left, with higher numbers, would be taken for
-                    # newer than this.
+                    # Otherwise records of another run, with higher versions, would seem newer than
+                    # this image.
                     ends.result()
                 self._journal.put_image(replica.job, replica.epoch, cut, run=led.run)
                 return cut.version
@@ -198,7 +197,8 @@ class ShardJournal:
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
     def _ended(self, key: Key) -> "Future[None] | None":
-        """Done once what was let go of is gone from the disk, too; None if nothing was."""
+        """Return the future of the shard's end entry, retried if it failed; None if there is
+        none."""
         ends = self._ends.get(key)
         if ends is not None and ends.done() and ends.exception() is not None:
             ends = self._ends[key] = self._journal.forget(*key)
@@ -213,8 +213,8 @@ class ShardJournal:
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
-        """Put new images of shards whose old records fill the disk, and of those that were not kept
-        for a while."""
+        """Put new images of shards whose old records fill the disk, and of those whose keeping
+        failed."""
         while True:
             await asyncio.sleep(LOOK_EACH_S)
             if self._journal.failure is None:
@@ -227,8 +227,8 @@ class ShardJournal:
                         "journal_not_shortened", job=key[0], shard_id=key[1], reason=str(error)
                     )
                 except Exception:
-                    # The journal is as it was, and is looked at again: without this task, it would
-                    # fill the disk and nobody would be told why.
+                    # The journal is unchanged, and the task goes on: without it, the journal would
+                    # fill the disk without a message.
                     log.exception("journal_not_shortened", job=key[0], shard_id=key[1])
 
     async def _shorten(self, key: Key) -> None:
@@ -241,38 +241,39 @@ class ShardJournal:
             return
         await self._put(led, cut)
         if key not in self._led:
-            # It may have been forgotten while it was written: it is to be let go of once more.
+            # The shard may have been forgotten while its image was written: it must be forgotten
+            # once more.
             self._for_others.add(key)
 
     # --- shards that others lead ---
 
     @property
     def all_keys(self) -> Collection[Key]:
-        """What this disk has, or is about to have."""
+        """All shards that this disk has, or will have."""
         return {*self._led, *self._for_others}
 
     @property
     def failure(self) -> ShoalError | None:
-        """Why the disk takes nothing now, if it does not."""
+        """The error while the disk cannot be written, else None."""
         return self._journal.failure
 
     @property
     def keeps_for_others(self) -> bool:
-        """Whether this disk may be the only one that has something of what others lead."""
+        """True if this disk may have the only copy on disk of a shard that others lead."""
         return bool(self._for_others)
 
     def keeps(self, job: str, shard_id: int) -> bool:
-        """Whether this disk may have a shard that is not led here."""
+        """True if this disk may have a shard that is not led here."""
         return (job, shard_id) in self._for_others
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """Shards that the last process of this server left in the journal."""
+        """Note the shards that the last process of this server left in the journal."""
         self._for_others.update(keys)
 
     async def read(
         self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
     ) -> Recovered[AnyShard] | None:
-        """A shard that is not led here, as the journal has it; None if it has not, or cannot be
+        """Read a shard that is not led here from the journal; None if it is not there, or cannot be
         read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
@@ -283,7 +284,7 @@ class ShardJournal:
             return None
 
     def let_go(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards that are not led here, but these."""
+        """Forget the job's shards that are not led here, except these."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

@@ -4,16 +4,16 @@ Updates that are applied `staleness` versions late act like momentum (Mitliagkas
 "Asynchrony begets Momentum", arXiv:1605.09774), and they narrow what is stable: gradient descent
 delayed by s updates diverges from a rate of 2 sin(pi / (2 (2 s + 1))) / curvature on, where without
 delay it is 2 / curvature (Levin and May 1976, "A note on difference-delay equations"): about 1.6
-times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by 2 s +
-1: momentum is lowered first, since delay acts like it; when none is left, the rate is lowered.
+times 1 / (2 s + 1) of it. So for SGD the effective rate, lr / (1 - momentum), is divided by
+2 s + 1: momentum is lowered first, since delay acts like it; when none is left, the rate is.
 
 DiLoCo's outer step is SGD on rounds instead of gradients. Each of s + 1 members pushes its own
 round, while rate and momentum are meant for the mean of all. A round may go all the way to its
 minimum, as a gradient of curvature 1 would; delayed by s, that is unstable above an effective rate
 of 2 sin(pi / (2 (2 s + 1))). So it is at most 1 / (s + 1): each round's share of their mean.
 
-The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by sqrt(1
-+ s): the square-root rule for adaptive optimizers and batch size (Malladi et al. 2022,
+The steps of Adam and Adagrad do not grow with the gradient. For them the rate is divided by
+sqrt(1 + s): the square-root rule for adaptive optimizers and batch size (Malladi et al. 2022,
 arXiv:2205.10287), with the gradients of s + 1 members as one batch.
 
 A gradient that is not stale is not damped at all.

@@ -51,5 +51,5 @@ class Comparing:
         if not self._links.is_followed(replica):
             return
         walk = self._walks[replica]
-        told = await replica.in_turn(self._run, LARGE, lambda: walk.next(replica.state))
-        self._links.compare(replica, told)
+        digest = await replica.in_turn(self._run, LARGE, lambda: walk.next(replica.state))
+        self._links.compare(replica, digest)

@@ -115,16 +115,16 @@ class OutgoingLinks:
         led = self._driver.core.led((replica.job, replica.shard_id))
         return led is not None and bool(led.followers)
 
-    def compare(self, replica: ShardReplica, told: PieceDigest) -> None:
+    def compare(self, replica: ShardReplica, digest: PieceDigest) -> None:
         """Send a digest to every follower in step, unless a later push was applied here since."""
         led = self._driver.core.led((replica.job, replica.shard_id))
-        if led is None or led.version != told.version or led.epoch != replica.epoch:
+        if led is None or led.version != digest.version or led.epoch != replica.epoch:
             return
-        digest = frames.of_digest(led.key, led.epoch, told)
+        message = frames.of_digest(led.key, led.epoch, digest)
         for peer, follower in led.followers.items():
             link = self._driver.core.leading.links.opened(peer)
             if link is not None and follower.phase is FollowerPhase.FOLLOWING:
-                self._links[peer, link.number].compare(digest)
+                self._links[peer, link.number].compare(message)
 
     def draft(self, replica: ShardReplica, data: memoryview) -> memoryview | None:
         """Copy the data of a push that is about to be applied to memory that is shared with one of

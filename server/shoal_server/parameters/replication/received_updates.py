@@ -44,7 +44,7 @@ class _Backlog:
 
 
 class ReceivedUpdates:
-    """Applies received updates. `run` does work off the event loop, on which this lives."""
+    """Applies received updates. Lives on the event loop; `run` does work in threads."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ReceivedUpdates:
 
     def check_memory(self, arrived: Arrived) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
-        not fit. What was acknowledged stays here until the assignment allows to drop it."""
+        not fit. What was acknowledged stays here until the assignment allows dropping it."""
         if arrived.why_dropped:
             raise Overloaded("an update found no memory", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
@@ -115,15 +115,15 @@ class ReceivedUpdates:
             return replica.work_now(_work_bytes(replica, arrived), replay)
         except Exception:
             log.exception(COPY_FAILED, job=key[0], shard_id=key[1])
-            self._given_up(key, replica)
+            self._give_up(key, replica)
             return True
 
-    def compare(self, key: Key, epoch: int, told: PieceDigest) -> None:
+    def compare(self, key: Key, epoch: int, digest: PieceDigest) -> None:
         """Compare the backup with its primary's digest, once earlier updates are applied."""
         replica = self._catalog.find(*key)
         if replica is None or replica.role is not ReplicaRole.BACKUP or replica.epoch != epoch:
             return
-        self._put(key, replica, told)
+        self._put(key, replica, digest)
 
     def _put(self, key: Key, replica: ShardReplica, item: Arrived | PieceDigest) -> None:
         backlog = self._backlogs.get(key)
@@ -149,7 +149,7 @@ class ReceivedUpdates:
                 log.exception(COPY_FAILED, job=key[0], shard_id=key[1])
                 size += sum(map(_num_bytes, backlog.records))
                 backlog.records.clear()
-                self._given_up(key, replica)
+                self._give_up(key, replica)
             finally:
                 self._unapplied_bytes -= size
                 async with self._room:
@@ -157,13 +157,13 @@ class ReceivedUpdates:
         if self._backlogs.get(key) is backlog and not backlog.records:
             del self._backlogs[key]
 
-    def _given_up(self, key: Key, replica: ShardReplica) -> None:
+    def _give_up(self, key: Key, replica: ShardReplica) -> None:
         """Give up a backup that is not equal to its primary, for whatever reason."""
         if self._catalog.find(*key) is replica:
             self._driver.tell(CopyFailed(key))
 
-    async def _compare(self, key: Key, replica: ShardReplica, told: PieceDigest) -> None:
-        seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, told))
+    async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
+        seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, digest))
         if seen is Comparison.ANOTHER_VERSION:
             return
         self.num_compared += 1
@@ -173,9 +173,9 @@ class ReceivedUpdates:
                 "copy_differs",
                 job=key[0],
                 shard_id=key[1],
-                version=told.version,
-                part=told.piece.part,
-                start=told.piece.start,
+                version=digest.version,
+                part=digest.piece.part,
+                start=digest.piece.start,
             )
             if self._catalog.find(*key) is replica:
                 # The backup is made anew; until then the primary goes on without it.

@@ -69,7 +69,7 @@ class DirectWay(Protocol):
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
-        """From now on, offer each request to `take` as soon as it comes; None: stop that."""
+        """Offer each request to `take` as soon as it comes, from now on; None: stop that."""
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
@@ -79,7 +79,7 @@ class DirectWay(Protocol):
         ...
 
     def end_reading(self) -> None:
-        """If all is read: keep the primary from sending more."""
+        """Keep the primary from sending more, if all is read."""
         ...
 
     def end_sending(self) -> None:
@@ -152,7 +152,7 @@ class ReplicationServicer:
         self._timeouts = timeouts
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
-        self._told_versions: set[str] = set()
+        self._warned_versions: set[str] = set()
         driver.carry_out({Answer: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
@@ -241,8 +241,8 @@ class ReplicationServicer:
         """Warn of another release of torch: it may round differently, and then backups are not
         equal to their primary to the last bit."""
         theirs, mine = hello.torch_version, torch.__version__
-        if theirs != mine and theirs not in self._told_versions:
-            self._told_versions.add(theirs)
+        if theirs != mine and theirs not in self._warned_versions:
+            self._warned_versions.add(theirs)
             log.warning(
                 "torch_versions_differ",
                 server=hello.primary.server_id,

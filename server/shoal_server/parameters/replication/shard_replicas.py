@@ -55,7 +55,7 @@ log = structlog.get_logger(__name__)
 
 
 class ShardReplicas:
-    """All replicas of this server. `run` does work off the event loop, on which this lives."""
+    """All replicas of this server. Lives on the event loop; `run` does work in threads."""
 
     def __init__(
         self,
@@ -223,13 +223,13 @@ class ShardReplicas:
             self._driver.tell(ev.Assigned((job, shard_id), assignment, self._record.run(job)))
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _tell_if_older(job, assignment)
-        self._let_journal_go(job)
+        self._trim_journal(job)
 
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
         for key in self._driver.core.known(job):
             self._driver.tell(ev.Assigned(key, None))
-        self._let_journal_go(job)
+        self._trim_journal(job)
 
     # --- shards that come and go ---
 
@@ -240,7 +240,7 @@ class ShardReplicas:
         self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """Do the same, in place of any replica of that shard."""
+        """Lead a shard as `created` does, in place of any replica of it."""
         self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
@@ -268,8 +268,8 @@ class ShardReplicas:
 
     @property
     def only_here(self) -> Mapping[str, Sequence[int]]:
-        """By job, the shards that would be lost with this process: no other server and no disk has
-        a copy."""
+        """Shards by job that would be lost with this process: no other server and no disk has a
+        copy."""
         found: dict[str, list[int]] = {}
         for replica in self._catalog.shards():
             assignment = self.assignment(replica.job, replica.shard_id)
@@ -341,7 +341,7 @@ class ShardReplicas:
                 self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
         for job in {job for job, _ in recovered}:
             if job in known:
-                self._let_journal_go(job)
+                self._trim_journal(job)
             else:
                 # The job may be over, or this may be the wrong etcd.
                 log.warning("journal_has_unknown_job", job=job)
@@ -371,7 +371,7 @@ class ShardReplicas:
         event loop, and the processes that are known to have ended."""
         self._driver.tell(ev.ServersSeen(present, asked_s, ended))
 
-    def _let_journal_go(self, job: str) -> None:
+    def _trim_journal(self, job: str) -> None:
         """Drop the journal's shards for which the record names another disk, or none."""
         shard_journal = self._roles.shard_journal
         if shard_journal is not None and shard_journal.keeps_for_others:

@@ -225,7 +225,7 @@ class ShardRoles:
         replica = self._images.take(effect)
         before = self._catalog.find(*effect.key)
         if before is not None:
-            self._let_go(before)
+            self._remove(before)
         self._catalog.add(replica)
 
     def _enter_epoch(self, effect: EnterEpoch) -> None:
@@ -266,9 +266,9 @@ class ShardRoles:
     def _drop(self, effect: Drop) -> None:
         replica = self._catalog.find(*effect.key)
         if replica is not None:
-            self._let_go(replica)
+            self._remove(replica)
 
-    def _let_go(self, replica: ShardReplica) -> None:
+    def _remove(self, replica: ShardReplica) -> None:
         # A push that was already admitted must not be applied to a dropped replica.
         replica.state.enter_epoch(replica.epoch + 1)
         self._end(replica)

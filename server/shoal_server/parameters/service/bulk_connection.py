@@ -254,7 +254,7 @@ class _BulkCall:
                     return
                 continue
             yield arriving
-            self._taken(frame)
+            self._free_place(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
         """Offer each request to `take` as soon as it is read; `take` returns True if it took it."""
@@ -263,7 +263,7 @@ class _BulkCall:
             arriving = self._arriving(frame)
             if arriving is None or take is None or not take(arriving):
                 return False
-            self._taken(frame)
+            self._free_place(frame)
             return True
 
         self._wire.deliver(None if take is None else given)
@@ -313,7 +313,7 @@ class _BulkCall:
         except DecodeError as error:
             raise _unreadable(frame, error, "FollowRequest") from error
 
-    def _taken(self, frame: Frame) -> None:
+    def _free_place(self, frame: Frame) -> None:
         """Free the place of a frame that is applied, or that its receiver has copied."""
         if frame.kind is Kind.PLACED:
             self._late.free(bulk.header(Kind.ROOM, at=frame.at))

@@ -126,7 +126,7 @@ class BulkListener:
 
 @dataclass(frozen=True, kw_only=True)
 class _Hello:
-    """What the client asked for when it connected."""
+    """The request with which a client connected."""
 
     use: Use
     arena_bytes: int

@@ -184,8 +184,8 @@ class DensePushKind:
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)
-        told = part.replica.leading.tell_applied
-        applied = part.shard.push(push, self._is_live, told=told, read=read)
+        on_applied = part.replica.leading.tell_applied
+        applied = part.shard.push(push, self._is_live, on_applied=on_applied, read=read)
         outcome = PushOutcome(
             shard_id=item.shard_id,
             version=applied.version,

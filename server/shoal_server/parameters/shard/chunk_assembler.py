@@ -141,7 +141,7 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Nothing is expected for the absent blocks. `with_base`: as many bytes as the gradient has
+        """Expect nothing for the absent blocks. `with_base`: as many bytes as the gradient has
         follow, at offsets from the end of the shard on. `encoded_bytes`: that many bytes are
         expected, from offset 0, for all present blocks together.
 

@@ -223,11 +223,11 @@ class VersionedShard(Generic[BodyT]):
         is_live: Callable[[str], bool],
         take_memory: Callable[[int], None] = _unlimited,
         *,
-        told: Callable[[], None] = _nothing,
+        on_applied: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
     ) -> PushResult[T]:
-        """Apply gradients once. Then `told` is called, after the listener; then `read` reads the
-        body at the version that it gets.
+        """Apply gradients once. Then `on_applied` is called, after the listener; then `read` reads
+        the body at the version that it gets.
 
         A repeated (session, sequence) gets its first outcome and changes nothing; `read` then reads
         the current version. `take_memory` gets the most bytes that the shard may grow by, and
@@ -241,7 +241,7 @@ class VersionedShard(Generic[BodyT]):
                 except Exception:
                     self._refused += 1
                     raise
-            told()
+            on_applied()
             return PushResult(
                 version=outcome.version,
                 staleness=outcome.staleness,
@@ -262,7 +262,7 @@ class VersionedShard(Generic[BodyT]):
         if 0 < push.base_epoch < self.spec.first_epoch:
             # The push may have been acknowledged before the shard was lost, and was forgotten with
             # it.
-            raise self._of_a_lost_one(push)
+            raise self._lost_base(push)
         record = PushRecord(
             session=push.session,
             sequence=push.sequence,
@@ -281,7 +281,7 @@ class VersionedShard(Generic[BodyT]):
         is_lent = push.is_borrowed and not isinstance(data, bytes)
         return *self._apply(UpdateRecord(record, data, is_lent), batch), False
 
-    def _of_a_lost_one(self, push: Push) -> StalePush:
+    def _lost_base(self, push: Push) -> StalePush:
         return StalePush(
             f"the gradients for shard {self.spec.shard_id} are of values that were lost",
             seen=f"values of epoch {push.base_epoch}",
@@ -329,7 +329,7 @@ class VersionedShard(Generic[BodyT]):
         with self._body_lock, self._lock:
             if record.push.version != self._version + 1:
                 raise InternalError(
-                    f"shard {self.spec.shard_id} was told of an update out of order",
+                    f"shard {self.spec.shard_id} received an update out of order",
                     seen=f"version {record.push.version}",
                     expected=f"version {self._version + 1}",
                 )

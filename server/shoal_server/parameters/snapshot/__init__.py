@@ -1,1 +1,1 @@
-"""One instant of a job over all servers, while pushes go on."""
+"""Cuts through a job on all servers at one instant, while pushes go on."""

@@ -1,19 +1,19 @@
-"""The barrier of one job at one server: pushes pass it so that a cut through all servers is clean.
+"""The barrier of one job at one server, which keeps each step on one side of a cut.
 
-A *step* is one push of one session over all the shards that it touches, at any number of servers;
-or one of gradients and one of rows that have the same number, over the shards of both. A cut holds
-a step whole or not at all:
+A *step* is one push of one session to all the shards that it touches, on any number of servers; or
+one push of gradients and one of rows with the same number, to the shards of both. A step is in the
+cut with all its parts, or not at all:
 
-1. `close`: every server lets in only parts of steps that have begun there, and tells which have.
-2. The coordinator puts together what has begun anywhere.
-3. `drain`: every server lets in what has begun anywhere, and nothing else, until all of it is
-   applied there. Then its shards are as of the cut, and it opens.
+1. `close`: every server admits only parts of steps that have begun there, and reports which have.
+2. The coordinator merges the steps that have begun anywhere.
+3. `drain`: every server admits the steps that have begun anywhere, and no others, until all of
+   them are applied there. Then its shards are cut, and the barrier opens.
 
-A server that has opened may let in the next step while another one still drains: that one holds
-its part back until it has taken its own side of the cut. So what no server has taken is on no side.
+A server that has opened may admit the next step while another one still drains: the latter holds
+its part of that step back until its own shards are cut. So such a step is in the cut nowhere.
 
-Nothing here does I/O or reads a clock. Not every step ends: its member may have died half-way. Who
-waits decides how long, and what is left over then is told by `torn`.
+Nothing here does I/O or reads a clock. Not every step ends: its member may have died half-way. The
+caller decides how long to wait; `torn` returns the steps that are incomplete then.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ from shoal_proto.errors import SnapshotFailed
 from shoal_server.core.shards.steps import Begun, Shards, StepId
 
 MAX_STEPS = 8
-"""Of one session that are remembered: a client keeps at most so many pushes in flight."""
+"""Bound on remembered steps of one session: a client keeps at most so many pushes in flight."""
 MAX_SESSIONS = 4096
 
 
@@ -36,7 +36,7 @@ class BarrierPhase(Enum):
 
 
 Lacking = Callable[[StepId, Shards], Collection[int]]
-"""Of the shards that a step touches, those that are led here and have not applied it."""
+"""Returns those of a step's shards that are led here and have not applied the step."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class _Known:
 
 
 class SnapshotBarrier:
-    """Every method leaves it untouched when it raises."""
+    """The barrier's state. A method that raises changes nothing."""
 
     def __init__(self) -> None:
         self.phase = BarrierPhase.OPEN
@@ -59,42 +59,42 @@ class SnapshotBarrier:
         self._begun: Begun = {}
 
     def may_enter(self, step: StepId) -> bool:
-        """Whether a part of the step is let in now. If not: ask again when the phase changes."""
+        """True if a part of the step is admitted now. If not, ask again when the phase changes."""
         if self.phase is BarrierPhase.OPEN or step in self._begun:
             return True
         known = self._sessions.get(step.session, {})
-        # Older than anything remembered: a retry of what was applied long ago.
+        # Older than any remembered step: a retry of a push that was applied long ago.
         return step.sequence in known or (len(known) == MAX_STEPS and step.sequence < min(known))
 
     def enter(self, step: StepId, shards: Shards) -> None:
-        """A part of a step comes in. `may_enter` is true for it."""
+        """Admit a part of a step, for which `may_enter` is true."""
         self._note(step, shards).num_inside += 1
 
     def refuse(self, step: StepId, shard_id: int) -> None:
-        """A part that had entered was refused for good: nobody will send it again."""
+        """Note that an admitted part was refused for good: nobody will send it again."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.refused.add(shard_id)
 
     def leave(self, step: StepId, lacking: Lacking) -> None:
-        """A part that had entered is over."""
+        """Note the end of an admitted part."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.num_inside -= 1
             self._is_whole(step, known, lacking)
 
     def learn(self, begun: Begun) -> None:
-        """A shard came from another server, or from before a restart, with these steps in it. What
-        all the shards here had applied this one may lack."""
+        """Add the steps remembered by a shard that came from another server or was restored. That
+        shard may lack steps that all other shards here had applied."""
         for step, shards in begun.items():
             self._note(step, shards)
         for known in (known for steps_of in self._sessions.values() for known in steps_of.values()):
             known.applied = False
 
     def close(self, cut_id: str) -> Begun:
-        """Let no new step in; the steps that have begun here.
+        """Admit no new step, and return the steps that have begun here.
 
-        Raises SnapshotFailed while another cut is under way.
+        Raises SnapshotFailed while another cut is in progress.
         """
         if self.phase is not BarrierPhase.OPEN:
             raise SnapshotFailed(
@@ -111,7 +111,8 @@ class SnapshotBarrier:
         }
 
     def drain(self, cut_id: str, begun: Begun) -> None:
-        """Let in what has begun anywhere. Raises SnapshotFailed if the barrier opened meanwhile."""
+        """Admit the steps that have begun anywhere. Raises SnapshotFailed if the barrier opened
+        meanwhile."""
         self.check(cut_id, BarrierPhase.CLOSED)
         self.phase, self._begun = BarrierPhase.DRAINING, dict(begun)
         for step, shards in sorted(begun.items()):
@@ -128,7 +129,7 @@ class SnapshotBarrier:
             )
 
     def waits_for(self, lacking: Lacking, is_live: Callable[[str], bool]) -> list[StepId]:
-        """The steps of the cut that are not whole here and may become so."""
+        """Return the steps of the cut that are incomplete here and may still become complete."""
         return [
             step
             for step, known in self._of_cut()
@@ -138,7 +139,7 @@ class SnapshotBarrier:
         ]
 
     def torn(self, lacking: Lacking) -> list[StepId]:
-        """The steps of the cut that lack a part here. No later cut waits for them."""
+        """Return the steps of the cut that lack a part here. No later cut waits for them."""
         torn = []
         for step, known in self._of_cut():
             if not self._is_whole(step, known, lacking):
@@ -147,14 +148,14 @@ class SnapshotBarrier:
         return torn
 
     def open(self, cut_id: str) -> bool:
-        """Let everything in again, if that cut is under way; whether it was."""
+        """Admit everything again, if that cut is in progress; True if it was."""
         if self.phase is BarrierPhase.OPEN or self.cut_id != cut_id:
             return False
         self.phase, self.cut_id, self._begun = BarrierPhase.OPEN, "", {}
         return True
 
     def forget(self, is_live: Callable[[str], bool]) -> None:
-        """Remember nothing of sessions that ended."""
+        """Forget sessions that ended."""
         for session in [name for name in self._sessions if not is_live(name)]:
             del self._sessions[session]
 
@@ -168,7 +169,7 @@ class SnapshotBarrier:
         return known.applied
 
     def _of_cut(self) -> list[tuple[StepId, _Known]]:
-        # A step may be too old to be remembered; then it was applied, or is not to be had.
+        # A step may be too old to be remembered; then it was applied, or cannot be completed.
         found = []
         for step in self._begun:
             known = self._sessions.get(step.session, {}).get(step.sequence)

@@ -1,7 +1,7 @@
-"""The server's side of snapshots: a barrier for each job's pushes, and cuts through its shards.
+"""A server's part in snapshots: a barrier for each job's pushes, and cuts through its shards.
 
-Once a barrier is drained, each shard is cut (`cuts/shard_cut.py`) and everything is let in again at
-once: what is written is as of then, whatever is pushed meanwhile.
+Once a barrier is drained, each shard is cut (`cuts/shard_cut.py`) and the barrier opens at once:
+the snapshot is written as of the cut, whatever is pushed meanwhile.
 """
 
 import asyncio
@@ -26,27 +26,26 @@ from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.002
-"""While a barrier drains, how often it is looked whether all is applied: the threads that apply
-pushes tell nobody."""
+"""Interval between checks while a barrier drains: the threads that apply pushes notify nobody."""
 MAX_QUIET_JOBS = 64
 
 
 @dataclass
 class _JobBarrier:
-    """What there is of one job's barrier, and of the cut that is under way."""
+    """One job's barrier, and the state of the cut in progress."""
 
     run: str = ""
-    """Of the job, that its shards are of; empty while that is not known."""
+    """The run that the job's shards belong to; empty while it is unknown."""
     barrier: SnapshotBarrier = field(default_factory=SnapshotBarrier)
     turned: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set, and replaced, when the barrier lets in more than before."""
+    """Set, and replaced, when the barrier admits more than before."""
     left: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when a part of a push has gone through."""
+    """Set when a part of a push has ended."""
     known: dict[int, tuple[ShardReplica, int]] = field(default_factory=dict)
     """Shards whose sessions the barrier has learnt, and their epochs."""
     frozen: dict[int, FrozenShard] = field(default_factory=dict)
     cut_id: str = ""
-    """Of which cut these are."""
+    """The cut of the frozen shards."""
     limit: asyncio.TimerHandle | None = None
 
     def turn(self) -> None:
@@ -60,12 +59,12 @@ class _JobBarrier:
 
 
 class SnapshotBarriers:
-    """Lives on the event loop."""
+    """The barriers of all jobs. Lives on the event loop."""
 
     def __init__(
         self, catalog: Catalog, fence: Fence, run_of: Callable[[str], str] = lambda job: ""
     ) -> None:
-        """`run_of`: of which run a job's shards are; empty where that is not known."""
+        """`run_of`: returns the run of a job's shards; empty if it is unknown."""
         self._catalog = catalog
         self._fence = fence
         self._run_of = run_of
@@ -75,9 +74,9 @@ class SnapshotBarriers:
     async def passing(
         self, job: str, session: str, sequence: int, shards: Shards = None
     ) -> AsyncIterator["Passage"]:
-        """Within the block, a part of that push may be applied. Waits while a cut holds it back.
+        """Admit a part of that push for the block. Waits while a cut holds it back.
 
-        `shards`: all that the push touches at any server; None: every dense shard.
+        `shards`: all shards that the push touches on any server; None: every dense shard.
         """
         step = StepId(session, sequence)
         cut = self._of(job)
@@ -92,9 +91,9 @@ class SnapshotBarriers:
             cut.left.set()
 
     def close(self, job: str, cut_id: str, limit_s: float) -> Begun:
-        """Let no new step in, for so long at most; the steps that have begun here.
+        """Admit no new step, for `limit_s` at most; return the steps that have begun here.
 
-        Raises SnapshotFailed while another cut is under way.
+        Raises SnapshotFailed while another cut is in progress.
         """
         self._forget_quiet_jobs()
         self._forget_earlier_run(job)
@@ -113,10 +112,11 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Take every shard that is led here, with all that has begun; what was torn.
+        """Cut every shard that is led here, with all steps that have begun; return the stamps, and
+        the steps that are torn.
 
-        Raises SnapshotFailed if something is torn and may not be, if shards came or went, or if
-        the barrier has opened; and then it is open.
+        Raises SnapshotFailed if a step is torn and `take_torn` is False, if shards came or went, or
+        if the barrier has opened. The barrier is open afterwards in any case.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
@@ -132,7 +132,7 @@ class SnapshotBarriers:
             self._check_led(job, cut)
             frozen = await _frozen(led)
             try:
-                # While that waited, it may have been given up, and everything let in.
+                # Meanwhile the cut may have been aborted, and the barrier opened.
                 cut.barrier.check(cut_id, BarrierPhase.DRAINING)
                 self._check_led(job, cut)
             except SnapshotFailed:
@@ -154,8 +154,8 @@ class SnapshotBarriers:
             )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
-        """Of what was taken, let go of shards in these states; and of all, in so long, unless
-        `written` begins meanwhile."""
+        """Drop frozen shards with these stamps; and drop all after `limit_s`, unless `taken` is
+        called before."""
         cut = self._of(job)
         not_needed = set(unwanted)
         for frozen in list(cut.frozen.values()):
@@ -165,7 +165,7 @@ class SnapshotBarriers:
         self._limit(job, cut_id, limit_s)
 
     def taken(self, job: str, cut_id: str) -> Iterator[FrozenShard]:
-        """What was taken, one by one; each is let go of when the next one is asked for.
+        """Yield the frozen shards one by one; each is dropped when the next one is requested.
 
         Raises SnapshotFailed if that cut is over.
         """
@@ -180,14 +180,14 @@ class SnapshotBarriers:
             cut.frozen.pop(frozen.stamp.shard_id, None)
 
     def open(self, job: str, cut_id: str) -> None:
-        """Let everything in again, if that cut holds it back."""
+        """Admit everything again, if that cut holds it back."""
         cut = self._of(job)
         if cut.barrier.open(cut_id):
             cut.set_limit(None)
             cut.turn()
 
     def abort(self, job: str, cut_id: str, reason: str) -> None:
-        """Forget about a cut, whatever has become of it."""
+        """Abort a cut in any state."""
         self.open(job, cut_id)
         cut = self._of(job)
         if cut.cut_id == cut_id:
@@ -212,7 +212,7 @@ class SnapshotBarriers:
         self._of(job).set_limit(loop.call_later(limit_s, expire))
 
     async def _drained(self, job: str, cut: _JobBarrier, wait_s: float) -> None:
-        """Return once all that may still come has come and is applied, or when the time is over."""
+        """Return once no step of the cut can still become complete, or when the time is over."""
         give_up_s = time.monotonic() + wait_s
         while (
             cut.barrier.waits_for(_Lacking(self._led(job)), self._is_live)
@@ -226,7 +226,7 @@ class SnapshotBarriers:
                 continue
 
     def _learn(self, job: str, cut: _JobBarrier) -> None:
-        """Tell the barrier of the steps in shards that did not get them through it."""
+        """Add to the barrier the steps of shards that did not pass through it."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         for shard_id, (replica, epoch) in led.items():
             if cut.known.get(shard_id) != (replica, epoch):
@@ -248,7 +248,8 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Steps that were begun in shards which were replaced since are missing from none."""
+        """Forget the steps of an earlier run: its shards have been replaced, so no step lacks
+        them."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.frozen
         if cut.run and cut.run != run and is_idle:
@@ -257,7 +258,7 @@ class SnapshotBarriers:
             cut.run = run
 
     def _forget_quiet_jobs(self) -> None:
-        """What is kept for jobs that have nothing here any more."""
+        """Drop the barriers of jobs that have nothing here any more."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
@@ -271,20 +272,20 @@ class SnapshotBarriers:
 
 
 class Passage:
-    """A part of a push that was let in."""
+    """An admitted part of a push."""
 
     def __init__(self, barrier: SnapshotBarrier, step: StepId) -> None:
         self._barrier = barrier
         self._step = step
 
     def answered(self, shard_id: int, error: ErrorDetail) -> None:
-        """Tell of a shard that refused: a cut waits for a part that may be sent again."""
+        """Note a shard's refusal. If it is final, no cut waits for that part."""
         if issubclass(ShoalError.kinds.get(error.kind, InternalError), RefusedError):
             self._barrier.refuse(self._step, shard_id)
 
 
 class _Lacking:
-    """Which of these shards have not applied a step. Asks them without their locks."""
+    """Finds the shards that have not applied a step, without their locks."""
 
     def __init__(self, led: Sequence[ShardReplica]) -> None:
         self._led = led
@@ -300,7 +301,7 @@ class _Lacking:
 
 
 async def _frozen(led: Sequence[ShardReplica]) -> list[FrozenShard]:
-    """Cuts through all of these, made in a thread: each waits for a push that is being applied."""
+    """Cut all these shards in a thread, as each waits for a push in progress."""
     freezing = asyncio.ensure_future(
         asyncio.to_thread(lambda: [FrozenShard.of(replica) for replica in led])
     )
@@ -317,7 +318,7 @@ def _close(frozen: Sequence[FrozenShard]) -> None:
 
 
 def _begun_in(replica: ShardReplica) -> Begun:
-    """The steps that a shard remembers."""
+    """Return the steps that a shard remembers."""
     of_parameters = is_dense(replica.state)
     alone = None if of_parameters else frozenset({replica.shard_id})
     begun = {}
@@ -330,10 +331,10 @@ def _begun_in(replica: ShardReplica) -> Begun:
 
 
 def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
-    told = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
+    named = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
     return SnapshotFailed(
         f"some pushes of job {job} did not end in time",
-        seen=f"{len(torn)} of which a part is missing: {told}",
+        seen=f"{len(torn)} of which a part is missing: {named}",
         expected="members that finish what they began",
         fix="Take another snapshot.",
     )

@@ -1,4 +1,4 @@
-"""A shard as of one moment, until it is written to a snapshot."""
+"""A frozen shard: a cut that waits to be written to a snapshot."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 
 @dataclass(frozen=True, order=True)
 class Stamp:
-    """A state of a shard."""
+    """Identifies the content of a shard."""
 
     shard_id: int
     epoch: int
@@ -17,13 +17,13 @@ class Stamp:
 
 @dataclass(frozen=True)
 class FrozenShard:
-    """Any thread; to be closed."""
+    """A cut with its stamp. Used from any thread; close the cut after use."""
 
     stamp: Stamp
     cut: ShardCut
 
     @classmethod
     def of(cls, replica: ShardReplica) -> "FrozenShard":
-        """The shard as it is now. Waits for a push that is being applied."""
+        """Cut a shard as of now. Waits for a push in progress."""
         cut = replica.state.cut()
         return cls(Stamp(replica.shard_id, replica.epoch, cut.version), cut)

@@ -1,6 +1,6 @@
-"""Which ids get a row: all, those pushed often enough, or a share of them drawn by hash.
+"""Admission: which ids get a row. All, those pushed often enough, or a share drawn by hash.
 
-The decision is part of a shard's state or a function of what was pushed, so a copy decides alike.
+A decision depends only on the shard's state and the pushes, so backups decide alike.
 """
 
 from collections.abc import Mapping
@@ -19,18 +19,18 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""After so many pushes of ids without a row all counts are halved: what was frequent long ago
-counts less, and the sketch never fills up. With so many, one id in 200 is counted two too high."""
+"""After so many pushes of ids without a row all counts are halved: old pushes count less, and the
+sketch never fills up. At this number, one id in 200 is counted two too high."""
 MAX_COUNT = 2**16 - 1
 
 
 class RowGate(Protocol):
-    """Asked for each id that has no row and is pushed; each id at most once a version."""
+    """Decides for each pushed id without a row; called at most once per id and version."""
 
     def admit(self, ids: Ids, version: int) -> Mask: ...
 
     def tensors(self) -> Mapping[str, Tensor]:
-        """What it remembers, by name; nobody else writes to it."""
+        """Return the gate's state by name; only the gate writes to it."""
         ...
 
 
@@ -43,7 +43,7 @@ class OpenRowGate:
 
 
 class ProbabilityRowGate:
-    """Lets an id in with a fixed probability at each push of it (McMahan et al. 2013)."""
+    """Admits an id with a fixed probability at each push of it (McMahan et al. 2013)."""
 
     def __init__(self, probability: float) -> None:
         self._limit = np.uint64(min(int(probability * 2**64), 2**64 - 1))
@@ -56,11 +56,11 @@ class ProbabilityRowGate:
 
 
 class CountRowGate:
-    """Lets an id in at its `min_pushes`-th push.
+    """Admits an id at its `min_pushes`-th push.
 
     Counts are kept in a count-min sketch of fixed size (Cormode and Muthukrishnan 2005), which ages
     as TinyLFU does (Einziger, Friedman, Manes 2017). Between two ageings no count is too low; a few
-    are too high when very many ids are pushed, and these ids get in early.
+    are too high when very many ids are pushed, and these ids are admitted early.
     """
 
     def __init__(self, min_pushes: int, held: Mapping[str, Tensor]) -> None:
@@ -92,7 +92,7 @@ class CountRowGate:
 
 
 def new_gate(admission: Admission, held: Mapping[str, Tensor]) -> RowGate:
-    """The gate of a table's shard, with what it remembered; takes these tensors over."""
+    """Make the gate of a table's shard from its state. Takes ownership of the tensors."""
     if admission.kind == "count":
         return CountRowGate(admission.min_pushes, held)
     if admission.kind == "probability":

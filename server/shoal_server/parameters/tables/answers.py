@@ -1,4 +1,4 @@
-"""What the rows of remembered pushes came to, so that a retry is told what the first try was."""
+"""The row fates of remembered pushes, so that a retry gets the answer of the first try."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -14,12 +14,12 @@ from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 class Answers:
     """Fates by session and sequence, for as many pushes of a session as the session table keeps.
 
-    A push whose rows were all applied takes no room here.
+    A push whose rows were all applied takes no memory here.
     """
 
     def __init__(self) -> None:
         self._fates: dict[str, Mapping[int, bytes]] = {}
-        """By session and sequence. The inner mappings are never changed, but replaced."""
+        """Fates by session and sequence. The inner mappings are never changed, but replaced."""
         self._num_bytes = 0
 
     def recall(self, session: str, sequence: int) -> bytes:
@@ -41,13 +41,13 @@ class Answers:
         return self._num_bytes
 
     def freeze(self) -> "Answers":
-        """What is remembered now, whatever comes later; not to be written to."""
+        """Return what is remembered now; later changes do not affect it. Do not write to it."""
         frozen = Answers()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen
 
     def tensors(self, sessions: Sequence[SessionImage]) -> dict[str, Tensor]:
-        """The fates of the pushes that the session table remembers, in its order."""
+        """Encode the fates of the pushes that the session table remembers, in its order."""
         remembered = [
             self.recall(s.session, sequence) for s in sessions for sequence in s.sequences
         ]
@@ -57,7 +57,8 @@ class Answers:
         }
 
     def load(self, sessions: Sequence[SessionImage], lengths: Tensor, answers: Tensor) -> None:
-        """Remember what `tensors` gave. Raises InternalError if the two do not match."""
+        """Remember what `tensors` returned. Raises InternalError if it does not match the
+        sessions."""
         pushes = [(s.session, sequence) for s in sessions for sequence in s.sequences]
         if len(lengths) != len(pushes) or int(lengths.sum()) != len(answers):
             raise InternalError(

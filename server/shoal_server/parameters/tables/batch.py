@@ -1,4 +1,4 @@
-"""The rows of one push as arrays: each id once, in rising order, its gradients added up."""
+"""The rows of one push as arrays: each id once, in rising order, with the sum of its gradients."""
 
 import math
 import warnings
@@ -22,30 +22,30 @@ from shoal_server.parameters.tables.index import Rows
 Fates = NDArray[np.uint8]
 
 ID_BYTES = 8
-# A gradient is only ever read: torch need not warn that its bytes cannot be written.
+# Gradients are only read: torch need not warn that their bytes are not writable.
 warnings.filterwarnings("ignore", message="The given buffer is not writable", module=__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBatch:
     ids: Ids
-    """Each once, rising."""
+    """Distinct ids, in rising order."""
     births: Ids
-    """The version that had made each row when the pusher looked it up; 0: it was not made."""
+    """The version that made each row, as looked up by the sender; 0: there was no row."""
     gradient_rc: Tensor
-    """One row for each id; not to be written to."""
+    """One row for each id; read-only."""
     places: Rows | None
-    """For each row as it came its place in `ids`; None: they came like that."""
+    """For each row in the push's order, its position in `ids`; None: the order is the same."""
 
     def as_they_came(self, fates: Fates) -> bytes:
-        """One byte for each row as it came; empty where every byte would be 0."""
+        """Return one byte for each row in the push's order; empty if every byte would be 0."""
         if not fates.any():
             return b""
         return (fates if self.places is None else fates[self.places]).tobytes()
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
-    """Ids as they came. Raises MalformedMessage for those that are not this shard's."""
+    """Decode ids, in their order. Raises MalformedMessage for ids of another shard."""
     if len(data) % ID_BYTES:
         raise MalformedMessage(
             f"ids of table {table.name} are cut off",
@@ -67,9 +67,9 @@ def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
 def read_batch(
     table: TableSpec, table_index: int, record: PushRecord, gradient: Buffer
 ) -> RowBatch:
-    """The rows of a push.
+    """Decode the rows of a push.
 
-    Raises ShapeMismatch, MalformedMessage or InvalidSpec for what is no push of this shard,
+    Raises ShapeMismatch, MalformedMessage or InvalidSpec if it is no push to this shard, or
     NonFiniteGradient with the row's id.
     """
     row_ids, births = record.row_ids, record.row_births
@@ -98,9 +98,9 @@ def read_batch(
 
 
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
-    """Of one row's gradient as it comes.
+    """Return the size of one row's gradient as it is sent.
 
-    Raises InvalidSpec for a codec that rows do not have, or that does not make these smaller.
+    Raises InvalidSpec for a codec that is not for rows, or that does not make these smaller.
     """
     plain = table.dim * DTYPES[table.dtype].itemsize
     if codec is None:
@@ -128,7 +128,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     if len(distinct) == len(ids):
         total_rc = gradient_rc[torch.from_numpy(first)]
     else:
-        # Adds row after row in the order of the push, on any number of threads.
+        # Adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
             gradient_rc, torch.from_numpy(places), len(distinct), -1, False
         )
@@ -136,7 +136,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
 
 
 def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:
-    # A sum is finite only if all are; one that is not may be an overflow of finite numbers.
+    # A sum is finite only if all elements are; a sum that is not finite may be an overflow.
     wide = max(gradient_rc.dtype, torch.float32, key=lambda dtype: dtype.itemsize)
     if math.isfinite(gradient_rc.sum(dtype=wide).item()):
         return

@@ -1,12 +1,15 @@
-"""A shard made anew from the chunks of a cut, as they come.
+"""Builds a shard from the chunks of a cut, as they come.
 
     builder = ShardBuilder(header)
     while not builder.is_whole:
         builder.add(receive(builder.next_chunk))
     shard = builder.finish()
 
-Each chunk goes to its place at once, rows into the index too: nothing is left for the end.
-A builder may be kept while a stream is down, and goes on with `next_chunk` when it is up again.
+Each chunk is stored in its final place at once, and its rows are indexed: `finish` has no work
+left.
+
+A builder may be kept while a stream is broken, and continues with `next_chunk` on the next
+one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,19 +43,19 @@ MAX_REST_BYTES = 1024**3
 
 
 class ContentBuilder(Protocol):
-    """Takes the chunks of a kind's large content in, in order."""
+    """Builds the large content of one kind of shard from its chunks, in order."""
 
     @property
     def described(self) -> Sequence[TensorImage]: ...
 
     def __len__(self) -> int:
-        """How many chunks there are."""
+        """Return the number of chunks."""
         ...
 
     def size_of(self, index: int) -> int: ...
 
     def begin(self, small: Mapping[str, Tensor], sessions: Sequence[SessionImage]) -> None:
-        """To be called before the first chunk. Raises KeyError for a tensor that is missing."""
+        """Set the small tensors, before the first chunk. Raises KeyError if one is missing."""
         ...
 
     def add(self, index: int, data: Buffer) -> None: ...
@@ -61,16 +64,17 @@ class ContentBuilder(Protocol):
 
 
 def bytes_to_build(header: CutHeader) -> int:
-    """How much memory a shard is to take, before any is taken."""
+    """Return the memory that a shard will take."""
     return header.rest_bytes + sum(tensor.num_bytes for tensor in header.tensors)
 
 
 class ShardBuilder:
-    """For one thread at a time; not for the event loop. Memory is taken as chunks come in."""
+    """Builds a shard, in one thread at a time and not on the event loop. Memory is allocated as
+    chunks come in."""
 
     def __init__(self, header: CutHeader) -> None:
-        """Raises MalformedMessage for a header that describes no shard, or one that this release
-        lays out in another way."""
+        """Raises MalformedMessage if the header describes no shard, or a layout that this release
+        does not have."""
         self.header = header
         self._content = _content(header)
         if (
@@ -83,9 +87,9 @@ class ShardBuilder:
         self._rest = bytearray()
         self._sessions: Sequence[SessionImage] = ()
         self.next_chunk = 0
-        """Which chunk is to be added next."""
+        """Index of the next chunk."""
         self.received_bytes = 0
-        """Of the chunks that were added."""
+        """Bytes of the chunks that were added."""
         if not self._num_rest:
             self._begin()
 
@@ -95,21 +99,21 @@ class ShardBuilder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether no chunk is missing."""
+        """True if no chunk is missing."""
         return self.next_chunk == self.num_chunks
 
     def num_bytes(self, index: int) -> int:
-        """Of a chunk."""
+        """Return the size of a chunk."""
         size = self.header.chunk_bytes
         if index < self._num_rest:
             return min(size, self.header.rest_bytes - index * size)
         return self._content.size_of(index - self._num_rest)
 
     def add(self, data: Buffer) -> None:
-        """Take the next chunk; `data` is not kept. What it takes does not depend on what came
-        before: some ms for a chunk of 2 MiB.
+        """Add the next chunk; `data` is not kept. The time does not depend on earlier chunks: some
+        ms for a chunk of 2 MiB.
 
-        Raises MalformedMessage for one that is not the next, and then nothing has changed.
+        Raises MalformedMessage, without a change, if it is not the next chunk.
         """
         expected = 0 if self.is_whole else self.num_bytes(self.next_chunk)
         if not data or len(data) != expected:
@@ -128,9 +132,9 @@ class ShardBuilder:
         self.received_bytes += len(data)
 
     def finish(self) -> AnyShard:
-        """The shard, once `is_whole`; the builder is not to be used again.
+        """Return the shard, once `is_whole`; do not use the builder afterwards.
 
-        Raises InternalError if a chunk is missing, or if its memory of pushes is torn.
+        Raises InternalError if a chunk is missing, or if the remembered pushes are inconsistent.
         """
         if not self.is_whole:
             raise InternalError(
@@ -147,7 +151,7 @@ class ShardBuilder:
             self._content.begin(small, rest.sessions)
         except (DecodeError, KeyError) as error:
             raise MalformedMessage(
-                f"what comes with shard {self.header.shard_id} cannot be read",
+                f"the rest of the cut of shard {self.header.shard_id} cannot be read",
                 seen=repr(error)[:200],
                 expected="a CutRest with all its tensors",
             ) from error
@@ -170,13 +174,13 @@ class _DenseContent:
         return self._flat.size_of(index)
 
     def begin(self, small: Mapping[str, Tensor], sessions: Sequence[SessionImage]) -> None:
-        """A dense shard has nothing that is small."""
+        """Do nothing: a dense shard has no small tensors."""
 
     def add(self, index: int, data: Buffer) -> None:
         self._flat.write(index, data)
 
     def shard(self, version: int, sessions: Sequence[SessionImage]) -> AnyShard:
-        # Most of it lies where it belongs; of some optimizers the state is made for the asking.
+        # Most tensors are in place already; some optimizers return copies of their state.
         state = {name: t for name, t in self._flat.tensors.items() if name != VALUES}
         self._body.load_state(state)
         return VersionedShard.restored(self._spec.shard, self._body, version, sessions)
@@ -225,12 +229,12 @@ def _content(header: CutHeader) -> ContentBuilder:
 
 
 def _other_layout(header: CutHeader, expected: Sequence[TensorImage]) -> MalformedMessage:
-    def told(tensors: Sequence[TensorImage]) -> str:
+    def shapes(tensors: Sequence[TensorImage]) -> str:
         return ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in tensors)[:300]
 
     return MalformedMessage(
         f"shard {header.shard_id} is laid out in a way that this server does not know",
-        seen=f"{header.kind!r} in chunks of {header.chunk_bytes} bytes: {told(header.tensors)}",
-        expected=f"dense or table: {told(expected)}",
+        seen=f"{header.kind!r} in chunks of {header.chunk_bytes} bytes: {shapes(header.tensors)}",
+        expected=f"dense or table: {shapes(expected)}",
         fix="Run the same version of Shoal on every server.",
     )

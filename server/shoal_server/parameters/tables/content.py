@@ -1,7 +1,7 @@
-"""What a table shard consists of, and what a push does to it.
+"""The content of a table shard, and the effect of a push on it.
 
-Everything here follows from what came before and the push itself: no clock is read and nothing is
-drawn. So the same pushes make the same content, wherever and whenever they are applied.
+A push's effect depends only on the content and the push: no clock is read and no random numbers are
+drawn. So the same pushes make the same content, on any server and at any time.
 """
 
 from collections.abc import Mapping
@@ -26,12 +26,12 @@ from shoal_server.parameters.tables.rows import RowStore
 
 DEFAULT_SHARD_BYTES = 1024**3
 MIN_ROWS = 1
-"""A shard has room for so many, however small the limits are."""
+"""Rows that a shard may always have, however small the limits are."""
 SWEEPS_PER_IDLE_TIME = 8
 LOOKED_AT_BYTES = 16
-"""Of each row, where idle or old ones are looked for."""
+"""Bytes read of each row in a search for idle or old rows."""
 EVICTED_AT_A_TIME = 1 / 16
-"""Share of a full shard that is taken out at once, so that not every push has to look for the
+"""Share of a full shard that is evicted at once, so that not every push has to search for the
 oldest rows."""
 
 APPLIED = RowFate.ROW_FATE_APPLIED
@@ -43,7 +43,7 @@ FULL = RowFate.ROW_FATE_FULL
 
 @dataclass(kw_only=True)
 class Counts:
-    """Rows since this server has the shard, for people."""
+    """Counts of rows since this server has the shard, for display."""
 
     made: int = 0
     evicted: int = 0
@@ -51,7 +51,7 @@ class Counts:
 
 
 class TableContent:
-    """For one thread at a time."""
+    """The rows of a table shard, with gate and optimizer. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -60,8 +60,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Empty, or with the small tensors that `cut` gave, which it takes over; with room for rows
-        that are filled in."""
+        """Make it empty, or with the small tensors that `cut` returned, which it takes over.
+        `expected_rows`: rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -83,7 +83,7 @@ class TableContent:
             self.table_step = int(small["table_step"])
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the rows of an image. Raises InternalError if they are not those of such a table."""
+        """Load the rows of an image. Raises InternalError if the columns are not this table's."""
         self._rows.load(tensors)
 
     def __len__(self) -> int:
@@ -94,7 +94,7 @@ class TableContent:
         return self._rows.num_bytes + sum(t.nbytes for t in self._gate.tensors().values())
 
     def look_up(self, ids: Ids) -> tuple[Ids, Tensor]:
-        """Births and values of rows. A row that is not made has birth 0 and its first values."""
+        """Return births and values of rows. A missing row has birth 0 and its initial values."""
         rows = self._rows.find(ids)
         births = self._rows.births(rows)
         absent = np.flatnonzero(rows < 0)
@@ -106,8 +106,8 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """What a push of so many rows goes through, at most, to make room: the index, where it is
-        made anew, and all rows, where old ones are looked for."""
+        """Return the most bytes that a push of so many rows has to process to make room: the index
+        if it is rebuilt, and all rows if old ones are searched for."""
         is_full = len(self._rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
@@ -118,9 +118,9 @@ class TableContent:
         return self._now_s
 
     def growth_bytes(self, batch: RowBatch, at_unix_s: float) -> int:
-        """By how much a push at that time may grow what is held, if all its new ids are admitted.
-
-        Nothing where its rows exist, or fit into the room of rows that are, or will be, evicted.
+        """Return the most bytes by which a push at that time may grow the memory, if all its new
+        ids are admitted. 0 if its rows exist, or fit into memory of rows that are, or will be,
+        evicted.
         """
         if len(batch.ids) <= self._rows.num_spare:
             return 0
@@ -134,10 +134,10 @@ class TableContent:
     def push(
         self, batch: RowBatch, *, version: int, at_unix_s: float, step: int, lr: float
     ) -> Fates:
-        """Apply gradients; what became of each row of the batch.
+        """Apply gradients; return the fate of each row of the batch.
 
-        A gradient goes to the row that it was computed on and to no other: where that row was
-        taken out since, even if the id has a new one, it is dropped.
+        A gradient is applied only to the row that it was computed on: if that row was evicted
+        since, the gradient is dropped, even if the id has a new row.
         """
         self._now_s = self._time_of(at_unix_s)
         self.table_step = max(self.table_step + 1, step)
@@ -157,23 +157,23 @@ class TableContent:
         return fates
 
     def _time_of(self, at_unix_s: float) -> float:
-        """The time of a push that says it came then. A clock that was set back does not make rows
-        young again; one that was set forward does not make a row idle that is in use: a push moves
-        the time by half of what makes a row idle, at most."""
+        """Return the table's time for a push with that timestamp. A clock that was set back does
+        not make time go backwards. One that was set forward does not make rows in use idle: a push
+        advances the time by at most half of `max_idle_s`."""
         max_idle_s = self._table.eviction.max_idle_s
         if max_idle_s and self._now_s:
             at_unix_s = min(at_unix_s, self._now_s + max_idle_s / 2)
         return max(self._now_s, at_unix_s)
 
     def _make(self, batch: RowBatch, rows: Rows, fates: Fates, version: int) -> None:
-        """Make rows for those that are admitted, as far as there is room; writes rows and fates."""
+        """Make rows for the admitted ids, as far as there is room; writes to `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
         room = self.max_rows - len(self._rows)
         if len(admitted) > room and self._table.eviction.oldest_when_full:
             wanted = max(len(admitted) - room, int(self.max_rows * EVICTED_AT_A_TIME))
             self._evict(self._rows.oldest(wanted, spared=rows[fates == APPLIED]))
-            # Of a row that the push names from an earlier life, only the fate matters.
+            # A row whose gradient is dropped may be evicted: only its fate matters.
             room = self.max_rows - len(self._rows)
         fates[admitted[room:]] = FULL
         admitted = admitted[:room]
@@ -205,7 +205,7 @@ class TableContent:
         self._next_sweep_s = self._now_s + max_idle_s / SWEEPS_PER_IDLE_TIME
 
     def _idle(self, now_s: float) -> Rows:
-        """The rows that a push at that time evicts because nobody pushed them for long."""
+        """Return the rows that a push at that time evicts because they were idle too long."""
         max_idle_s = self._table.eviction.max_idle_s
         if not max_idle_s or now_s < self._next_sweep_s:
             return np.zeros(0, np.int64)
@@ -217,16 +217,16 @@ class TableContent:
 
     @property
     def cuts(self) -> OpenCuts[RowCut]:
-        """Those that are open: a push leaves to each what it was."""
+        """The open cuts: a push preserves the old rows for each."""
         return self._rows.cuts
 
     def cut(self) -> tuple[RowCut, Mapping[str, Tensor]]:
-        """Its rows as they are now, to be closed; and a copy of what it keeps beside them."""
+        """Cut the rows as of now, to be closed; and copy the small tensors."""
         flat = {name: tensor.clone() for name, tensor in self.flat_tensors().items()}
         return self._rows.cut(), flat
 
     def flat_tensors(self) -> dict[str, Tensor]:
-        """What it keeps beside its rows, not copied."""
+        """Return the small tensors: the state beside the rows, not copied."""
         scalars = {
             "times_unix_s": torch.tensor([self._now_s, self._next_sweep_s], dtype=torch.float64),
             "table_step": torch.tensor([self.table_step]),
@@ -234,27 +234,27 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """The ids of rows that take up to about so many bytes, from a place on, and the place
-        behind them; the same place where there are no more."""
+        """Return the ids of rows of about so many bytes from `start` on, and the position after
+        them; `start` itself if there are no more."""
         return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """The births of rows, 0 for those that are not here; and a copy of what those that are here
-        consist of."""
+        """Return the births of rows, 0 for missing ones; and copies of the columns of those that
+        exist."""
         return self._rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
-        """How rows of such a shard come in chunks."""
+        """Return the layout of such a shard's rows in chunks."""
         columns = {n: (each.shape[1:], each.dtype) for n, each in self._rows.columns.items()}
         return RowChunks(columns, num_rows, chunk_bytes)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Put rows to where they were in another shard; see `RowStore.fill`."""
+        """Put rows at their positions in another shard; see `RowStore.fill`."""
         self._rows.fill(rows, columns)
 
 
 def _max_rows(table: TableSpec, row_bytes: int) -> int:
-    """How many rows one shard may have: what its memory and its share of the table's rows allow."""
+    """Return the most rows of one shard, by its memory and its share of the table's rows."""
     by_bytes = (table.max_shard_bytes or DEFAULT_SHARD_BYTES) // row_bytes
     by_rows = -(-table.max_rows // table.num_shards) or MAX_ROWS
     return max(min(by_bytes, by_rows, MAX_ROWS), MIN_ROWS)

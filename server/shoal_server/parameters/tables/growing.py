@@ -1,4 +1,4 @@
-"""Tensors that grow without being copied: their memory is moved by its page tables alone."""
+"""Tensors that grow without a copy: only page tables are changed (mremap)."""
 
 import math
 import mmap
@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 FREED_AT_A_TIME_BYTES = 8 * 1024 * 1024
-"""The interpreter stands still while memory is given back: 1 ms for so much."""
+"""The GIL is held while memory is freed: 1 ms for this size."""
 
 
 class GrowingTensor:
-    """A tensor whose first dimension grows. What is added is zero, and takes no memory before it
-    is written to.
+    """A tensor whose first dimension grows. Added rows are zero, and take no memory before they are
+    written to.
 
     No view of `tensor` may be alive when it grows, or all of it is copied.
     """
@@ -29,17 +29,17 @@ class GrowingTensor:
         return int(self.tensor.shape[0])
 
     def grow(self, num_rows: int) -> None:
-        """Have room for so many rows, which are more than there are."""
+        """Grow to so many rows, which must be more than before."""
         before = self.tensor
         num_bytes = max(num_rows * self.row_bytes, 1)
-        # The mapping refuses to move while anybody looks into it.
+        # The mapping cannot move while a view of it exists.
         self.tensor = before.new_empty(0)
         num_before = before.shape[0]
         del before
         try:
             self._memory.resize(num_bytes)
         except (BufferError, SystemError, OSError):
-            # A view is alive, or this system cannot move memory.
+            # A view exists, or this system cannot move memory.
             old, self._memory = self._memory, _reserved(num_bytes)
             self.tensor = self._view(num_rows)
             held = torch.frombuffer(old, dtype=self.dtype, count=num_before * self._row_numel)
@@ -48,8 +48,8 @@ class GrowingTensor:
         self.tensor = self._view(num_rows)
 
     def free(self) -> None:
-        """Give the memory back, a little at a time. What is in it is lost; not to be used again,
-        but what is read of it meanwhile is zero and does no harm."""
+        """Free the memory in small parts. Do not use the tensor afterwards; a read meanwhile gives
+        zeros and does no harm."""
         for at in range(0, len(self._memory), FREED_AT_A_TIME_BYTES):
             length = min(FREED_AT_A_TIME_BYTES, len(self._memory) - at)
             self._memory.madvise(mmap.MADV_DONTNEED, at, length)

@@ -16,7 +16,7 @@ _HALF = np.uint64(32)
 
 
 def mix64(values: Words) -> Words:
-    """64 bits for each that depend on every bit of it."""
+    """Hash each value to 64 bits that depend on every bit of it."""
     mixed = values + _GAMMA
     mixed ^= mixed >> _SHIFTS[0]
     mixed *= _FIRST_FACTOR
@@ -27,11 +27,11 @@ def mix64(values: Words) -> Words:
 
 
 def hash_ids(ids: Ids) -> Words:
-    """The hash that places each row; its high half chooses the shard, its low bits a slot there."""
+    """Hash row ids; the high half of a hash chooses the shard, its low bits a slot there."""
     return mix64(ids.view(np.uint64))
 
 
 def shards_of(ids: Ids, num_shards: int) -> Ids:
-    """For each row the index of the table's virtual shard that has it."""
+    """Return for each row the index of its virtual shard in the table."""
     shards = ((hash_ids(ids) >> _HALF) * np.uint64(num_shards)) >> _HALF
     return shards.view(np.int64)

@@ -1,10 +1,10 @@
-"""From row ids to places in a shard's arrays, for many ids at once.
+"""Index from row ids to positions in a shard's arrays, for many ids at once.
 
-A hash table with open addressing whose every operation is a handful of passes over arrays: all ids
-take their first probe together, those not settled take the second, and so on. At most LOAD_LIMIT
-of the slots are in use, and each probe goes one slot further than the one before. (These are the
-triangular numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.)
-So no runs of used slots build up, the rounds are few, and each is far shorter than the one before.
+A hash table with open addressing, whose operations are a few passes over arrays: all ids make their
+first probe together, those not settled the second, and so on. At most LOAD_LIMIT of the slots are
+in use, and each probe goes one slot further than the previous one. (These are the triangular
+numbers, which reach every slot of a power of two: Knuth, TAOCP 3, 6.4, exercise 20.) So no runs of
+used slots build up, the rounds are few, and each is much shorter than the previous one.
 """
 
 from itertools import count
@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.hashing import Ids, hash_ids
 
 EMPTY = -1
 REMOVED = -2
-"""A slot whose row is gone: searches go on beyond it."""
+"""A slot whose row was removed: searches go on after it."""
 LOAD_LIMIT = 0.6
 MIN_SLOTS = 16
 MAX_ROWS = 2**31 - 1
@@ -28,7 +28,7 @@ Rows = NDArray[np.int64]
 
 
 class RowIndex:
-    """Which row has which id. Rows are numbers from 0 that the caller hands out."""
+    """Maps ids to rows. Rows are numbers from 0 that the caller assigns."""
 
     def __init__(self) -> None:
         self._ids = GrowingTensor(MIN_SLOTS, (), torch.int64)
@@ -41,13 +41,13 @@ class RowIndex:
 
     @property
     def ids(self) -> Ids:
-        """By row; of no meaning for rows that are not in use. Not to be kept."""
+        """Ids by row; undefined for rows that are not in use. Do not keep this array."""
         ids: Ids = self._ids.tensor.numpy()
         return ids
 
     @property
     def id_tensor(self) -> Tensor:
-        """The same as a tensor."""
+        """The ids by row, as a tensor."""
         return self._ids.tensor
 
     @property
@@ -55,15 +55,15 @@ class RowIndex:
         return len(self._ids) * self._ids.row_bytes + self._slots.nbytes
 
     def expect(self, num_rows: int) -> None:
-        """Have room for so many rows, which are to be inserted into an empty index."""
+        """Make room for so many rows in an empty index."""
         self._make_room(num_rows, num_rows)
 
     def moves_for(self, num_more: int) -> bool:
-        """Whether the table of slots is made anew when so many more rows are inserted."""
+        """True if inserting so many more rows rebuilds the slots."""
         return self._num_used + num_more > LOAD_LIMIT * self._slots.size
 
     def find(self, ids: Ids) -> Rows:
-        """The row of each id, -1 for those that have none."""
+        """Return the row of each id, -1 for ids without one."""
         places = self._first_places(ids)
         rows, ids_by_row = self._slots[places], self.ids
         # A row below zero reads some id from the end of the array, which must not count.
@@ -83,14 +83,14 @@ class RowIndex:
         return found
 
     def insert(self, ids: Ids, rows: Rows) -> None:
-        """Give ids that have no row, each of them once, the rows named."""
+        """Insert distinct ids that have no row, with their rows."""
         self._make_room(int(rows.max(initial=0)) + 1, len(ids))
         self.ids[rows] = ids
         self._settle(ids, rows)
         self._num_rows += len(ids)
 
     def remove(self, rows: Rows) -> None:
-        """Take rows out, each named once and in use."""
+        """Remove distinct rows that are in use."""
         self._num_rows -= len(rows)
         places = self._first_places(self.ids[rows])
         for step in count(1):
@@ -111,7 +111,7 @@ class RowIndex:
                 break
             before = self._slots[places]
             is_free = before < 0
-            # Of several that want one slot, one gets it; the look behind tells which.
+            # If several ids write to one slot, one gets it; reading it back tells which.
             self._slots[places[is_free]] = rows[is_free]
             has_place = self._slots[places] == rows
             self._num_used += int(np.count_nonzero(has_place & (before == EMPTY)))

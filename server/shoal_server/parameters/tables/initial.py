@@ -1,8 +1,8 @@
-"""The first values of a row: a function of seed, table name, row id and column alone.
+"""Initial values of a row: a function of seed, table name, row id and column alone.
 
-Any server, and any replay, makes the same row, to the last bit. So only integer arithmetic decides,
-and of floating point nothing but single operations that IEEE 754 rounds in one way; no logarithm
-or cosine, whose last bits differ between processors.
+Every server, and every replay, makes the same row, to the last bit. So only integer arithmetic is
+used, and single floating-point operations, whose rounding IEEE 754 defines; no logarithm or cosine,
+whose last bits differ between processors.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ class InitialRows:
             self._columns = np.arange(1, dim + 1, dtype=np.uint64) * _COLUMN_STEP
 
     def make(self, ids: Ids) -> Tensor:
-        """One row for each id, of shape (len(ids), dim)."""
+        """Make one row for each id, of shape (len(ids), dim)."""
         kind, center = self._initialiser.kind, self._initialiser.center
         if kind == "constant":
             return torch.full((len(ids), self._dim), center, dtype=self._dtype)
@@ -56,7 +56,7 @@ class InitialRows:
 
 
 def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """From -1 inclusive to 1 exclusive."""
+    """Return uniform numbers from -1 inclusive to 1 exclusive."""
     unit = (words >> np.uint64(64 - _UNIFORM_BITS)).astype(np.float64)
     unit *= 2.0 ** (1 - _UNIFORM_BITS)
     unit -= 1.0
@@ -64,8 +64,8 @@ def _uniform(words: NDArray[np.uint64]) -> NDArray[np.float64]:
 
 
 def _normal(words: NDArray[np.uint64]) -> NDArray[np.float64]:
-    """Of mean 0 and variance 1: the sum of eight uniform integers (Irwin and Hall), which comes
-    close to a normal distribution and ends at 4.9."""
+    """Return numbers of mean 0 and variance 1: the sum of eight uniform integers (Irwin and Hall),
+    which is close to a normal distribution and bounded by 4.9."""
     total = np.zeros(words.shape, np.uint64)
     mask = np.uint64(2**_ADDEND_BITS - 1)
     for each in (words, mix64(words)):

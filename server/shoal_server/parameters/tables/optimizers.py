@@ -1,8 +1,8 @@
 """Optimizer steps on the rows of one push.
 
-The rows and their state were gathered into tensors of their own, in the order of the push, and are
-put back after the step. So what a row becomes depends on the push and the row alone, not on where
-it lies; and the arithmetic, operation by operation, is that of `torch.optim` on sparse gradients.
+Rows and their state are gathered into new tensors, in the order of the push, and written back after
+the step. So the result depends on the push and the row alone, not on the row's position; and the
+arithmetic, operation by operation, is that of `torch.optim` on sparse gradients.
 
 Suffixes of tensors: r rows, c columns.
 """
@@ -24,9 +24,9 @@ class StateColumn:
     """One kind of optimizer state."""
 
     is_per_element: bool
-    """A number for each column of a row; else one for the row."""
+    """True: one number for each column of a row; False: one per row."""
     fill: float = 0.0
-    """What a new row begins with."""
+    """Value in a new row."""
 
 
 State = Mapping[str, Tensor]
@@ -34,11 +34,11 @@ State = Mapping[str, Tensor]
 
 class RowRule(Protocol):
     def columns(self) -> Mapping[str, StateColumn]:
-        """The state by torch's names, where torch has it."""
+        """Return the state's columns, with torch's names if torch has them."""
         ...
 
     def step(self, values_rc: Tensor, gradient_rc: Tensor, state: State, lr: float) -> None:
-        """Update values and state in place. The gradient is the rule's to write over."""
+        """Update values and state in place. The gradient may be overwritten."""
         ...
 
 
@@ -75,7 +75,8 @@ class RowAdagradRule:
 
 
 class RowwiseAdagrad:
-    """One accumulator a row, of the mean of the squares over its columns (as in FBGEMM)."""
+    """Adagrad with one accumulator per row, of the mean of squares over its columns (as in
+    FBGEMM)."""
 
     def __init__(self, spec: RowOptimizer) -> None:
         self._eps = spec.eps
@@ -92,8 +93,8 @@ class RowwiseAdagrad:
 class RowAdamRule:
     """Lazy Adam: a row that has no gradient keeps its averages as they are.
 
-    The bias correction goes by the steps of each row, or, as in `torch.optim.SparseAdam`, by those
-    of the whole table, which `table_step` says.
+    The bias correction uses the steps of each row, or, as in `torch.optim.SparseAdam`, those of the
+    whole table: `table_step`.
     """
 
     def __init__(self, spec: RowOptimizer, *, counts_rows: bool) -> None:
@@ -121,8 +122,8 @@ class RowAdamRule:
             values_rc.add_(direction_rc.mul_(-self._step_size(self.table_step, lr)))
             return
         steps_r = state["step"].add_(1)
-        # Each distinct number of steps once, in Python's own floats: torch's power of a vector
-        # rounds in another way at the vector's end than before it.
+        # Each distinct number of steps once, with Python floats: torch's power of a vector rounds
+        # differently at the vector's end.
         distinct, inverse = torch.unique(steps_r, return_inverse=True)
         sizes = [-self._step_size(round(steps), lr) for steps in distinct.tolist()]
         size_r = torch.tensor(sizes, dtype=values_rc.dtype)[inverse]
@@ -133,7 +134,7 @@ class RowAdamRule:
 
 
 def new_rule(spec: RowOptimizer) -> RowRule:
-    """The rule of a table; its specification was checked when the table was placed."""
+    """Make the rule of a table; its specification was checked when the table was placed."""
     if spec.kind == "sgd":
         return RowSgd(spec)
     if spec.kind == "adagrad":

@@ -1,4 +1,4 @@
-"""From an image back to a shard of its kind."""
+"""Restores a shard of any kind from its image."""
 
 from google.protobuf.message import DecodeError
 
@@ -12,14 +12,14 @@ _OF_BAD_DATA = (
     *(ValueError, KeyError, TypeError, IndexError, AttributeError, RuntimeError, OverflowError),
     DecodeError,
 )
-"""What torch, protobuf and Python raise of values that no shard has."""
+"""Errors that torch, protobuf and Python raise for invalid values."""
 
 
 def restore(image: Image) -> AnyShard:
-    """The shard that the image is of; it takes the image's tensors over.
+    """Restore the shard of an image; it takes ownership of the image's tensors.
 
-    Raises MalformedMessage for an image of an unknown kind, or one that does not fit together:
-    its checksum may be right, and whoever wrote it another program.
+    Raises MalformedMessage for an image of an unknown kind, or an inconsistent one: the checksum
+    may be right although another program wrote it.
     """
     try:
         if image.kind == DenseBody.kind:

@@ -1,4 +1,4 @@
-"""Rows of a shard as bytes, so many rows at a time."""
+"""Rows of a shard as chunks of bytes."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,8 +13,8 @@ from shoal_server.parameters.cuts.tensor_bytes import from_bytes
 
 
 class RowChunks:
-    """The columns of `num_rows` rows, cut between rows; in a chunk one column follows the other,
-    those of the largest elements first, so that each lies where its elements may."""
+    """The layout of `num_rows` rows in chunks, cut between rows. In a chunk one column follows the
+    other, those of the largest elements first, so that each is aligned."""
 
     def __init__(
         self,
@@ -22,7 +22,7 @@ class RowChunks:
         num_rows: int,
         chunk_bytes: int,
     ) -> None:
-        """`columns` has the shape of one row, and the dtype."""
+        """`columns`: the shape of one row, and the dtype, by name."""
         by_size = sorted(columns.items(), key=lambda item: (-item[1][1].itemsize, item[0]))
         self._columns = [(name, tuple(shape), dtype) for name, (shape, dtype) in by_size]
         self._row_bytes = sum(
@@ -44,19 +44,19 @@ class RowChunks:
         return (self.num_rows + self.rows_each - 1) // self.rows_each
 
     def rows(self, index: int) -> slice:
-        """Which rows a chunk has."""
+        """Return the rows of a chunk."""
         start = index * self.rows_each
         return slice(start, min(start + self.rows_each, self.num_rows))
 
     def size_of(self, index: int) -> int:
-        """Bytes of a chunk."""
+        """Return the size of a chunk in bytes."""
         rows = self.rows(index)
         num_rows: int = rows.stop - rows.start
         return num_rows * self._row_bytes
 
     def views(self, index: int, data: Buffer) -> Mapping[str, Tensor]:
-        """The columns that lie in the bytes of a chunk. Raises MalformedMessage if these are more
-        or less than it has."""
+        """Return the columns in the bytes of a chunk, not copied. Raises MalformedMessage if the
+        length is wrong."""
         if len(data) != self.size_of(index):
             raise MalformedMessage(
                 "a chunk of a table's shard has another length",

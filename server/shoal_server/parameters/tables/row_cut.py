@@ -1,4 +1,4 @@
-"""A cut through the rows of a shard: a row that changes later is copied aside, once."""
+"""A cut through the rows of a shard: a row is saved, once, before it changes."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
@@ -21,17 +21,17 @@ FIRST_SAVED = 256
 
 
 class Columns(Protocol):
-    """The rows of a store as they are now."""
+    """A store, as seen by its cuts."""
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """By name, with ids; each has a row for each row of the store, and maybe more."""
+        """Columns by name, with ids; each has at least as many rows as the store."""
         ...
 
 
 class RowCut:
-    """Rows below `num_rows`, as of the moment that it was made. `save` and `read` are called under
-    the lock of the store's content."""
+    """The rows below `num_rows`, as of the time of the cut. `save` and `read` are called under the
+    lock of the store's content."""
 
     def __init__(self, store: Columns, num_rows: int, num_live: int) -> None:
         self._store = store
@@ -39,9 +39,9 @@ class RowCut:
         columns = {name: (each.shape[1:], each.dtype) for name, each in store.columns.items()}
         self._chunks = RowChunks(columns, num_rows, CHUNK_BYTES)
         self._is_released = np.zeros(len(self._chunks), np.bool_)
-        # Zeros that nobody has written to take no memory and no time.
+        # Zeros that are never written to take no memory and no time.
         self._saved_at = np.zeros(num_rows, np.int32)
-        """For each row its place among the saved ones, counted from 1; 0: not saved."""
+        """For each row its position among the saved ones, counted from 1; 0: not saved."""
         self._saved = {
             name: GrowingTensor(FIRST_SAVED, shape, dtype)
             for name, (shape, dtype) in columns.items()
@@ -57,7 +57,7 @@ class RowCut:
         return self._chunks.size_of(index)
 
     def save(self, rows: Rows) -> None:
-        """These rows, each named once, are about to change."""
+        """Save distinct rows, which are about to change."""
         rows = rows[rows < self._chunks.num_rows]
         rows = rows[self._saved_at[rows] == 0]
         rows = rows[~self._is_released[rows // self._chunks.rows_each]]
@@ -107,13 +107,13 @@ class RowCut:
         return streams
 
     def _live(self, name: str, locked: Locked) -> Iterator[Tensor]:
-        """One column of the rows that are in use."""
+        """Yield one column of the rows that are in use."""
         for index in range(len(self)):
             columns = locked(partial(self._columns_of, index, {BIRTHS, name}))
             yield columns[name].index_select(0, columns[BIRTHS].nonzero().view(-1))
 
     def _columns_of(self, index: int, names: Collection[str]) -> Mapping[str, Tensor]:
-        """Copies of columns of one chunk's rows."""
+        """Copy columns of one chunk's rows."""
         if self._is_released[index]:
             raise released(index)
         rows = self._chunks.rows(index)
@@ -123,7 +123,7 @@ class RowCut:
         return copies
 
     def _put_back(self, rows: slice, copies: Mapping[str, Tensor]) -> None:
-        """In copies of columns, write what was saved over what has changed since."""
+        """Restore saved rows in copies of columns."""
         places = self._saved_at[rows]
         changed = np.flatnonzero(places)
         if not changed.size:
@@ -133,9 +133,9 @@ class RowCut:
             copy[at] = self._saved[name].tensor.index_select(0, saved_at)
 
     def ordered(self, tensors: dict[str, Tensor]) -> Mapping[str, Tensor]:
-        """By rising ids."""
+        """Sort the tensors by rising ids."""
         order = torch.from_numpy(np.argsort(tensors[IDS].numpy(), kind="stable"))
-        # One after the other, so that no more than one of them is there twice.
+        # One after the other, so that at most one exists twice.
         for name in list(tensors):
             tensors[name] = tensors[name].index_select(0, order)
         return tensors

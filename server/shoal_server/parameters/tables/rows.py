@@ -1,4 +1,4 @@
-"""The rows of one shard: which ids have one, and the numbers that each row consists of."""
+"""The rows of one shard: their index, and the columns of numbers."""
 
 from collections.abc import Mapping
 
@@ -18,23 +18,23 @@ from shoal_server.parameters.tables.row_cut import BIRTHS, IDS, RowCut
 VALUES = "values"
 LAST_PUSHED = "last_pushed_unix_s"
 STATE = "optimizer/"
-"""In an image, before the names of the optimizer's columns."""
+"""Prefix of the optimizer's columns in an image."""
 FIRST_CAPACITY = 64
 DOUBLED_BYTES = 64 * 1024 * 1024
-"""A store that takes more grows by a quarter: nothing is copied, so it need not take much ahead."""
+"""A larger store grows by a quarter, not twofold: growing copies nothing, so it may be frequent."""
 INDEX_BYTES_PER_ROW = 32
-"""At worst nearly four slots of four bytes, and two ids."""
+"""Upper bound: nearly four slots of four bytes, and two ids."""
 
 
 class RowStore:
-    """Grows in place; rows that were taken out are used again first. What was a row's before it is
-    written to is saved for the open cuts."""
+    """A store that grows in place and reuses removed rows first. Open cuts save a row before it is
+    written to."""
 
     def __init__(self, dim: int, dtype: torch.dtype, columns: Mapping[str, StateColumn]) -> None:
         self._max_rows = MAX_ROWS
         self._index = RowIndex()
         self._fills = {name: column.fill for name, column in columns.items()}
-        # Steps and averages of a 16-bit table would stand still in 16 bits.
+        # In 16 bits, steps and averages would stop changing.
         wide = dtype if dtype.itemsize >= 4 else torch.float32
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             VALUES: ((dim,), dtype),
@@ -56,12 +56,12 @@ class RowStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory taken, the index included."""
+        """Bytes of memory in use, with the index."""
         return self._index.num_bytes + self._capacity * self._column_bytes
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of memory that one row takes at worst, but for the room left to grow."""
+        """Most bytes that one row takes, without spare capacity."""
         return self._column_bytes + INDEX_BYTES_PER_ROW
 
     @property
@@ -70,19 +70,20 @@ class RowStore:
 
     @property
     def num_spare(self) -> int:
-        """Rows that there is memory for, and that are not in use."""
+        """Number of allocated rows that are not in use."""
         return self._capacity - len(self)
 
     def moved_bytes(self, num_more: int) -> int:
-        """What has to be moved to make room for so many more rows: of the index alone."""
+        """Return the bytes that have to be moved to make room for so many more rows: only the index
+        moves."""
         return self._index.num_bytes if self._index.moves_for(num_more) else 0
 
     def growth_bytes(self, num_rows: int) -> int:
-        """By how much memory grows, at worst, for so many rows altogether."""
+        """Return the most bytes by which memory grows for so many rows in total."""
         return max(0, self._capacity_for(num_rows) - self._capacity) * self.row_bytes
 
     def limit(self, max_rows: int) -> None:
-        """No memory is taken for more rows than these, unless more are added."""
+        """Allocate no spare capacity beyond so many rows."""
         self._max_rows = max_rows
 
     @property
@@ -90,16 +91,16 @@ class RowStore:
         return list(self._fills)
 
     def find(self, ids: Ids) -> Rows:
-        """The row of each id, -1 for those that have none."""
+        """Return the row of each id, -1 for ids without one."""
         return self._index.find(ids)
 
     def births(self, rows: Rows) -> Ids:
-        """The version that made each row; 0 where there is none."""
+        """Return the version that made each row; 0 if there is none."""
         births = self._numbers(BIRTHS)[rows]
         return np.where(rows >= 0, births, 0)
 
     def add(self, ids: Ids, values: Tensor, *, birth: int) -> Rows:
-        """Make a row for each id, none of which has one; in the order of the ids."""
+        """Make a row for each id, none of which has one; return them in the order of the ids."""
         reused = self._free[len(self._free) - min(len(ids), len(self._free)) :]
         self._free = self._free[: len(self._free) - len(reused)]
         num_fresh = len(ids) - len(reused)
@@ -122,20 +123,20 @@ class RowStore:
         self._free = np.concatenate([self._free, rows])
 
     def touch(self, rows: Rows, at_unix_s: float) -> None:
-        """The rows were pushed at that time."""
+        """Note that the rows were pushed at that time."""
         self._save(rows)
         self._numbers(LAST_PUSHED)[rows] = at_unix_s
 
     def idle_since(self, before_unix_s: float) -> Rows:
-        """All rows that were last pushed before that time."""
+        """Return all rows that were last pushed before that time."""
         last_pushed = self._numbers(LAST_PUSHED)[: self._top]
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         return np.flatnonzero(is_live & (last_pushed < before_unix_s))
 
     def oldest(self, count: int, spared: Rows) -> Rows:
-        """The rows that were pushed longest ago, `count` of them or all there are, but not those
-        spared. Of rows pushed at the same time those of lower ids come first: where a row lies
-        must not matter, for it lies elsewhere in a copy."""
+        """Return the `count` rows that were pushed longest ago, or all, except those spared. Among
+        rows pushed at the same time lower ids come first: positions must not matter, as they differ
+        in backups."""
         is_live = self._numbers(BIRTHS)[: self._top] > 0
         is_live[spared] = False
         rows = np.flatnonzero(is_live)
@@ -149,15 +150,15 @@ class RowStore:
         return np.concatenate([older, alike[: count - len(older)]])
 
     def values(self, rows: Rows) -> Tensor:
-        """A copy of the values of rows, all of which exist."""
+        """Copy the values of rows, all of which exist."""
         return self._columns[VALUES].tensor.index_select(0, torch.from_numpy(rows))
 
     def state(self, name: str, rows: Rows) -> Tensor:
-        """A copy of one column of optimizer state."""
+        """Copy one column of optimizer state."""
         return self._columns[STATE + name].tensor.index_select(0, torch.from_numpy(rows))
 
     def put(self, rows: Rows, values: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Write values and state of rows, each named once."""
+        """Write values and state of distinct rows."""
         self._save(rows)
         at = torch.from_numpy(rows)
         self._columns[VALUES].tensor[at] = values.to(self._columns[VALUES].dtype)
@@ -166,13 +167,14 @@ class RowStore:
 
     @property
     def columns(self) -> Mapping[str, Tensor]:
-        """By name, not copied, with the ids. Not to be kept: the store could not grow in place."""
+        """Columns by name, with the ids, not copied. Do not keep them: the store could not grow in
+        place."""
         top = self._top
         own = {name: column.tensor[:top] for name, column in self._columns.items()}
         return {IDS: self._index.id_tensor[:top]} | own
 
     def cut(self) -> RowCut:
-        """The rows as they are now, to be closed."""
+        """Cut the rows as of now; close the cut after use."""
         cut = RowCut(self, self._top, len(self))
         self.cuts.add(cut)
         return cut
@@ -182,25 +184,25 @@ class RowStore:
             cut.save(rows)
 
     def expect(self, num_rows: int) -> None:
-        """Have room for so many rows, of an empty store, which `fill` brings one after another."""
+        """Make room in an empty store for so many rows, which `fill` adds."""
         self._reserve(num_rows)
         self._index.expect(num_rows)
 
     def fill(self, rows: slice, columns: Mapping[str, Tensor]) -> None:
-        """Put rows, which follow on those put before, to where they were in another store. Those
-        without a birth are left free."""
+        """Put rows, in order, at their positions in another store. Rows without a birth are
+        free."""
         for name, column in self._columns.items():
             column.tensor[rows] = columns[name]
         places = np.arange(rows.start, rows.stop)
-        # What came over a wire may lie anywhere: only copies of it are looked at.
+        # Received data may be unaligned: numpy gets a copy.
         is_live = self._numbers(BIRTHS)[rows] > 0
         self._index.insert(columns[IDS].clone().numpy()[is_live], places[is_live])
         self._free = np.concatenate([self._free, places[~is_live]])
         self._top = rows.stop
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:
-        """The ids of rows that are in use, from a place on, and the place behind them; the same
-        place where there are no more."""
+        """Return the ids of rows in use from `start` on, and the position after them; `start`
+        itself if there are no more."""
         stop = min(start + max_rows, self._top)
         if stop <= start:
             return np.zeros(0, np.int64), start
@@ -208,15 +210,15 @@ class RowStore:
         return self._index.ids[start:stop][is_live], stop
 
     def columns_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
-        """Births, 0 for ids that have no row; and a copy of all columns of those that have one."""
+        """Return births, 0 for ids without a row; and copies of all columns of the others."""
         rows = self.find(ids)
         at = torch.from_numpy(rows[rows >= 0])
         columns = [self._columns[name].tensor.index_select(0, at) for name in sorted(self._columns)]
         return self.births(rows), columns
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the rows that `RowCut.tensors` gave, into an empty store. Raises InternalError if
-        they are not those of such a store."""
+        """Load the tensors of an image into an empty store. Raises InternalError if the columns are
+        not this store's."""
         ids = tensors[IDS].numpy() if IDS in tensors else np.zeros(0, np.int64)
         seen = {name: (t.shape, t.dtype) for name, t in tensors.items() if name in self._columns}
         expected = {

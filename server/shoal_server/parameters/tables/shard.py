@@ -1,4 +1,4 @@
-"""What a shard of a table consists of: its rows, and the fates of those in remembered pushes."""
+"""Table shards: rows, and the row fates of remembered pushes."""
 
 import time
 from collections.abc import Sequence
@@ -29,19 +29,19 @@ from shoal_server.parameters.tables.row_cut import RowCut
 
 @dataclass(frozen=True, kw_only=True)
 class TablePush(Push):
-    """Gradients for rows of one shard, as they came."""
+    """Gradients for rows of one shard, in the order in which they came."""
 
     row_ids: bytes
     births: bytes
     step: int
-    """Which step of the table the pusher takes it for."""
+    """The step of the table that the sender takes the push for."""
     codec: GradientCodec | None = None
-    """How the gradients are written; None: in the table's dtype."""
+    """The encoding of the gradients; None: the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows as of one version, in the order asked for."""
+    """Rows at one version, in the requested order."""
 
     version: int
     births: memoryview
@@ -55,20 +55,20 @@ class TableBody:
     def __init__(
         self, table: TableSpec, table_index: int, content: TableContent, answers: Answers
     ) -> None:
-        """Takes content and answers over."""
+        """Takes ownership of content and answers."""
         self.table = table
         self.content = content
         self._table_index = table_index
         self._answers = answers
         self._ahead_s: float | None = None
-        """Of the monotonic clock, since a push came here first."""
+        """Table time minus the monotonic clock; None before the first push here."""
 
     def now_s(self) -> float:
-        """The time of a push that comes now, in Unix seconds.
+        """Return the time for a push that comes now, in Unix seconds.
 
-        It goes on from the newest push that is in the rows, as fast as the monotonic clock does: if
-        the machine's clock is set, or that of the shard's last primary differed, no row is taken
-        for older than it is. Of a new shard it begins as the machine's clock.
+        It continues from the newest push in the rows, at the speed of the monotonic clock: if the
+        machine's clock is set, or differs from that of the shard's previous primary, no row seems
+        older than it is. For a new shard it starts at the machine's clock.
         """
         if self._ahead_s is None:
             self._ahead_s = (self.content.now_s or time.time()) - time.monotonic()
@@ -76,7 +76,7 @@ class TableBody:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of memory; a shard of a table takes as much as its rows do."""
+        """Bytes of memory that the rows take."""
         return self.content.num_bytes
 
     @property
@@ -85,15 +85,14 @@ class TableBody:
 
     @property
     def row_bytes(self) -> int:
-        """Of one row's values."""
+        """Size of one row's values."""
         return self.table.dim * DTYPES[self.table.dtype].itemsize
 
     def regrown_bytes(self, num_rows: int) -> int:
         return self.content.regrown_bytes(num_rows)
 
     def look_up(self, row_ids: bytes, version: int) -> LookedUp:
-        """Rows as they are at this version. Raises MalformedMessage for ids that are not this
-        shard's."""
+        """Return rows at this version. Raises MalformedMessage for ids of another shard."""
         ids = read_ids(self.table, self._table_index, row_ids)
         births, values_rc = self.content.look_up(ids)
         return LookedUp(
@@ -162,20 +161,20 @@ TableShard = VersionedShard[TableBody]
 
 
 def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
-    """A shard at version 1, without rows."""
+    """Make a shard at version 1, without rows."""
     body = TableBody(table, spec.table_index, TableContent(table), Answers())
     return VersionedShard(spec, body)
 
 
 def is_table(shard: AnyShard) -> TypeGuard[TableShard]:
-    """Whether it is a shard of a table, and not of parameters."""
+    """True if it is a shard of a table, and not of parameters."""
     return isinstance(shard.body, TableBody)
 
 
 def table_from_image(image: Image) -> TableShard:
-    """The shard that the image is of. Takes the image's tensors over.
+    """Restore a shard from its image. Takes ownership of the image's tensors.
 
-    Raises InternalError if the image is not whole or not of a table's shard.
+    Raises InternalError if the image is incomplete or not of a table's shard.
     """
     try:
         if image.kind != TableBody.kind:
@@ -183,7 +182,7 @@ def table_from_image(image: Image) -> TableShard:
         spec = TableShardSpec.FromString(image.spec)
         content = TableContent(spec.table, image.tensors)
         content.load(image.tensors)
-        lengths, told = image.tensors["answer_lengths"], image.tensors["answers"]
+        lengths, fates = image.tensors["answer_lengths"], image.tensors["answers"]
     except (KeyError, DecodeError) as error:
         raise InternalError(
             f"the image of shard {image.shard_id} does not belong to a table's shard",
@@ -191,6 +190,6 @@ def table_from_image(image: Image) -> TableShard:
             expected=f"kind {TableBody.kind!r} and all its tensors",
         ) from error
     answers = Answers()
-    answers.load(image.sessions, lengths, told)
+    answers.load(image.sessions, lengths, fates)
     body = TableBody(spec.table, spec.shard.table_index, content, answers)
     return VersionedShard.restored(spec.shard, body, image.version, image.sessions)

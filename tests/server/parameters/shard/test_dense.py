@@ -254,7 +254,7 @@ def test_a_push_is_told_of_before_its_values_are_read() -> None:
     shard.push(
         a_push(gradient=gradient(-1.0)),
         is_live,
-        told=lambda: happened.append("told"),
+        on_applied=lambda: happened.append("told"),
         read=lambda version: happened.append("read"),
     )
     assert happened == ["applied", "told", "read"]

@@ -259,7 +259,7 @@ class _Unfinished:
         self.give_back()
 
     def give_back(self) -> None:
-        """Return the reserved memory."""
+        """Release the reserved memory."""
         if self.memory is not None:
             self.memory.settle(self.held_bytes, is_held=False)
         self.held_bytes = 0
