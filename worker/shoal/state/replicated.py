@@ -25,6 +25,9 @@ from shoal.state.shards import DTYPES, MODEL, OPTIM, Json, StateShard, TensorSha
 from shoal.torch_private.tensors import foreach_copy_
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
+OPTIMIZER = "optimizer/"
+"""Prefix of the optimizer's tensors in a `State`, before the parameter's name."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class State:
@@ -76,7 +79,7 @@ class ReplicatedState:
         for owner, state in self._optimizer.state.items():
             name = self.name_of(owner)
             slots = take_slots(state, name, self._optimizer)
-            tensors |= {f"optimizer/{name}/{key}": t.detach() for key, t in slots.tensors.items()}
+            tensors |= {f"{OPTIMIZER}{name}/{key}": t.detach() for key, t in slots.tensors.items()}
             scalars[name] = dict(slots.values)
         groups: list[Json] = []
         for index, settings in enumerate(take_settings(self._optimizer)):
@@ -103,7 +106,7 @@ class ReplicatedState:
     def restore(self, state: State) -> None:
         """Make `state` the model's and the optimizer's. Changes nothing if it does not fit."""
         own = dict(self._own())
-        for name in own.keys() | {n for n in state.tensors if not n.startswith("optimizer/")}:
+        for name in own.keys() | {n for n in state.tensors if not n.startswith(OPTIMIZER)}:
             _check(name, own.get(name), state.tensors.get(name))
         for name, tensor in own.items():
             tensor.copy_(state.tensors[name])
@@ -119,8 +122,8 @@ class ReplicatedState:
         for name, tensor in self._persistent().items():
             shards[MODEL + name] = TensorShard.whole(tensor.detach())
         for path, tensor in now.tensors.items():
-            if path.startswith("optimizer/"):
-                shards[OPTIM + path.removeprefix("optimizer/")] = TensorShard.whole(tensor)
+            if path.startswith(OPTIMIZER):
+                shards[OPTIM + path.removeprefix(OPTIMIZER)] = TensorShard.whole(tensor)
         groups: list[Json] = []
         settings = take_settings(self._optimizer)
         for group, own in zip(self._optimizer.param_groups, settings, strict=True):
@@ -165,13 +168,14 @@ class ReplicatedState:
     def _own(self) -> Mapping[str, Tensor]:
         """What exists before any training: parameters, buffers, settings that are tensors."""
         named = self.collect(0).tensors
-        return {name: t for name, t in named.items() if not name.startswith("optimizer/")}
+        return {name: t for name, t in named.items() if not name.startswith(OPTIMIZER)}
 
     def _restore_optimizer(self, state: State) -> None:
         scalars: Any = state.values["scalars"]
-        prefix = "optimizer/"
         tensors = {
-            n.removeprefix(prefix): t for n, t in state.tensors.items() if n.startswith(prefix)
+            n.removeprefix(OPTIMIZER): t
+            for n, t in state.tensors.items()
+            if n.startswith(OPTIMIZER)
         }
         self._put_slots(tensors, scalars)
         put_settings(self._optimizer, state.values)

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.collectives.strategy_runs import PLAIN, Manner, generation_of, over_the_run, take_step
+from support.collectives.strategy_runs import (
+    PLAIN,
+    Manner,
+    TheRunsOwn,
+    generation_of,
+    over_the_run,
+    take_step,
+)
 from support.oracles.local_sgd_twin import Twin, build, loader, strategy_of
 from torch import Tensor, nn
 
@@ -19,7 +26,12 @@ from shoal.membership.generation import Generation
 from shoal.strategies import find_strategy
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
-from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
+from shoal_proto.errors import (
+    GenerationBroken,
+    InvalidSpec,
+    NonFiniteGradient,
+    UnsupportedOptimizer,
+)
 from shoal_proto.v1 import membership_pb2 as pb
 
 TOLERANCE = 1e-5
@@ -231,6 +243,45 @@ def test_who_missed_the_last_meeting_gets_its_outcome() -> None:
     twin.train("bc", 5, 10)
     twin.joins("a", "b")
     twin.train("abc", 10, 15)
+    check(members, twin)
+
+
+class CutAtStep(TheRunsOwn):
+    """A group that is aborted once the strategy has taken that many steps."""
+
+    def __init__(self, strategy: LocalSGD, step: int) -> None:
+        self._strategy, self._step = strategy, step
+
+    def check(self) -> None:
+        if self._strategy.step == self._step:
+            raise GenerationBroken("a collective was aborted", seen="the test said so")
+
+
+@pytest.mark.parametrize("strategy", ["local-sgd", "diloco"])
+def test_a_member_that_is_cut_off_at_the_end_of_a_round_keeps_its_optimizer_state(
+    strategy: str,
+) -> None:
+    """The round ended on the other member: weights and AdamW's moments are those of a run that
+    nothing disturbed."""
+    members = members_of("ab", strategy, "adamw", 5)
+    over_the_run(members[1].strategy, CutAtStep(members[1].strategy, 5))
+
+    def body() -> None:
+        me = members[dist.get_rank()]
+        if me.name == "a":
+            me.train(among(members, me, 1), 5)
+        else:
+            with pytest.raises(GenerationBroken):
+                me.train(among(members, me, 1), 5)
+        me.strategy.abandon()
+
+    run_in_memory(body, 2)
+    assert [member.strategy.step for member in members] == [5, 0]
+    over_the_run(members[1].strategy)
+    together(members, 15, number=2, keeping="ab")
+    twin = twin_of("ab", strategy, "adamw")
+    for start in (0, 5, 10):
+        twin.train("ab", start, start + 5)
     check(members, twin)
 
 

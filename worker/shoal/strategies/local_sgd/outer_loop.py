@@ -17,7 +17,7 @@ from shoal.compression.base import Compressor, Packed
 from shoal.compression.wire import Traffic, Wire
 from shoal.model.gradients import are_finite, is_finite
 from shoal.state.host_copies import as_bytes
-from shoal.state.replicated import ReplicatedState, State
+from shoal.state.replicated import OPTIMIZER, ReplicatedState, State
 from shoal.state.shards import OPTIM, StateShard, TensorShard
 from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal_proto.errors import InternalError, NonFiniteGradient
@@ -49,6 +49,7 @@ class OuterLoop:
         self._compressor = compressor
         self._agreed: State | None = None
         self._velocity: dict[str, Tensor] = {}
+        self._set_aside: State | None = None
 
     # --- where all of them were ---
 
@@ -72,8 +73,23 @@ class OuterLoop:
         """Make the state agreed on last the present one."""
         self.state.restore(self.agreed)
 
+    def set_aside(self, step: int) -> None:
+        """Keep this member's own optimizer state at the end of a round, in host memory.
+
+        For a round that ended on another member and was cut here: `take` then restores this state
+        with the round's weights. It is valid until the next `regroup`.
+        """
+        now = self.state.collect(step)
+        tensors = {
+            name: tensor.to("cpu", copy=True)
+            for name, tensor in now.tensors.items()
+            if name.startswith(OPTIMIZER)
+        }
+        self._set_aside = State(step=step, tensors=tensors, values=now.values)
+
     def regroup(self) -> None:
         """Others than before take part from now on."""
+        self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
 
@@ -87,12 +103,18 @@ class OuterLoop:
         return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
-        """Make another member's `outgoing` the present state, its optimizer's included.
+        """Make another member's `outgoing` the present state, its optimizer's included, unless
+        this member's own was set aside at the same step.
 
         Raises ShapeMismatch or DtypeMismatch if it does not fit.
         """
         own = {name: t for name, t in given.tensors.items() if not name.startswith(_OUTER)}
-        self.state.restore(State(step=given.step, tensors=own, values=given.values))
+        values, kept = given.values, self._set_aside
+        if kept is not None and kept.step == given.step:
+            own = {name: t for name, t in own.items() if not name.startswith(OPTIMIZER)}
+            own |= kept.tensors
+            values = {**values, "scalars": kept.values["scalars"]}
+        self.state.restore(State(step=given.step, tensors=own, values=values))
         self.agree(given.step)
         self._velocity = {
             # In memory of its own, beside its parameter.

@@ -103,7 +103,8 @@ class LocalSGD(SynchronousStrategy):
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member
     counts for as much as it had of the round's batches, on the average over its steps. Running
     statistics of the model are averaged with the parameters; the optimizer's state is each member's
-    own, and a joiner starts with that of another.
+    own, and a joiner starts with that of another. A member that is cut off from the exchange of a
+    round that ended on others keeps its own, too.
 
     A step that is committed may be gone back on until its round ends, so `session.step_number` may
     fall after a loss: let a learning rate depend on it rather than on a count of the script's own.
@@ -128,6 +129,7 @@ class LocalSGD(SynchronousStrategy):
         self._outer = _PLAIN
         self._compression = None if compression is None else find_compression(compression)
         self._round = Round()
+        self._is_meeting = False
         self._rank = 0
         self._watching: list[RemovableHandle] = []
 
@@ -221,11 +223,15 @@ class LocalSGD(SynchronousStrategy):
         self._round.give_up()
         if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
             try:
+                if self._is_meeting:
+                    # The round may have ended on another member, whose weights this one then takes.
+                    self._outer_loop.set_aside(self._step)
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
                 # The script has changed the model's kind, which the next step refuses by name.
                 log.debug("not_gone_back", reason=str(error)[:300])
             self._step = self._outer_loop.agreed.step
+        self._is_meeting = False
 
     # --- steps ---
 
@@ -282,6 +288,7 @@ class LocalSGD(SynchronousStrategy):
         num_steps = self._step - self._outer_loop.agreed.step
         if not num_steps:
             return
+        self._is_meeting = True
         if self._agreement is not None:
             self._agreement.settle_round(self._round.applied, self._round.conflict)
         with self._generation_group.judging():
@@ -291,6 +298,7 @@ class LocalSGD(SynchronousStrategy):
                 group,
                 self._generation_group.check,
             )
+        self._is_meeting = False
         self._round.end()
 
     def finish(self) -> None:
