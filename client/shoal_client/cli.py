@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,12 @@ from importlib.metadata import entry_points, version
 from typing import Any
 
 from cyclopts import App, Parameter
-from cyclopts.exceptions import CycloptsError, MissingArgumentError, UnusedCliTokensError
+from cyclopts.exceptions import (
+    CycloptsError,
+    MissingArgumentError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 from cyclopts.help import DefaultFormatter, PanelSpec
 from rich import box
 
@@ -24,6 +30,9 @@ from shoal_proto.traces import tracing
 COMMANDS_GROUP = "shoal.commands"
 FAILED = 1
 BAD_ARGUMENTS = 2
+DESTRUCTIVE = frozenset({"--fresh", "--from-scratch", "--insecure", "--yes", "--apply"})
+"""Options that remove or expose something: never suggested for a word that is no option."""
+_SUGGESTION = re.compile(r"Did you mean \"?(--[\w-]+)\"?\?")
 INTERRUPTED = 130
 
 
@@ -178,6 +187,12 @@ def _shown(default: object) -> object:
 
 def _sentence(error: Exception) -> str:
     """What is wrong with the arguments, in a line."""
+    if isinstance(error, UnknownOptionError):
+        told = " ".join(str(error).split())
+        suggestion = _SUGGESTION.search(told)
+        if suggestion is not None and suggestion[1] in DESTRUCTIVE:
+            return f"{told[: suggestion.start()].rstrip()} --help shows the options."
+        return told
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected arguments: {' '.join(error.unused_tokens or ())}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:

@@ -31,6 +31,7 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "drain:DrainConfig",
             "drain:drain",
         ),
+        ("kill", "kill a member's process on this host", "kill:KillConfig", "kill:kill"),
         (
             "jobs",
             "list jobs with state, step, loss and duration",

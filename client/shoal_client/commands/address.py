@@ -10,6 +10,8 @@ from cyclopts import Parameter
 from shoal_client.connection.addresses import CoordinatorAddresses
 from shoal_client.connection.coordinators import Coordinators, Method
 from shoal_client.host.reports import check_reachable
+from shoal_proto.errors import InvalidSpec
+from shoal_proto.tls import local_clusters
 from shoal_proto.tls.options import TlsOptions
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -24,8 +26,8 @@ HttpUrl = Annotated[
         env_var="SHOAL_HTTP",
         metavar="URL,...",
         help="Base URL of the coordinator's status page; with several coordinators, one for each."
-        " By default the coordinator is asked for it if --coordinator is given; otherwise"
-        " http://127.0.0.1:7780.",
+        " By default the coordinator is asked for it if --coordinator is given; otherwise it is"
+        " http://127.0.0.1:7780, or your only cluster on this machine.",
     ),
 ]
 """The option --http."""
@@ -43,12 +45,29 @@ class StatusAddress(TlsOptions):
         """Of the page, and of the coordinators."""
         if self.http or self.coordinators:
             return (*self.http.split(","), *self.coordinators)
-        return (DEFAULT_URL,)
+        return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
         """Of the page, with commas between several. Raises what the coordinator raises that is
         asked for it."""
-        return self.http or http_url_of(self.coordinators) or DEFAULT_URL
+        return self.http or http_url_of(self.coordinators) or _usual_urls()
+
+
+def _usual_urls() -> str:
+    """The page at the usual port, unless this user's clusters on this machine are elsewhere: then
+    that of the only one. Raises InvalidSpec if there are several."""
+    running = [each for each in local_clusters.running() if each.pages]
+    usual = DEFAULT_URL.removeprefix("http://")
+    if not running or any(usual in each.pages for each in running):
+        return DEFAULT_URL
+    if len(running) > 1:
+        raise InvalidSpec(
+            "you have several clusters on this machine",
+            seen=" and ".join(",".join(each.pages) for each in running),
+            expected="the address of one",
+            fix="Give it with --http URL or $SHOAL_HTTP.",
+        )
+    return ",".join(f"http://{page}" for page in running[0].pages)
 
 
 def http_url_of(coordinators: Sequence[str]) -> str:

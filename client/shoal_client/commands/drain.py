@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_client.commands.address import ASK_WITHIN_S, StatusAddress
-from shoal_client.commands.status import Json, StatusClient, grpc_address_of
+from shoal_client.commands.status import Json, StatusClient, grpc_address_of, shown_state
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
@@ -33,8 +33,8 @@ class DrainConfig:
 
     member: str = field(kw_only=False)
     """Id of the member."""
-    job: Annotated[str, Parameter(metavar="NAME")]
-    """The member's job."""
+    job: Annotated[str, Parameter(metavar="NAME")] = ""
+    """The member's job. Needed only if several jobs have a member of this name."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 60.0
     """How long to wait for the member to leave."""
@@ -44,19 +44,21 @@ class DrainConfig:
 
     def __post_init__(self) -> None:
         check_name(self.member, "member")
-        check_name(self.job, "job")
+        if self.job:
+            check_name(self.job, "job")
         if not self.timeout_s > 0:
             raise InvalidSpec("bad --timeout", seen=f"{self.timeout_s:g}", expected="above 0")
 
 
 def drain(config: DrainConfig) -> int:
     """Have the member leave, and wait until it has. Raises DeadlineExceeded."""
-    job, member_id = config.job, config.member
+    member_id = config.member
     urls = config.address.urls()
     coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))
     started_s = time.monotonic()
     try:
         with StatusClient(urls) as status:
+            job = config.job or status.job_of(member_id)
             # Of this process: one that comes after it under the same name is to stay.
             process = _process_of(status, job, member_id, started_s + config.timeout_s)
             request = DrainRequest(
@@ -130,7 +132,7 @@ def _drained(
 def _what_runs(detail: Json) -> str:
     summary = detail["summary"]
     if summary["phase"] != "running":
-        return f"no generation runs now ({summary['phase']}): {summary['reason']}"
+        return f"no generation runs now ({shown_state(summary)}): {summary['reason']}"
     numbers = [entry["member"]["generation"] for entry in detail["members"]]
     members = "member" if summary["num_training"] == 1 else "members"
     return f"generation {max(numbers)} runs with {summary['num_training']} {members}"

@@ -12,11 +12,19 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import Json, StatusClient
+from shoal_client.commands.status import Json, StatusClient, shown_state
 
 RECENT_S = 24 * 3600.0
-State = Literal["running", "finished", "failed", "stopped", "lost", "quarantined"]
-_STYLES = {"running": "green", "failed": "red", "lost": "red", "quarantined": "red"}
+State = Literal[
+    "running", "waiting", "interrupted", "finished", "failed", "stopped", "lost", "quarantined"
+]
+_STYLES = {
+    "running": "green",
+    "interrupted": "red",
+    "failed": "red",
+    "lost": "red",
+    "quarantined": "red",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +53,10 @@ def show(config: JobListConfig) -> int:
         console.print(_none(config))
         return 0
     console.print(_table(jobs))
+    for job in jobs:
+        if ending := job.get("last_ending"):
+            told = f"{job['job']} is interrupted; the last member to leave was {ending}"
+            console.print(escape(told), style="red", soft_wrap=True)
     return 0
 
 
@@ -68,7 +80,7 @@ def _table(jobs: list[Json]) -> Table:
     for column in ("step", "loss", "members", "restarts", "took"):
         table.add_column(column, justify="right", no_wrap=True)
     for job in jobs:
-        state = job["state"]
+        state = shown_state(job)
         style = _STYLES.get(state, "")
         table.add_row(
             escape(job["job"]),

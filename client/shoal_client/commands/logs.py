@@ -5,7 +5,8 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -40,11 +41,12 @@ class LogsConfig:
     own hosts, which are shown where the coordinator has nothing."""
 
     name: str = field(kw_only=False)
-    """Name of the job. With --job: id of a member."""
+    """Name of the job, or id of a member."""
     member: str = field(default="", kw_only=False)
     """Show only the output of this member."""
     of_job: Annotated[str, Parameter(name="--job", metavar="NAME")] = ""
-    """The member's job: `shoal logs MEMBER --job NAME` is `shoal logs NAME MEMBER`."""
+    """The member's job: `shoal logs MEMBER --job NAME` is `shoal logs NAME MEMBER`. Needed only if
+    several jobs have a member of this name, or it has left."""
     follow: Annotated[bool, Parameter(name=["-f", "--follow"], negative=())] = False
     """Keep showing new lines, until Ctrl-C or the end of the launchers."""
     number: Annotated[int | None, Parameter(name="-n", metavar="N")] = None
@@ -82,13 +84,25 @@ def logs(config: LogsConfig) -> int:
         return _from_files(config, config.directory)
     try:
         with StatusClient(config.address.urls()) as client:
-            return _from_coordinator(client, config)
+            return _from_coordinator(client, _with_job(client, config))
     except ELSEWHERE as error:
         root = log_root(os.environ)
         if not _files(config, root):
             raise
         _say(f"{error.what}; these are the files of this host")
         return _from_files(config, root)
+
+
+def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
+    """The same with the member's job, if a member alone is named."""
+    if config.of_job or config.member:
+        return config
+    try:
+        client.job(config.name)
+    except UnknownJob:
+        with suppress(UnknownMember):
+            return replace(config, of_job=client.job_of(config.name))
+    return config
 
 
 # --- as launchers hand it on ---
@@ -113,12 +127,17 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    found = [str(each["member"]["member_id"]) for each in client.job(job)["members"]]
+    """Those that are there, or else those of the newest generation."""
+    detail = client.job(job)
+    found = [str(each["member"]["member_id"]) for each in detail["members"]]
+    if not found and detail["generations"]:
+        found = [str(each["member_id"]) for each in detail["generations"][0]["members"]]
+        _say(f"job {job} has no members now; these were the last: {', '.join(found)}")
     if not found:
         raise UnknownMember(
-            f"job {job} has no members now",
+            f"job {job} has no members now, and none is known that it had",
             expected="the id of one that it had",
-            fix=f"Name it: shoal logs {job} MEMBER; shoal events {job} has their names.",
+            fix=f"Name it: `shoal logs {job} MEMBER`, on the host where it ran.",
         )
     return found
 

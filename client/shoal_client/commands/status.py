@@ -25,6 +25,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
     UnknownJob,
+    UnknownMember,
 )
 from shoal_proto.names import check_name
 from shoal_proto.terminal import printable_json
@@ -32,7 +33,14 @@ from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 ANSWER_WITHIN_S = 5.0
+SHOWN_PHASES = {
+    "collect": "waiting",
+    "prepare": "starting",
+    "committed": "starting",
+    "aborted": "starting",
+}
 MAX_TOLD_SHARDS = 8
+MAX_TOLD_MEMBERS = 10
 WIDE = 100
 """Columns from which on a terminal has room for the hosts of members."""
 
@@ -66,9 +74,9 @@ class WhyConfig:
     wait for."""
 
     name: str = field(kw_only=False)
-    """Id of a member, with --job; otherwise the name of a job."""
+    """Name of a job, or id of a member."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """The member's job."""
+    """The member's job. Needed only if several jobs have a member of this name."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of text."""
@@ -161,6 +169,30 @@ class StatusClient:
     def member(self, job: str, member_id: str) -> Json:
         """One member."""
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
+
+    def job_of(self, member_id: str) -> str:
+        """The job that has this member. Raises UnknownMember, or InvalidSpec if several have one of
+        this name."""
+        found, known = [], []
+        for job in (each["job"] for each in self.jobs() if each["num_members"]):
+            members = [entry["member"]["member_id"] for entry in self.job(job)["members"]]
+            known += members
+            found += [job] if member_id in members else []
+        if len(found) > 1:
+            raise InvalidSpec(
+                f"several jobs have a member {member_id}",
+                seen=", ".join(found),
+                expected="the name of one",
+                fix="Give it with --job NAME.",
+            )
+        if not found:
+            shown = ", ".join(known[:MAX_TOLD_MEMBERS])
+            raise UnknownMember(
+                f"no job has a member {member_id}",
+                expected=f"one of {shown}" if shown else "a job with members",
+                fix="`shoal status` lists the members.",
+            )
+        return str(found[0])
 
     def output(
         self, job: str, member_id: str, *, after: str | None = None, before: str | None = None
@@ -264,6 +296,13 @@ def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
     return [each for each in found if each["series"].partition("/")[0] not in jobs]
 
 
+def shown_state(summary: Json) -> str:
+    """A job's state for people: its phases before it trains have no names of their own."""
+    if summary["state"] != "running":
+        return str(summary["state"])
+    return SHOWN_PHASES.get(summary["phase"], str(summary["phase"]))
+
+
 def _is_over(job: Json) -> bool:
     return bool(job["ended_unix_s"])
 
@@ -282,9 +321,13 @@ def _shards(client: StatusClient, job: str) -> Json:
 def why(config: WhyConfig) -> int:
     """Print what the member waits for, or those of a job."""
     with StatusClient(config.address.urls()) as client:
-        if not config.job:
-            return _why_job(client.job(config.name), as_json=config.as_json)
-        answer = client.why(config.job, config.name)
+        job = config.job
+        if not job:
+            try:
+                return _why_job(client.job(config.name), as_json=config.as_json)
+            except UnknownJob as error:
+                job = _job_of_member(client, config.name, error)
+        answer = client.why(job, config.name)
     if config.as_json:
         print(json.dumps(answer, indent=2))
         return 0
@@ -293,14 +336,21 @@ def why(config: WhyConfig) -> int:
     for_s = duration(answer["waiting_s"])
     console.print(f"{member} waits for: {escape(answer['waiting_for'])} [dim]({for_s})[/dim]")
     generation = f", generation {answer['generation']}" if answer["generation"] else ""
-    console.print(
-        f"job {escape(answer['job'])}: {answer['phase']}{generation}: {escape(answer['reason'])}"
-    )
+    phase = SHOWN_PHASES.get(answer["phase"], answer["phase"])
+    console.print(f"job {escape(answer['job'])}: {phase}{generation}: {escape(answer['reason'])}")
     for told in answer.get("lost_shards", ()):
         console.print(f"lost: {escape(told)}", style="red")
     if answer["last_error"]:
         console.print(f"its last error: {escape(answer['last_error'])}", style="red")
     return 0
+
+
+def _job_of_member(client: StatusClient, name: str, error: UnknownJob) -> str:
+    """The job of the member of this name. Raises `error` if nobody has it."""
+    try:
+        return client.job_of(name)
+    except UnknownMember:
+        raise error from None
 
 
 def _why_job(job: Json, *, as_json: bool) -> int:
@@ -311,16 +361,24 @@ def _why_job(job: Json, *, as_json: bool) -> int:
         print(json.dumps(summary, indent=2))
         return 0
     console = Console(highlight=False)
-    head = f"[bold]{escape(summary['job'])}[/bold] ({summary['phase']})"
+    head = f"[bold]{escape(summary['job'])}[/bold] ({shown_state(summary)})"
     console.print(f"{head}: {escape(summary['reason'])}", soft_wrap=True)
+    _print_last_ending(console, summary)
     _print_waits(console, job["members"])
     return 0
+
+
+def _print_last_ending(console: Console, summary: Json) -> None:
+    if ending := summary.get("last_ending"):
+        told = f"last member to leave: {escape(ending)}"
+        console.print(told, style="red", highlight=False, soft_wrap=True)
 
 
 def _print_job(console: Console, job: Json) -> None:
     summary = job["summary"]
     console.print()
-    console.rule(f"[bold]{escape(summary['job'])}[/bold]  {summary['phase']}", align="left")
+    console.rule(f"[bold]{escape(summary['job'])}[/bold]  {shown_state(summary)}", align="left")
+    _print_last_ending(console, summary)
     bounds = f"{job['min_members']} to {job['max_members']} members"
     generation = summary["generation"] or "none yet"
     console.print(f"generation {generation}, step {summary['step']}, {bounds}", highlight=False)
@@ -371,7 +429,7 @@ def _print_members(console: Console, members: Json) -> None:
     bounded = any(entry["member"]["clock"] is not None for entry in members)
     fast = wide or not (stale and bounded)
     names = ["member", "rank>", "state", "step>", "loss>"] + ["samples/s>"] * fast + ["seen>"]
-    names += ["host"] * wide + ["stale>"] * stale + ["round>"] * bounded
+    names += ["pid>"] + ["host"] * wide + ["stale>"] * stale + ["round>"] * bounded
     table = _table(*names)
     if wide:
         table.add_column("waits for", overflow="fold", ratio=1)
@@ -386,6 +444,7 @@ def _print_members(console: Console, members: Json) -> None:
             _number(health.get("loss"), ".4g"),
             *([_number(health.get("samples_per_s"), ".0f")] * fast),
             duration(now_s - member["last_seen_unix_s"]),
+            str(member["process"]["pid"]),
             *([escape(member["process"]["host"])] * wide),
             *([_number(health.get("staleness_steps"), ".1f")] * stale),
             *([_number(member["clock"], "d")] * bounded),

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
-from shoal_client.commands.status import Json, StatusClient, duration
+from shoal_client.commands.status import Json, StatusClient, duration, shown_state
 from shoal_proto.errors import NotLeader, Unavailable
 from shoal_proto.names import check_name
 
@@ -62,17 +62,17 @@ def _look(client: StatusClient, job: str, height: int) -> RenderableType:
     if job:
         events = client.events(job, 0, details=False, newest=MAX_EVENTS)["events"]
         return _of_job(client.job(job), events, max(3, height - MAX_EVENTS - 6))
-    running = [each for each in client.jobs() if each["state"] == "running"]
+    running = [each for each in client.jobs() if not each["ended_unix_s"]]
     return _of_jobs(running, max(3, height - 3))
 
 
 def _of_jobs(jobs: Json, height: int) -> RenderableType:
     jobs = sorted(jobs, key=lambda job: -job["begun_unix_s"])
-    table = _table("job", "phase", "members>", "step>", "loss>", "goodput>", "restarts>")
+    table = _table("job", "state", "members>", "step>", "loss>", "goodput>", "restarts>")
     for job in jobs[:height]:
         table.add_row(
             escape(job["job"]),
-            job["phase"],
+            shown_state(job),
             f"{job['num_training']}/{job['num_members']}",
             str(job["step"]),
             _figure(job["loss"], ".4g"),
@@ -90,7 +90,7 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
     total = sum(each for each in speeds if isinstance(each, int | float))
     head = Text.assemble(
         (summary["job"], "bold"),
-        f"  {summary['phase']}, step {summary['step']}, {total:.0f} samples/s,"
+        f"  {shown_state(summary)}, step {summary['step']}, {total:.0f} samples/s,"
         f" goodput {_share(summary.get('goodput'))}",
     )
     logged = [

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -21,9 +20,10 @@ from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
-from shoal_proto.errors import InvalidSpec, Unavailable
+from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import in_folder
@@ -99,12 +99,13 @@ def up(config: UpConfig) -> int:
         if not orders.repeats(number):
             raise KeyboardInterrupt
 
+    _check_ports(config)
     with ExitStack() as stack:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, interrupt)
         try:
             directory = config.directory or Path(
-                stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-up-"))
+                stack.enter_context(temporary_directory("shoal-up-"))
             )
             if config.etcd:
                 _check_listens(config.etcd)
@@ -135,6 +136,18 @@ def up(config: UpConfig) -> int:
         except KeyboardInterrupt:
             print("stopping", flush=True)
             return 0
+
+
+def _check_ports(config: UpConfig) -> None:
+    """Raise AddressInUse for a port that was asked for and is taken, before anything starts."""
+    for option, port in (("--port", config.port), ("--http-port", config.http_port)):
+        if port and not _is_free(port):
+            raise AddressInUse(
+                f"the port of {option} is taken",
+                seen=f"something that listens on 127.0.0.1:{port}",
+                expected="a free port",
+                fix=f"Give another, or leave {option} out.",
+            )
 
 
 def _check_listens(etcd: str) -> None:

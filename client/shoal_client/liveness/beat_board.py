@@ -266,6 +266,11 @@ class BeatSlot:
         """How the membership of the slot's newest process ended."""
         return Ending(self._get(_ENDING))
 
+    def has_joined(self, pid: int) -> bool:
+        """True if process `pid` is or was a member, or was refused as one."""
+        ended = self.ending is not Ending.UNKNOWN
+        return ended or self.claim_of(pid) is not None or self.has_left(pid)
+
     def clear(self) -> None:
         """For the next process of the slot, once that before it is gone."""
         self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)

@@ -72,11 +72,13 @@ class LocalAccess:
         self._renewing = threading.Thread(target=self._renew, name="shoal-certs", daemon=True)
         self._renewing.start()
 
-    def announce(self, addresses: Sequence[str], etcd: Sequence[str]) -> None:
-        """Have this user's commands find the certificates by these addresses. Raises
-        InvalidSpec."""
+    def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
+        """Have this user's commands find the cluster, and by these addresses its certificates.
+        Raises InvalidSpec."""
         if self._made is not None:
-            record = LocalClusterRecord(addresses=addresses, etcd=etcd, certificates=self._made)
+            record = LocalClusterRecord(
+                addresses=[*addresses, *pages], pages=pages, etcd=etcd, certificates=self._made
+            )
             self._announcement = Announcement(record)
 
     @property

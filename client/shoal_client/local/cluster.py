@@ -29,6 +29,7 @@ from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_client.local.process import Command, Process, Supervisor, stop_all
+from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 LOG_TAIL_LINES = 20
@@ -59,7 +60,7 @@ class LocalClusterConfig:
     """URLs at and below which callers may have snapshots written, besides `snapshots` in the
     directory, where they go that name no place."""
     start_timeout_s: float = 60.0
-    """Time for each part to come up."""
+    """The longest that a part may take to come up without progress; with it, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
@@ -233,8 +234,7 @@ class LocalCluster:
     def start_parameter_server(self) -> str:
         """Start one more; its name, once it serves. Shards come to it from the others by and by."""
         name, process = self._spawn_server()
-        deadline_s = time.monotonic() + self._config.start_timeout_s
-        self._servers[name] = self._await_ready(process, deadline_s)["grpc"]
+        self._servers[name] = self._await_ready(process)["grpc"]
         self._keep(process, partial(self._restart_server, name))
         return name
 
@@ -271,12 +271,11 @@ class LocalCluster:
         # All at once: none of them needs another to come up.
         coordinators = self._spawn_coordinators()
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
-        deadline_s = time.monotonic() + self._config.start_timeout_s
         for name, process in coordinators.items():
-            ready = self._await_ready(process, deadline_s)
+            ready = self._await_ready(process)
             self._coordinators[name] = CoordinatorAddress(grpc=ready["grpc"], http=ready["http"])
         self._servers = {
-            name: self._await_ready(server, deadline_s)["grpc"] for name, server in servers.items()
+            name: self._await_ready(server)["grpc"] for name, server in servers.items()
         }
         self._announce(() if own_etcd is None else (own_etcd.endpoint,))
         if own_etcd is not None:
@@ -289,7 +288,7 @@ class LocalCluster:
 
     def _announce(self, etcd: Sequence[str]) -> None:
         addresses = [each.grpc for each in self.coordinators]
-        self._access.announce([*addresses, *(each.http for each in self.coordinators)], etcd)
+        self._access.announce(addresses, [each.http for each in self.coordinators], etcd)
 
     def _spawn_coordinators(self) -> dict[str, Process]:
         names = [COORDINATOR]
@@ -348,7 +347,7 @@ class LocalCluster:
 
     def _await_again(self, process: Process) -> Mapping[str, str]:
         try:
-            return self._await_ready(process, time.monotonic() + self._config.start_timeout_s)
+            return self._await_ready(process)
         except Unavailable:
             process.kill()
             process.wait()
@@ -401,26 +400,33 @@ class LocalCluster:
     def _ready_path(self, name: str) -> Path:
         return self._config.directory / f"{name}.ready.json"
 
-    def _await_ready(self, process: Process, deadline_s: float) -> Mapping[str, str]:
+    def _await_ready(self, process: Process) -> Mapping[str, str]:
         path = self._ready_path(process.name)
+        start = StartTime(self._config.start_timeout_s, process.started_s)
         while not path.exists():
             # Wakes at once when the process exits; the file itself sends no event.
             if process.wait(0.02) is not None:
                 code = process.exit_code
                 raise self._failure(process.name, f"exited with code {code}", exit_code=code)
-            if time.monotonic() > deadline_s:
-                raise self._failure(process.name, f"not up in {self._config.start_timeout_s} s")
+            if why := start.why_over(time.monotonic(), cpu_s(process.pid)):
+                raise self._failure(process.name, why, advice=f"{ADVICE} ")
         content: Mapping[str, str] = json.loads(path.read_text())
         return content
 
     def _failure(
-        self, name: str, seen: str, what: str = "come up", *, exit_code: int | None = None
+        self,
+        name: str,
+        seen: str,
+        what: str = "come up",
+        *,
+        exit_code: int | None = None,
+        advice: str = "",
     ) -> Unavailable:
         path = self._log_path(name)
         return NotStarted(
             f"{name} of the local cluster did not {what}",
             seen=seen,
-            fix=f"The end of its log, {path}:\n{tail(path)}",
+            fix=f"{advice}The end of its log, {path}:\n{tail(path)}",
             exit_code=exit_code,
         )
 

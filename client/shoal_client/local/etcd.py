@@ -19,6 +19,7 @@ from pathlib import Path
 import grpc
 
 from shoal_client.local.process import Command, Process
+from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
@@ -271,16 +272,15 @@ def _is_script(program: Path) -> bool:
 
 def _await_serving(etcd: RunningEtcd) -> None:
     """Wait until the etcd that we started answers at its endpoint."""
-    limit_s = etcd.member.options.start_timeout_s
-    deadline_s = time.monotonic() + limit_s
+    start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
         # Wakes at once when the process exits; that it serves, etcd tells nobody.
         if etcd.process.wait(0.02) is not None:
             raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
         if _serves(etcd.member):
             return
-        if time.monotonic() > deadline_s:
-            raise _failure(etcd, f"it does not answer after {limit_s:g} s")
+        if why := start.why_over(time.monotonic(), cpu_s(etcd.process.pid)):
+            raise _failure(etcd, why, advice=f"{ADVICE} ")
 
 
 def _serves(member: EtcdMember) -> bool:
@@ -301,7 +301,7 @@ def _serves(member: EtcdMember) -> bool:
     return any(each.name == member.name for each in reply.members)
 
 
-def _failure(etcd: RunningEtcd, seen: str) -> AddressInUse | Unavailable:
+def _failure(etcd: RunningEtcd, seen: str, advice: str = "") -> AddressInUse | Unavailable:
     path = etcd.member.command.log_path
     assert path is not None
     log = path.read_bytes()[etcd.log_start_bytes :] if path.exists() else b""
@@ -313,5 +313,5 @@ def _failure(etcd: RunningEtcd, seen: str) -> AddressInUse | Unavailable:
     return kind(
         f"etcd did not come up at {etcd.endpoint}",
         seen=seen,
-        fix=f"Its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
+        fix=f"{advice}Its log, {path}:\n" + "\n".join(f"    {line}" for line in lines),
     )

@@ -37,6 +37,8 @@ class LocalClusterRecord:
 
     addresses: Sequence[str]
     """host:port of its coordinators, and of their pages."""
+    pages: Sequence[str] = ()
+    """host:port of the pages alone."""
     etcd: Sequence[str] = ()
     """host:port of the etcd that was started for it."""
     certificates: Path
@@ -78,6 +80,11 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
     return next((each for each in _running() if wanted & {*each.addresses, *each.etcd}), None)
 
 
+def running() -> Sequence[LocalClusterRecord]:
+    """All clusters of this user that are up on this machine."""
+    return tuple(_running())
+
+
 def _running() -> Iterator[LocalClusterRecord]:
     private = [directory for directory in _folders() if _is_private(directory)]
     for path in [path for directory in private for path in sorted(directory.glob("*.json"))]:
@@ -88,6 +95,7 @@ def _running() -> Iterator[LocalClusterRecord]:
                 content = json.loads(file.read(MAX_BYTES))
             found = LocalClusterRecord(
                 addresses=content["addresses"],
+                pages=content.get("pages", ()),
                 etcd=content["etcd"],
                 certificates=Path(content["certificates"]),
             )
@@ -105,6 +113,7 @@ def _running() -> Iterator[LocalClusterRecord]:
 def _as_json(record: LocalClusterRecord) -> Mapping[str, object]:
     return {
         "addresses": [_local(each) or each for each in record.addresses],
+        "pages": [_local(each) or each for each in record.pages],
         "etcd": [_local(each) or each for each in record.etcd],
         "certificates": str(record.certificates.resolve()),
         "network": _network(),

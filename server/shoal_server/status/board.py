@@ -203,6 +203,14 @@ class StatusBoard:
         board = self._jobs.get(job)
         return list(board.events)[-limit:] if board else ()
 
+    def last_ending(self, job: str) -> str:
+        """The member that was removed last, and why; empty if this coordinator has seen none."""
+        board = self._jobs.get(job)
+        for event in reversed(board.events if board else ()):
+            if event.kind == "member_removed":
+                return event.reason
+        return ""
+
     def event_counts(self, job: str) -> Mapping[str, int]:
         """How many events of each kind there were since this coordinator started."""
         board = self._jobs.get(job)

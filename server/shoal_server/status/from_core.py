@@ -61,7 +61,7 @@ def job_view(
     return JobView(
         job=job.spec.job,
         phase=job.phase.value,
-        state=job.phase.value if job.phase.value in OVER else "running",
+        state=_job_state(job),
         life=LifeView(
             begun_unix_s=job.tally.begun_s,
             ended_unix_s=job.state.stage.since_s if job.phase in PHASES_OVER else 0.0,
@@ -89,6 +89,14 @@ def job_view(
         ),
         generations=tuple(generation_view(record) for record in newest),
     )
+
+
+def _job_state(job: Job) -> str:
+    if job.phase.value in OVER:
+        return job.phase.value
+    if job.members:
+        return "running"
+    return "interrupted" if job.progress.reached or job.previous or job.running else "waiting"
 
 
 def _idle_s(job: Job, now_s: float | None) -> float:

@@ -40,7 +40,8 @@ class JobSummary(View):
     """collect, prepare, committed, running, aborted, finished, failed, stopped, lost or
     quarantined."""
     state: str
-    """running, finished, failed, stopped, lost or quarantined."""
+    """running, waiting (no member has come yet), interrupted (it has no members any more),
+    finished, failed, stopped, lost or quarantined."""
     reason: str
     """Why the job is in this phase."""
     since_unix_s: float
@@ -67,6 +68,8 @@ class JobSummary(View):
     goodput: float | None
     """Share of its life in which it trained: the time that generations ran, less the pauses between
     them. Null before its first member came."""
+    last_ending: str = ""
+    """How the last member of an interrupted job went; empty for one with members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +196,7 @@ class StatusQueries:
                 f"there is no job {name}",
                 seen=name,
                 expected=_one_of(sorted(job.job for job in self.source.jobs()), "job"),
-                fix="GET /api/v1/jobs lists the jobs.",
+                fix="`shoal jobs --all` lists the jobs.",
             )
         return job
 
@@ -209,7 +212,7 @@ class StatusQueries:
                 expected=_one_of(sorted(member.member_id for member in job.members), "member"),
                 fix=f"The job is lost: {job.reason}."
                 if job.phase == "lost"
-                else f"GET /api/v1/jobs/{name}/members lists the members.",
+                else f"`shoal status --job {name}` lists the members.",
             )
         return member
 
@@ -222,7 +225,7 @@ class StatusQueries:
                 f"job {name} has no decided generation {number}",
                 seen=str(number),
                 expected=kept,
-                fix=f"GET /api/v1/jobs/{name}/generations lists the newest.",
+                fix=f"`shoal status --job {name} --json` lists the newest.",
             )
         return found[number]
 
@@ -245,6 +248,7 @@ class StatusQueries:
             loss=job.life.loss if loss is None else loss,
             num_samples=job.life.num_samples if samples is None else samples.completed,
             goodput=self._goodput(job),
+            last_ending=self.board.last_ending(job.job) if job.state == "interrupted" else "",
         )
 
     def _course(self, job: JobView, step: int) -> CourseView:

@@ -12,7 +12,10 @@ from pydantic import ConfigDict, TypeAdapter
 
 from shoal_proto.health import HealthFigures
 
-STATES = ("running", "finished", "failed", "stopped", "lost", "quarantined")
+STATES = (
+    *("running", "waiting", "interrupted", "finished", "failed", "stopped", "lost"),
+    "quarantined",
+)
 """Of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
 """Nobody joins it any more, unless an operator lets them."""
@@ -162,7 +165,8 @@ class JobView(View):
     desired_members: int
     life: LifeView = field(default_factory=LifeView)
     state: str = "running"
-    """running (somebody trains, or may come and train), finished, failed (all its members went and
+    """running (it has members), waiting (no member has come yet), interrupted (it has trained, and
+    has no members now: some may come and go on), finished, failed (all its members went and
     none came back), stopped (by an operator), lost or quarantined (what etcd holds of it cannot be
     used)."""
     generation: int = 0

@@ -10,6 +10,7 @@ from support.clusters.coordinator_world import Served, served
 
 from shoal_client.cli import parse
 from shoal_client.commands.jobs import check_not_finished
+from shoal_client.commands.status import Json, StatusClient
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, JobStopped, MemberDrained, UnknownJob
 from shoal_server.etcd.memory import MemoryStore
@@ -24,7 +25,7 @@ class World:
     async def shoal(self, command: str, *arguments: str) -> int:
         """What the command returns or raises; the coordinator goes on meanwhile."""
         addresses = ("--coordinator", self.members.address)
-        if command == "jobs":
+        if command in ("jobs", "status", "why", "top"):
             addresses = ("--http", self.url.removeprefix("http://"))
         return await asyncio.to_thread(parse([command, *addresses, *arguments]))
 
@@ -76,6 +77,33 @@ async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture
         await at.members.training("c", "d")
         with pytest.raises(InvalidSpec, match="not over"):
             await at.shoal("retry", "j")
+
+
+def jobs_at(url: str) -> Json:
+    with StatusClient(url) as client:
+        return client.jobs()
+
+
+async def test_a_job_that_all_members_left_is_interrupted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It is not shown as running, and how the last member went is said."""
+    async with world() as at:
+        members = await at.members.training("a", "b")
+        assert [job["state"] for job in await asyncio.to_thread(jobs_at, at.url)] == ["running"]
+        for member in members:
+            reason = "ValueError('no such file')"
+            await asyncio.to_thread(member.leave, completed=False, reason=reason)
+        (job,) = await asyncio.to_thread(jobs_at, at.url)
+        assert (job["state"], job["num_members"], job["ended_unix_s"]) == ("interrupted", 0, 0)
+        assert job["last_ending"].startswith("b: ") and "no such file" in job["last_ending"]
+        for command in (["jobs"], ["status"], ["why", "j"], ["top", "--once"]):
+            assert await at.shoal(*command) == 0
+            # The coordinator logs to this screen, too.
+            lines = capsys.readouterr().out.splitlines()
+            shown = "\n".join(line for line in lines if "[debug " not in line)
+            assert "interrupted" in shown and "collect" not in shown
+            assert command[0] == "top" or "no such file" in shown
 
 
 async def test_jobs_that_there_are_not_are_named() -> None:

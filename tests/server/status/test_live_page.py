@@ -99,7 +99,7 @@ async def test_a_change_is_shown_without_a_reload_and_keeps_what_the_reader_did(
     await detail.locator("summary").click()
     await page.get_by_role("link", name="digits").focus()
     world.change("digits", phase="collect", reason="w4 joins")
-    await expect(page.locator("h1 + .pill")).to_have_text("collect")
+    await expect(page.locator("h1 + .pill")).to_have_text("waiting")
     await expect(page.locator(".reason")).to_have_text("w4 joins")
     assert await detail.get_attribute("open") is not None
     assert await page.evaluate("document.activeElement.dataset.job") == "digits"

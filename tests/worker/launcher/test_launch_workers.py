@@ -21,6 +21,7 @@ import grpc
 import pytest
 
 from shoal.membership.join_config import admission_s
+from shoal_client.cli import installed_commands, read_config
 from shoal_proto.errors import (
     Fenced,
     InvalidSpec,
@@ -799,6 +800,9 @@ def test_a_killed_launcher_leaves_no_worker(shoal_run: Run) -> None:
         (("--job", "my run"), "the job has a bad name; saw 'my run'; expected 1 to 128 letters"),
         (("-n", "1", "--max-restarts", "-1"), "bad --max-restarts"),
         (("-n", "1", "--grace-s", "0"), "bad --grace-s; saw 0; expected above 0"),
+        (("-n", "many"), "bad -n; saw 'many'; expected a number, auto, gpu or cpu"),
+        (("--nnodes", "2"), "starts the workers of one host; saw --nnodes 2; expected the same"),
+        (("--workers", "3"), "Unknown option: --workers. --help shows the options."),
     ],
 )
 def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> None:
@@ -807,6 +811,39 @@ def test_bad_options(shoal_run: Run, options: tuple[str, ...], words: str) -> No
     assert code == 2
     assert words in output
     assert len(output.splitlines()) == 1
+
+
+def test_workers_are_counted_as_torchrun_users_write_it(shoal_run: Run) -> None:
+    """And a script that is none of Shoal's is told that its processes trained by themselves."""
+    code, output = finish(shoal_run("print('ran')", "--nnodes", "1", "--nproc-per-node", "2"))
+    assert code == 0, output
+    assert output.count("] ran") == 2
+    assert "the script never calls shoal.join(), and ran 2 times, each time by itself" in output
+
+
+def test_as_many_workers_as_the_host_has_cores_or_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    arguments = ["run", "-n", "auto", "train.py"]
+    cores = len(os.sched_getaffinity(0))
+    assert read_config(arguments, installed_commands()).num_workers == cores
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,5")
+    assert read_config(arguments, installed_commands()).num_workers == 3
+
+
+def test_a_syntax_error_is_reported_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, as Python reports it."""
+    monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
+    script = tmp_path / "train.py"
+    script.write_text("print('ran')\nfor batch in\n")
+    command = [sys.executable, "-m", "shoal_client", "run", "-n", "3", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 2
+    first, *_, last = done.stderr.splitlines()
+    assert first.strip() == f'File "{script}", line 2'
+    assert last == "SyntaxError: invalid syntax"
+    assert "starting a cluster" not in done.stderr
 
 
 def test_a_missing_script() -> None:

@@ -1,13 +1,17 @@
 """`shoal run`: the workers of one job on this host."""
 
+import logging
 import signal
 import sys
-import tempfile
 import time
+import traceback
+import warnings
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
+
+import structlog
 
 from shoal.launcher.launcher import Launcher
 from shoal.launcher.run_config import RunConfig, threads_per_worker
@@ -18,6 +22,7 @@ from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
 from shoal_proto.back_off import BackOff
@@ -39,6 +44,10 @@ def run(config: RunConfig) -> int:
             " With -m it is the name of a module."
         )
         return BAD_ARGUMENTS
+    if not config.module and (problem := _syntax_error(Path(config.script[0]))):
+        print(problem, end="", file=sys.stderr, flush=True)
+        return BAD_ARGUMENTS
+    _log_from_level(config)
     if "OMP_NUM_THREADS" not in config.environment and config.num_workers > 1:
         threads = threads_per_worker(config.num_workers)
         _say(f"OMP_NUM_THREADS={threads} for each worker; set it yourself for another number")
@@ -72,6 +81,30 @@ def run(config: RunConfig) -> int:
         )
         cluster.when_given_up(launcher.give_up)
         return launcher.run()
+
+
+def _syntax_error(script: Path) -> str:
+    """What Python would say of the script, which every worker would; empty if it can be compiled,
+    or is not source text."""
+    if script.suffix != ".py":
+        return ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(script.read_bytes(), str(script), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        return printable("".join(traceback.format_exception_only(error)), lines=True)
+    except OSError:
+        pass  # the worker says so
+    return ""
+
+
+def _log_from_level(config: RunConfig) -> None:
+    """Have the launcher itself log as its workers do: from info on by default."""
+    name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
+    level = logging.getLevelNamesMapping().get(name.upper())
+    if level is not None and not structlog.is_configured():
+        structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
 
 
 def _await_coordinator(config: RunConfig) -> None:
@@ -109,7 +142,7 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
     options, environment = run.cluster, dict(run.environment)
     if run.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"
-    directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="shoal-run-")))
+    directory = stack.enter_context(temporary_directory("shoal-run-"))
     _say("no --coordinator given: starting a cluster on this machine for this run")
     config = LocalClusterConfig(
         directory=directory,

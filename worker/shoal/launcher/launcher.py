@@ -137,6 +137,11 @@ class Launcher:
         self._say(f"{self._outcome()}; exit code {code}")
         if self._lost:
             self._say(str(self._reporter.lost))
+        if code == 0 and not any(slot.has_joined for slot in self.slots):
+            self._say(
+                f"warning: no worker joined job {self._config.job}: the script never calls"
+                f" shoal.join(), and ran {len(self.slots)} times, each time by itself"
+            )
         for advice in sorted({slot.advice for slot in self.slots} - {""}):
             self._say(advice)
         return code
@@ -242,6 +247,7 @@ class Launcher:
         slot.watch = None
         self._reported.discard(process.pid)
         process.drain(OUTPUT_S)
+        slot.has_joined |= board.slots[slot.index].has_joined(process.pid)
         slot.process, slot.halted, slot.was_killed, slot.lost_s = None, False, False, None
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]

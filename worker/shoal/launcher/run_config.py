@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -29,6 +29,34 @@ step frees back to the kernel, which clears each page of it again for the next s
 
 
 _INTERNAL = Parameter(parse=False)
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
+
+def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
+    """A number, or that of the GPUs or cores for `auto`, `gpu` and `cpu`. Raises InvalidSpec."""
+    text = str(tokens[-1].value)
+    cores = len(os.sched_getaffinity(0))
+    match text:
+        case "auto":
+            return _num_gpus() or cores
+        case "gpu":
+            return _num_gpus()  # without any, 0 is refused
+        case "cpu":
+            return cores
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidSpec(
+            "bad -n", seen=repr(text), expected="a number, auto, gpu or cpu"
+        ) from None
+
+
+def _num_gpus() -> int:
+    """The GPUs that this process may use, without torch, which takes seconds to import."""
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if shown is not None:
+        return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
+    return len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,8 +112,14 @@ class RunConfig:
     """What each worker runs: a script, or with -m a module, and its arguments."""
     module: Annotated[bool, Parameter(name=["-m", "--module"])] = False
     """Run a module, not a script."""
-    num_workers: Annotated[int, Parameter(name="-n", metavar="N")] = 1
-    """Worker processes on this host."""
+    num_workers: Annotated[
+        int,
+        Parameter(name=["-n", "--nproc-per-node"], metavar="N", converter=_workers_of, n_tokens=1),
+    ] = 1
+    """Worker processes on this host. auto: one for each of its GPUs, or, without any, for each core
+    that this process may use."""
+    num_nodes: Annotated[str, Parameter(name="--nnodes", show=False)] = ""
+    """torchrun's option. Hosts join a job by its name: their number is not agreed on beforehand."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
     that two runs do not meet by accident, and is printed."""
@@ -122,6 +156,14 @@ class RunConfig:
                 seen=repr(self.job),
                 expected=NAME_RULE,
                 fix="Give it one with --job; without that it is the script's.",
+            )
+        if self.num_nodes not in ("", "1", "1:1"):
+            raise InvalidSpec(
+                "`shoal run` starts the workers of one host",
+                seen=f"--nnodes {self.num_nodes}",
+                expected="the same command on each host, with one --coordinator and one --job",
+                fix="--min and --max bound the number of workers over all hosts; --desired is the"
+                " number with which the job starts.",
             )
         if self.num_workers < 1:
             raise InvalidSpec("no workers", seen=f"-n {self.num_workers}", expected="at least 1")

@@ -83,6 +83,8 @@ class WorkerSlot:
     watch: Watch | None = None
     start_at_s: float | None = None
     """When the next process is to be started, by the monotonic clock."""
+    has_joined: bool = False
+    """One of its processes became a member of a job."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
     """The newest lines of all its processes."""

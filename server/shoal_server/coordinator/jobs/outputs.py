@@ -285,7 +285,7 @@ def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
             f"nobody has what {member_id} of job {job} printed",
             seen="no member of that id, and no launcher that answers for one",
             expected="a member, or one whose launcher is still there or left its last lines",
-            fix=f"GET /api/v1/jobs/{job}/members lists the members.",
+            fix=f"`shoal status --job {job}` lists the members.",
         )
     return UnknownMember(
         f"nobody hands on what {member_id} prints",

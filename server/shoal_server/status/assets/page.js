@@ -10,9 +10,9 @@ const IN_SVG = new Set(["svg", "path", "circle", "line", "svg:title"]);
 const FILTERED_FROM = 8;
 const TONES = {
   running: "good", training: "good", ready: "good", serving: "good", committed: "info",
-  collect: "warn", prepare: "info", preparing: "info", "bringing-up": "info", joining: "info",
+  starting: "info", preparing: "info", "bringing-up": "info", joining: "info",
   waiting: "warn", settling: "warn", aborted: "bad", disconnected: "bad", halted: "bad", draining: "info", paused: "info", unreachable: "bad",
-  gone: "bad", lost: "bad", quarantined: "bad",
+  gone: "bad", lost: "bad", failed: "bad", interrupted: "bad", quarantined: "bad",
 };
 
 // --- making and updating the document ---
@@ -117,9 +117,13 @@ function ago(unix_s, now_s) {
 
 // --- parts of the page ---
 
+// A job's state for people: its phases before it trains have no names of their own.
+const SHOWN_PHASES = { collect: "waiting", prepare: "starting", committed: "starting", aborted: "starting" };
+const shownState = (job) => job.state === "running" ? SHOWN_PHASES[job.phase] || job.phase : job.state;
+
 // Every word of the filter is in the job's name, state or phase.
 function matches(job, filter) {
-  const text = `${job.job} ${job.state} ${job.phase}`.toLowerCase();
+  const text = `${job.job} ${job.state} ${shownState(job)}`.toLowerCase();
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
@@ -130,7 +134,7 @@ function jobList(state, selected) {
   const items = shown.map((job) => h("li", null,
     h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
       "aria-current": job.job === selected ? "page" : null },
-      h("span", { class: "name" }, h("b", null, job.job), pill(job.phase)),
+      h("span", { class: "name" }, h("b", null, job.job), pill(shownState(job))),
       h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
   const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
   return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
@@ -148,8 +152,7 @@ function figures(job, state) {
     figure("Step", count(summary.step), isNumber(job.detail.course.num_steps) && `of ${compact(job.detail.course.num_steps)}`),
     figure("Samples per second", count(job.samples_per_s)),
     figure("Mean loss", significant(job.mean_loss)),
-    figure("In this phase for", duration(state.now_unix_s - summary.since_unix_s)),
-    summary.state !== summary.phase && figure("State", summary.state),
+    figure("In this state for", duration(state.now_unix_s - summary.since_unix_s)),
     figure("Restarts", count(summary.num_restarts)),
     isNumber(summary.goodput) && figure("Goodput", `${(100 * summary.goodput).toFixed(1)}%`),
     summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
@@ -435,9 +438,10 @@ function jobView(state) {
   const { detail } = job;
   const now_s = state.now_unix_s;
   return [
-    h("div", { class: "title" }, h("h1", null, detail.summary.job), pill(detail.summary.phase),
+    h("div", { class: "title" }, h("h1", null, detail.summary.job), pill(shownState(detail.summary)),
       detail.fields.strategy && h("span", { class: "muted" }, detail.fields.strategy),
       jobActions(state)),
+    detail.summary.last_ending && h("p", { class: "error last-ending" }, `Last member to leave: ${detail.summary.last_ending}`),
     h("p", { class: "reason" }, detail.summary.reason),
     progress(detail),
     figures(job, state),
@@ -472,7 +476,7 @@ function show(state) {
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
   fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
   const job = state.job && state.job.detail.summary;
-  document.title = job ? `${job.job}: ${job.phase} · Shoal` : "Shoal";
+  document.title = job ? `${job.job}: ${shownState(job)} · Shoal` : "Shoal";
 }
 
 function connection(kind, text) {

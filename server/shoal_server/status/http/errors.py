@@ -70,7 +70,7 @@ class ErrorBody(BaseModel):
                     "what": "job digits has no member w7",
                     "seen": "w7",
                     "expected": "one of w0, w1, w2",
-                    "fix": "GET /api/v1/jobs/digits/members lists the members.",
+                    "fix": "`shoal status --job digits` lists the members.",
                 }
             ]
         },

@@ -1,0 +1,77 @@
+"""The temporary directory of a local cluster: removed at its end, and by the next command if a kill
+kept the command from that. After a failed start its logs are kept for a day."""
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from shoal_proto.errors import RefusedError, Unavailable
+
+PREFIXES = ("shoal-up-", "shoal-run-")
+"""Of directories that this module makes: others are not locked."""
+KEPT_LOGS = "only-logs-are-kept"
+"""The name of an empty file that marks the directory of a failed start."""
+SETTLED_S = 60.0
+"""A younger directory may be one that another command has made and not locked yet."""
+KEPT_S = 86400.0
+
+
+@contextmanager
+def temporary_directory(prefix: str) -> Iterator[Path]:
+    """A directory for one command. It is locked for as long as this process lives."""
+    remove_left_over(Path(tempfile.gettempdir()), time.time())
+    directory = Path(tempfile.mkdtemp(prefix=prefix))
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
+        yield directory
+    except (Unavailable, RefusedError):
+        _keep_logs(directory)
+        raise
+    except BaseException:
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    else:
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def remove_left_over(parent: Path, now_s: float) -> None:
+    """Remove this user's directories whose commands have ended."""
+    for directory in (found for prefix in PREFIXES for found in parent.glob(f"{prefix}*")):
+        with suppress(OSError):
+            status = directory.lstat()
+            keep_s = KEPT_S if (directory / KEPT_LOGS).exists() else SETTLED_S
+            if status.st_uid == os.geteuid() and now_s - status.st_mtime > keep_s:
+                _remove_unlocked(directory)
+
+
+def _remove_unlocked(directory: Path) -> None:
+    lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(directory, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _keep_logs(directory: Path) -> None:
+    """Remove all but logs: keys and etcd's data are of no use to a reader."""
+    logs = [path for path in directory.rglob("*.log") if path.is_file()]
+    if not logs:
+        shutil.rmtree(directory, ignore_errors=True)
+        return
+    (directory / KEPT_LOGS).touch()
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            path = Path(folder) / name
+            if path.suffix != ".log" and path.name != KEPT_LOGS:
+                path.unlink(missing_ok=True)
+        with suppress(OSError):
+            Path(folder).rmdir()  # only if nothing is left in it

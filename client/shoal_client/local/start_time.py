@@ -1,0 +1,45 @@
+"""The time that a part of a local cluster has to come up: as long as it makes progress."""
+
+import os
+from pathlib import Path
+
+MOST_S = 600.0
+"""The longest start, with progress or without."""
+LEAST_SHARE = 1 / 60
+"""Of a core: a part that is coming up on a busy machine gets more, one that hangs uses less."""
+_TICKS_A_S = os.sysconf("SC_CLK_TCK")
+ADVICE = "If this machine is busy or its disk is slow, run the command again once it is less so."
+
+
+class StartTime:
+    """Judges one start. The clocks are the caller's: seconds since any moment, and the CPU seconds
+    that the part has used."""
+
+    def __init__(self, timeout_s: float, now_s: float) -> None:
+        """`timeout_s`: the longest time without progress."""
+        self._timeout_s = timeout_s
+        self._began_s = self._since_s = now_s
+        self._cpu_s = 0.0
+
+    def why_over(self, now_s: float, cpu_s: float) -> str:
+        """Why the start is given up; empty while there is time left."""
+        if now_s - self._began_s > max(MOST_S, self._timeout_s):
+            return f"not up in {now_s - self._began_s:.0f} s, with {cpu_s:.1f} s of CPU"
+        if now_s - self._since_s <= self._timeout_s:
+            return ""
+        if cpu_s - self._cpu_s < LEAST_SHARE * (now_s - self._since_s):
+            return (
+                f"not up in {now_s - self._began_s:.0f} s, and no progress in the last"
+                f" {now_s - self._since_s:.0f}: it used {cpu_s - self._cpu_s:.1f} s of CPU"
+            )
+        self._since_s, self._cpu_s = now_s, cpu_s
+        return ""
+
+
+def cpu_s(pid: int) -> float:
+    """The CPU seconds that a process has used; 0 for one that has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / _TICKS_A_S

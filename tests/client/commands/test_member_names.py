@@ -1,0 +1,149 @@
+"""Commands that take a member's id alone, and those that find the user's only cluster."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.clusters import status_world
+from support.clusters.status_world import World
+
+from shoal_client.cli import main, parse
+from shoal_client.commands.address import StatusAddress
+from shoal_proto.errors import InvalidSpec, UnknownMember
+from shoal_proto.tls import local_clusters
+from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
+
+
+@pytest.fixture
+def worker() -> Iterator["subprocess.Popen[bytes]"]:
+    """A process that was launched as member w1."""
+    code = "import sys; sys.stdout.write('x'); sys.stdout.flush(); sys.stdin.read()"
+    environment = {**os.environ, "SHOAL_MEMBER_ID": "w1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        yield process
+        process.kill()
+
+
+def put_process(world: World, pid: int) -> None:
+    """Give member w1 of `digits` this process."""
+    members = [status_world.member("w0", 0), status_world.member("w1", 1)]
+    process = members[1].process
+    members[1] = status_world.member(
+        "w1", 1, process=type(process)(**{**vars(process), "pid": pid, "host": "here"})
+    )
+    world.change("digits", members=tuple(members))
+
+
+def test_a_member_alone_is_asked_about(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`why` and `logs` find the job of a member."""
+    world.put(status_world.job("other", members=(status_world.member("x0", 0),)))
+    world.printed["w1"] = ["the loss is 1"]
+    assert main(["why", "w1", "--http", url]) == 0
+    assert "job digits" in capsys.readouterr().out
+    assert main(["logs", "w1", "--http", url]) == 0
+    assert capsys.readouterr().out == "the loss is 1\n"
+
+
+def test_a_member_that_several_jobs_have_needs_its_job(world: World, url: str) -> None:
+    world.put(status_world.job("other"))
+    with pytest.raises(InvalidSpec, match="several jobs have a member w1; saw digits, other"):
+        parse(["why", "w1", "--http", url])()
+
+
+def test_an_unknown_member_is_named_with_those_that_are_there(url: str) -> None:
+    """The message names commands, not requests."""
+    with pytest.raises(UnknownMember, match=r"no job has a member w9; .*w0, w1.*`shoal status`"):
+        parse(["drain", "w9", "--http", url])()
+    with pytest.raises(UnknownMember, match="`shoal status --job digits` lists the members"):
+        parse(["why", "w9", "--job", "digits", "--http", url])()
+
+
+@pytest.mark.parametrize("columns", ["80", "200"])
+def test_status_shows_process_ids(
+    world: World,
+    url: str,
+    columns: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    put_process(world, 4194000)
+    assert main(["status", "--http", url]) == 0
+    assert "4194000" in capsys.readouterr().out
+
+
+def test_a_member_is_killed_by_its_name(
+    world: World,
+    url: str,
+    worker: "subprocess.Popen[bytes]",
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    put_process(world, worker.pid)
+    assert main(["kill", "w1", "--http", url]) == 0
+    assert worker.wait(60) == -9
+    assert f"killed w1, pid {worker.pid}; `shoal events digits`" in capsys.readouterr().out
+
+
+def test_no_process_is_killed_that_is_not_the_member(
+    world: World, url: str, worker: "subprocess.Popen[bytes]"
+) -> None:
+    """A pid of another host may be anybody's here."""
+    put_process(world, os.getpid())
+    with pytest.raises(InvalidSpec, match=f"on here; this host is {socket.gethostname()}"):
+        parse(["kill", "w1", "--http", url])()
+    assert worker.poll() is None
+
+
+def test_the_last_members_of_a_job_without_any_are_named(
+    world: World, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also after a coordinator's restart, which forgets events and keeps generations."""
+    world.printed["w2"] = ["the end"]
+    world.change("digits", members=())
+    assert main(["logs", "digits", "--http", url]) == 0
+    shown, told = capsys.readouterr()
+    assert "[w2] the end" in shown
+    assert "these were the last: w0, w1, w2" in told
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder below which the records of this user's clusters are."""
+    monkeypatch.setattr(local_clusters, "_PARENT", tmp_path)
+    monkeypatch.setattr(local_clusters.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.delenv("SHOAL_HTTP", raising=False)
+    monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
+    return tmp_path
+
+
+def cluster_at(*pages: str) -> Announcement:
+    return Announcement(
+        LocalClusterRecord(addresses=pages, pages=pages, certificates=Path("certs"))
+    )
+
+
+def test_the_only_cluster_of_the_user_is_asked(folder: Path) -> None:
+    assert StatusAddress().urls() == "http://127.0.0.1:7780"
+    only = cluster_at("127.0.0.1:41000", "127.0.0.1:41001")
+    assert StatusAddress().urls() == "http://127.0.0.1:41000,http://127.0.0.1:41001"
+    assert [*StatusAddress().addresses] == ["http://127.0.0.1:41000", "http://127.0.0.1:41001"]
+    other = cluster_at("127.0.0.1:42000")
+    with pytest.raises(InvalidSpec, match=r"several clusters .*41000.*42000.*--http URL"):
+        StatusAddress().urls()
+    usual = cluster_at("127.0.0.1:7780")
+    assert StatusAddress().urls() == "http://127.0.0.1:7780"
+    for each in (only, other, usual):
+        each.close()

@@ -1,0 +1,84 @@
+"""The time that a part has to come up, and what is left of a cluster that did not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal_client.local import directory as directories
+from shoal_client.local.directory import remove_left_over, temporary_directory
+from shoal_client.local.start_time import MOST_S, StartTime, cpu_s
+from shoal_proto.errors import Unavailable
+
+LATER_S = 3600.0
+
+
+def test_a_start_has_as_long_as_it_makes_progress_within_a_bound() -> None:
+    """A machine at load 30 gives a part a fifteenth of a core, and it comes up all the same."""
+    start = StartTime(60.0, 0.0)
+    for now_s in range(0, int(MOST_S) + 1, 5):
+        assert start.why_over(now_s, now_s / 15) == "", now_s
+    assert start.why_over(MOST_S + 5, MOST_S / 15).startswith("not up in 605 s, with 40.0 s of CPU")
+
+
+def test_a_start_without_progress_is_given_up() -> None:
+    """A part that waits uses a little, too."""
+    start = StartTime(60.0, 0.0)
+    assert start.why_over(61.0, 2.0) == ""
+    assert start.why_over(121.0, 2.1) == ""
+    told = start.why_over(122.0, 2.1)
+    assert told == "not up in 122 s, and no progress in the last 61: it used 0.1 s of CPU"
+
+
+def test_the_cpu_time_of_a_process_is_known() -> None:
+    assert cpu_s(os.getpid()) > 0
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as process:
+        process.wait()
+    assert cpu_s(process.pid) == 0
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(directories.tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_what_a_killed_command_left_is_removed_by_the_next(parent: Path) -> None:
+    """Not the directory of a command that runs, nor one that is not Shoal's."""
+    killed, others, young = (parent / n for n in ("shoal-up-dead", "shop-up-1", "shoal-run-new"))
+    for each in (killed, others, young):
+        (each / "certs").mkdir(parents=True)
+        (each / "certs" / "ca.key").write_text("secret")
+    with temporary_directory("shoal-up-") as running:
+        for each in (killed, others, running):
+            os.utime(each, (1, 1))
+        with temporary_directory("shoal-run-"):
+            assert not killed.exists()
+            assert running.exists() and others.exists() and young.exists()
+    assert not running.exists()
+
+
+def test_the_logs_of_a_failed_start_are_kept_for_a_day_and_nothing_else(parent: Path) -> None:
+    with (
+        pytest.raises(Unavailable, match="did not come up"),
+        temporary_directory("shoal-up-") as made,
+    ):
+        for name in ("coordinator.log", "etcd/etcd.log", "etcd/data/wal", "certs/ca.key"):
+            (made / name).parent.mkdir(parents=True, exist_ok=True)
+            (made / name).write_text(name)
+        raise Unavailable("the coordinator did not come up")
+    kept = sorted(str(path.relative_to(made)) for path in made.rglob("*") if path.is_file())
+    assert kept == ["coordinator.log", "etcd/etcd.log", directories.KEPT_LOGS]
+    begun_s = made.stat().st_mtime
+    remove_left_over(parent, begun_s + LATER_S)
+    assert made.exists()
+    remove_left_over(parent, begun_s + directories.KEPT_S + LATER_S)
+    assert not made.exists()
+
+
+def test_a_cluster_that_ends_well_leaves_nothing(parent: Path) -> None:
+    with temporary_directory("shoal-run-") as made:
+        (made / "coordinator.log").write_text("all is well")
+    assert list(parent.iterdir()) == []
