@@ -221,8 +221,9 @@ class SeriesReader:
             digest = record.segments[wanted.index].digest
             for each in base.segments:
                 if each.digest == digest and each.is_whole:
-                    is_apart = isinstance(each, ReusedSegment) and not wanted.may_be_reused
-                    return each.sealed() if is_apart else each.duplicate()
+                    if isinstance(each, ReusedSegment) and not wanted.may_be_reused:
+                        return each.sealed()
+                    return each.duplicate()
             if self._apply_difference is not None and not wanted.chunks:
                 made = self._by_difference(record, wanted, base, give_up_s)
                 if made is not None:
