@@ -80,7 +80,8 @@ class FrameConnection:
 
     async def next_descriptor(self) -> int:
         """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
-        Call this before asking the other end for one, so that no other read takes it.
+        The other end sends it only when asked. It must be read here: another read would lose the
+        descriptor.
 
         Raises HungUp, MalformedMessage or ChecksumMismatch.
         """

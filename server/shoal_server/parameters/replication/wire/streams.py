@@ -45,8 +45,9 @@ that memory is used for anything else."""
 
 
 class PeerStream(Protocol):
-    """A stream to another server; messages of one task arrive in order. All methods raise what
-    broke the stream: a ShoalError, grpc.RpcError, or what grpcio raises for a call that is over."""
+    """A stream to another server; messages of one task arrive in order. `write` and `replies` raise
+    what broke the stream: a ShoalError, grpc.RpcError, or what grpcio raises for a call that is
+    over."""
 
     inline_bytes: int
     """A record's data of up to so many bytes are best written within its message."""
