@@ -63,8 +63,8 @@ class Lifeline:
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def let_go(self) -> None:
-        """Release the lock, so that the end of the process is not taken for a death. Called from
-        another thread than the main one, does nothing: the lock stays held."""
+        """Release the lock, so that the end of the process is not taken for a death. From another
+        thread than the main one the lock stays held."""
         if self._holder != os.getpid():
             return
         self._holder = 0
