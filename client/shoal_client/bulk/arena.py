@@ -9,15 +9,15 @@ from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
 
 NUM_PLACES = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
-"""Up to so many, there is a place for each part of a call: then neither end waits for the other."""
+"""Up to this size, each part of a call has its own slot: then neither end waits for the other."""
 MIN_PLACES = 3
 """A server reads one shard ahead; with fewer places both ends would wait for each other."""
 PAGE_BYTES = 4096
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
-    """How much memory to share for calls of about so many parts of at most so many bytes; 0: they
-    are too large."""
+    """Size of the shared memory for calls of about `num_parts` parts of at most `largest_bytes`; 0:
+    they are too large."""
     place = _place_bytes(largest_bytes)
     places = max(NUM_PLACES, min(num_parts, SMALL_ARENA_BYTES // place))
     places = min(places, MAX_ARENA_BYTES // place)
@@ -38,7 +38,7 @@ class Arena:
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self.copied_bytes = 0
-        """Of the parts of this call so far."""
+        """Bytes of this call's parts that were copied so far."""
         self.clear()
 
     def clear(self) -> None:

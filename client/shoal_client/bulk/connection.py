@@ -30,17 +30,18 @@ from shoal_proto.v1.tables_pb2 import (
 )
 
 LOOKS_S = 0.0003
-"""In a call of large parts through shared memory an answer is looked for again and again for so
-long, before this thread goes to sleep: one that sleeps is woken on the processor of the server that
-wakes it, and both share that one while another is idle. Others get the processor in between."""
+"""Time for which a call of large parts through shared memory polls for an answer before this thread
+sleeps. A sleeping thread is woken on the processor of the server that wakes it, and both share it
+while another is idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""In calls with fewer an answer comes before a look would pay."""
+"""In calls with fewer bytes the answer comes before polling would pay."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
 class Connection:
-    """For one thread at a time, but for `close`. What a call raises ends the connection."""
+    """One bulk connection. For one thread at a time, except `close`. An error in a call ends the
+    connection."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
         """Takes the socket over."""
@@ -56,7 +57,7 @@ class Connection:
 
     @property
     def way(self) -> str:
-        """By what it carries tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
+        """Transport of tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
         if self._arena is not None:
             return "shared-memory"
         if isinstance(self._socket, ssl.SSLSocket):
@@ -65,7 +66,7 @@ class Connection:
 
     @property
     def is_usable(self) -> bool:
-        """Whether another call may begin."""
+        """True if another call may begin."""
         return not (self._is_in_call or self._is_closed)
 
     def pull(
@@ -82,7 +83,7 @@ class Connection:
     def push(
         self, request: PushRequest, parts: Iterable[Part], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
-        """As `pull`; the parts have the gradients, shard by shard."""
+        """Push, like `pull`; the parts have the gradients, shard by shard."""
         opening = bulk.message(Kind.PUSH, request.SerializeToString())
         announced = _of_version if request.header.return_values else _of_outcome
         return self._call(opening, parts, timeout_s, PushReply.FromString, announced)
@@ -90,7 +91,8 @@ class Connection:
     def look_up(
         self, request: TableLookupRequest, parts: Iterable[Part], timeout_s: float
     ) -> Iterator[FoundRows | OnlyPiece]:
-        """As `pull`; the parts have the ids, item by item, and room for the rows."""
+        """Look up rows, like `pull`; the parts have the ids, item by item, and room for the
+        rows."""
         opening = bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString())
         parse, announced = TableLookupReply.FromString, _of_found
         for reply in self._call(opening, parts, timeout_s, parse, announced):
@@ -102,7 +104,7 @@ class Connection:
     def push_rows(
         self, request: TablePushRequest, parts: Iterable[Part], timeout_s: float
     ) -> Iterator[TablePushReply]:
-        """As `pull`; the parts have ids, births and gradients, shard by shard."""
+        """Push rows, like `pull`; the parts have ids, births and gradients, shard by shard."""
         opening = bulk.message(Kind.TABLE_PUSH, request.SerializeToString())
         parse, announced = TablePushReply.FromString, _of_outcomes
         for reply in self._call(opening, parts, timeout_s, parse, announced):
@@ -187,7 +189,7 @@ class Connection:
         return frame
 
     def _comes_soon(self) -> bool:
-        """Whether anything came while it was looked for, where that pays. Raises as `_receive`."""
+        """Poll for an answer, if that pays. True if anything came. Raises as `_receive`."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -199,7 +201,8 @@ class Connection:
         return False
 
     def _receive(self) -> bool:
-        """Whether anything came. Raises Unavailable if the server hung up."""
+        """Read what has arrived. True if there was anything. Raises Unavailable if the server hung
+        up."""
         try:
             count = self._socket.recv_into(self._reader.space())
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):

@@ -1,4 +1,4 @@
-"""What a call still has to send: as much of it as goes now, without ever waiting."""
+"""Data that a call still has to send; sends as much as possible without blocking."""
 
 import socket
 import ssl
@@ -15,12 +15,12 @@ from shoal_proto.pieces import Buffer
 PIECE_BYTES = 2 * 1024 * 1024
 """Most shards of parameters fit into one: a server that gets them in several has to join them."""
 LOW_WATER_BYTES = 256 * 1024
-"""With fewer bytes on their way to the kernel, more are made ready. What was copied into shared
-memory counts too: the server begins with the first large part while the next one is copied."""
+"""Fill level below which more data is prepared. Data copied into shared memory counts too: the
+server begins with the first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
-"""The most that TLS encrypts at a time."""
+"""Maximum size of a TLS record."""
 MAX_BUFFERS = 256
-"""Given to the kernel at a time; Linux takes 1024."""
+"""Maximum number of buffers per call to the kernel; Linux takes 1024."""
 
 
 class Sending:
@@ -37,7 +37,7 @@ class Sending:
         self._arena = arena
         self._ready: deque[memoryview] = deque()
         self._record = memoryview(b"")
-        """Of what was ready: what OpenSSL is at."""
+        """Record that OpenSSL is sending."""
         self._ready_bytes = 0
         self._frames = self._all_frames(parts)
         self._is_over = False
@@ -46,7 +46,7 @@ class Sending:
 
     @property
     def is_stuck(self) -> bool:
-        """Whether the kernel took less than there is."""
+        """True if data is left that the kernel did not take."""
         return bool(self._ready or self._record)
 
     def answered(self, shard_id: int) -> None:
@@ -64,12 +64,12 @@ class Sending:
                 return
 
     def go_on_between(self) -> None:
-        """As `go_on`, while answers that came are still to be read: the server gets the next part
-        while they are."""
+        """Send like `go_on` while answers are still to be read, so that the server gets the next
+        part meanwhile."""
         try:
             self.go_on()
         except OSError:
-            # What did not go is still there: `go_on` meets it again, once all answers are read.
+            # The unsent data is kept: `go_on` meets the error again, once all answers are read.
             return
 
     def _make_ready(self) -> None:
@@ -92,7 +92,7 @@ class Sending:
         return self._arena.copied_bytes if self._arena is not None else 0
 
     def _all_frames(self, parts: Iterable[Part]) -> Iterator[list[Buffer]]:
-        """What to send, in pieces; an empty one while a part waits for a place."""
+        """Yield the frames to send; an empty one while a part waits for a slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
                 while not self._arena.has_room and part.shard_id not in self._answered:
@@ -103,7 +103,7 @@ class Sending:
             if part.shard_id in self._answered:
                 continue
             if self._arena is not None:
-                # No room: its values come as pieces.
+                # There is no slot for it: its values come as pieces.
                 yield [bulk.header(Kind.ROOM, shard_id=part.shard_id)]
             for offset_bytes, buffers in part.pieces(PIECE_BYTES):
                 checksum = 0
@@ -124,7 +124,7 @@ class Sending:
         self._ready_bytes += len(buffer)
 
     def _send(self) -> bool:
-        """Whether all that was ready is gone."""
+        """Send the prepared data. True if all of it was sent."""
         if isinstance(self._socket, ssl.SSLSocket):
             return self._send_encrypted(self._socket)
         buffers = [self._ready[i] for i in range(min(len(self._ready), MAX_BUFFERS))]
@@ -156,7 +156,8 @@ class Sending:
         return True
 
     def _next_record(self) -> memoryview:
-        """What is ready, up to the size at which a copy into one buffer does not pay."""
+        """Next buffer to encrypt: prepared data, joined up to the size at which copying no longer
+        pays."""
         first = self._ready.popleft()
         if len(first) >= RECORD_BYTES:
             return first

@@ -1,4 +1,4 @@
-"""By which way the calls to one server go: a bulk connection, opened when it is needed, or gRPC."""
+"""Transport of the calls to one server: a bulk connection, opened when it is needed, or gRPC."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 30.0
-"""After which time a way is looked for anew where there was none."""
+"""Time after which a bulk connection is tried again where none was possible."""
 
 
 class Opening(Protocol):
@@ -25,7 +25,7 @@ class Opening(Protocol):
 
 
 class BulkWay:
-    """For one thread at a time, but for `close`."""
+    """Chooser of the transport to one server. For one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class BulkWay:
 
     @property
     def name(self) -> str:
-        """How calls went last: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._connection.way if self._connection is not None else "grpc"
 
     def close(self) -> None:

@@ -1,1 +1,2 @@
-"""What a launcher says to the coordinators for all workers of its host: heartbeats, exits."""
+"""Calls of a launcher to the coordinators for all workers of its host: heartbeats, exits,
+output."""

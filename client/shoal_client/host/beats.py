@@ -18,11 +18,11 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 IDLE_S = 0.2
-"""How often the board is looked at while no worker has claimed its slot."""
+"""Interval at which the board is read while no worker has claimed its slot."""
 ASKS_EVERY_S = 0.5
-"""How often a coordinator is asked what became of a worker that can no longer hear it by itself."""
+"""Interval at which a coordinator is asked about a worker that cannot hear it itself."""
 CALL_TIMEOUT_S = 2.0
-"""Meanwhile the workers beat by themselves: a call that hangs harms nobody."""
+"""Time limit of a call. A call that hangs does no harm: workers then send their own heartbeats."""
 
 
 @dataclass(kw_only=True)
@@ -47,14 +47,14 @@ class _Watched:
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What became of a worker, as a coordinator says."""
+    """Status of a worker, according to a coordinator."""
 
     pid: int
     job: str
     phase: str
-    """The job's; empty if there is no such job."""
+    """Phase of the job; empty if there is no such job."""
     is_lost: bool
-    """It claims to be a member, and is none."""
+    """True if it claims to be a member and is none."""
 
 
 class HostBeats:
@@ -105,7 +105,7 @@ class HostBeats:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Whether a signal halts the process: then it does not live, as far as its job goes."""
+        """Set if the process is halted by a signal: for its job it is then not alive."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted

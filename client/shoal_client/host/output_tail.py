@@ -5,9 +5,9 @@ import threading
 from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
-"""Of each worker, over its restarts."""
+"""Bytes kept of each worker, over its restarts."""
 SLACK_BYTES = 1 << 17
-"""By so much it may be longer, so that not each line moves the others."""
+"""Excess that is allowed, so that not every line moves the others."""
 
 
 class OutputTail:

@@ -24,11 +24,11 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 FIRST_ANSWER_S = 2.0
 REFUSED_PAUSE_S = 60.0
-"""Until it asks again after an error that repeating does not mend."""
+"""Pause after an error that repeating does not resolve."""
 LAST_BYTES = 16 * 1024
-"""Of each worker: what the coordinator keeps once its launcher has ended."""
+"""Bytes of each worker that the coordinator keeps once its launcher has ended."""
 MAX_LAST_BYTES = 2 << 20
-"""Of all workers of a launcher together: a message has no room for more."""
+"""Limit for all workers of a launcher together, by the size of a message."""
 
 
 class HostOutputs:
@@ -54,7 +54,7 @@ class HostOutputs:
         self._heard = threading.Event()
         """The coordinator has answered on the stream, and so takes last lines."""
         self._is_asking = True
-        """Whether it is on a stream, or comes to one now."""
+        """True if it has a stream, or is connecting."""
         self._closing = threading.Event()
         self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)

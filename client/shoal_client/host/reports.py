@@ -42,15 +42,15 @@ REPORT_LIMIT_S = 10.0
 """A report that nobody has taken after so long is dropped: the member's lease has told by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
-"""A coordinator that accepts a connection and says nothing for so long does not answer."""
+"""Time of silence on a connection after which a coordinator counts as not answering."""
 OTHERS_WITHIN_S = 0.5
-"""For the others, once one coordinator has said that nobody leads yet."""
+"""Time limit for the other coordinators, once one has answered that nobody leads yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases of a job that nobody can join until an operator says so. That others have finished it is
-for a worker to find out, as the job was completed then."""
+"""Phases of a job that nobody can join until an operator allows it. FINISHED is not among them: a
+worker learns itself that the others have finished the job."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
-"""So many may wait for a coordinator to come back."""
+"""Maximum number of reports that wait for a coordinator to come back."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
@@ -92,7 +92,7 @@ def _nobody(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> 
 
 
 def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError] | None:
-    """What keeps each of them from being of use; None as soon as one is."""
+    """Error of each coordinator; None as soon as one is of use."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     calls: dict[str, grpc.Future[GenerationRecord]] = {}
     failures: dict[str, ShoalError] = {}

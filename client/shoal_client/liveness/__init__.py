@@ -1,1 +1,1 @@
-"""How a launcher and its workers on one host show that a worker is alive."""
+"""Signs of life of a worker, shared by a launcher and its workers on one host."""

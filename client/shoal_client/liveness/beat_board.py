@@ -75,30 +75,31 @@ _CLAIM_FORM = struct.Struct("=Idd")
 
 
 class Ending(enum.IntEnum):
-    """How a membership ended, as far as it matters to who might start the worker again."""
+    """End of a membership, as far as it decides if the worker is started again."""
 
     UNKNOWN = 0
-    """It has not ended, or for a reason that lies with the script."""
+    """Not ended, or ended for a reason in the script."""
     FENCED = 1
-    """It was declared lost and lived: a fresh process of it is welcome."""
+    """Declared lost while alive: a new process of the worker may join."""
     REFUSED = 2
-    """The same process would be refused again."""
+    """A new process would be refused again."""
     FINISHED = 3
-    """The job is over."""
+    """Ended because the job is over."""
     DRAINED = 4
-    """It was asked to leave."""
+    """Ended because the member was asked to leave."""
     PASSING = 5
     """A time limit passed, or a part was away: a fresh process may do better."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "Ending":
-        """What the error that ended a membership means for the next process of its name."""
+        """Ending for the error that ended a membership, as it matters to the next process of that
+        name."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
             return cls.DRAINED
         if isinstance(error, Fenced | LeaseExpired):
-            # Whoever was replaced by another process would only take that one's place again.
+            # A process that was replaced by another would only displace that one again.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
         if isinstance(error, RetryError | RejoinError):
             return cls.PASSING
@@ -107,12 +108,12 @@ class Ending(enum.IntEnum):
 
 
 _PASSING = (AddressInUse, NoServers, PeersUnreachable)
-"""Refusals that lie with what is around the process, and may be over when it is tried again."""
+"""Refusals caused by the environment, which may have changed when the worker is tried again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotClaim:
-    """Who asks for beats: a member, and the process that it is."""
+    """A worker's request for heartbeats: the member, and its process."""
 
     pid: int
     heartbeat_s: float
@@ -122,7 +123,7 @@ class SlotClaim:
 
 
 class BeatSlot:
-    """One worker's place on the board. Opened by the worker, or made by the board."""
+    """One worker's slot on the board. Opened by the worker, or created by the board."""
 
     def __init__(self, memory: mmap.mmap, index: int) -> None:
         self._memory = memory
@@ -158,27 +159,28 @@ class BeatSlot:
     # --- the worker ---
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
-        """From now on the launcher beats for this process as the member of the token.
+        """Ask the launcher to send heartbeats for this process as the member of the token.
 
-        Not, though, while no thread of it has said `runs` for `patience_s`: it hangs for good.
+        It stops while no thread of the process has called `runs` for `patience_s`: the process then
+        hangs for good.
         """
         self._put(_BEATEN, 0)
         self._put(_ENDING, Ending.UNKNOWN)
         self.runs()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > _ENDING:
-            return  # no name that a coordinator admits is so long: this member beats by itself
-        # The launcher may read in between: the checksum tells it.
+            return  # longer than any admitted name: this member sends its own heartbeats
+        # The launcher may read a half-written claim: the checksum shows it.
         self._memory[self._start + _CLAIM : self._start + _CLAIM + len(claim)] = claim
         self._put_head(_HEAD_FORM.pack(len(claim), zlib.crc32(claim)))
 
     def withdraw(self) -> None:
-        """No beats any more: the membership is over."""
+        """End heartbeats and the lifeline: the membership is over."""
         self.lifeline.let_go()
         self.unclaim()
 
     def unclaim(self) -> None:
-        """No beats any more; the lifeline still tells of the end of the process."""
+        """End heartbeats; the lifeline still shows the end of the process."""
         self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: Ending) -> None:
@@ -195,19 +197,21 @@ class BeatSlot:
         self._put(_STEP, step)
 
     def does(self, doing: TrainerStatus) -> None:
-        """What its trainer does now, for the next beat."""
+        """Set the trainer's activity, for the next heartbeat."""
         self._put(_MOVED, doing.moved)
         since = (doing.own_code_since_ns & ~1) | int(doing.loads)
         self._put(_DOING, _WAITS if doing.waits else since if doing.own_code_since_ns else 0)
 
     def beaten(self, within_s: float) -> bool:
-        """Whether the launcher's beats were accepted so lately that others are not needed."""
+        """True if the launcher's heartbeats were accepted recently, so that the member need not
+        send its own."""
         return time.monotonic_ns() - self._get(_BEATEN) < within_s * 1e9
 
     # --- the launcher ---
 
     def claimed(self, pid: int) -> SlotClaim | None:
-        """What process `pid` claimed; None if it did not, is about to, or hangs for good."""
+        """Claim of process `pid`; None if there is none, it is being written, or the process hangs
+        for good."""
         claim = self.claim_of(pid)
         if claim is None:
             return None
@@ -215,7 +219,7 @@ class BeatSlot:
         return None if time.monotonic_ns() - self._get(_RAN) > patience_s * 1e9 else claim
 
     def claim_of(self, pid: int) -> SlotClaim | None:
-        """What process `pid` claimed and has not withdrawn, even if it hangs."""
+        """Claim of process `pid` that is not withdrawn, even if the process hangs."""
         start = self._start
         length, checksum = _HEAD_FORM.unpack(self._memory[start + _HEAD : start + _MOVED])
         claim = self._memory[start + _CLAIM : start + min(_CLAIM + length, _ENDING)]
@@ -223,7 +227,7 @@ class BeatSlot:
             return None
         claimant, heartbeat_s, _ = _CLAIM_FORM.unpack_from(claim)
         if claimant != pid:
-            return None  # a child of the worker's, whose life the launcher does not see
+            return None  # a child of the worker, which the launcher does not watch
         try:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
@@ -263,7 +267,7 @@ class BeatSlot:
 
     @property
     def ending(self) -> Ending:
-        """How the membership of the slot's newest process ended."""
+        """Ending of the membership of the slot's newest process."""
         return Ending(self._get(_ENDING))
 
     def has_joined(self, pid: int) -> bool:
@@ -272,7 +276,7 @@ class BeatSlot:
         return ended or self.claim_of(pid) is not None or self.has_left(pid)
 
     def clear(self) -> None:
-        """For the next process of the slot, once that before it is gone."""
+        """Clear the slot for its next process, once the previous one is gone."""
         self._memory[self._start : self._start + _LIFELINE] = bytes(_LIFELINE)
         self.lifeline.prepare()
 
@@ -314,12 +318,12 @@ class BeatBoard:
 
     @property
     def shared_directory(self) -> str:
-        """Where the workers keep files that all of them need, while the launcher lives."""
+        """Directory for files shared by the workers, while the launcher lives."""
         return self._directory.name
 
     def address(self, index: int) -> str:
-        """Where a process of the same user opens the slot, while the launcher lives."""
-        # Not an inherited descriptor: a worker that is a child of the script finds this one too.
+        """Address at which a process of the same user opens the slot, while the launcher lives."""
+        # Not an inherited descriptor: this also works in a worker that is a child of the script.
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 

@@ -17,13 +17,13 @@ from pathlib import Path
 
 SIZE_BYTES = 72
 _MUTEX = 8
-"""What is before it says which process holds the lock. The largest `pthread_mutex_t` known is of
-48 bytes (glibc on aarch64); it wants to be aligned to 8."""
+"""Offset of the mutex; before it is the process that holds the lock. The largest known
+`pthread_mutex_t` has 48 bytes (glibc on aarch64); it must be aligned to 8."""
 _PID = struct.Struct("@Q")
 _EXITING = 0x4
-"""Of a process' flags in /proc: it has begun to exit (PF_EXITING)."""
+"""Flag of a process in /proc: it has begun to exit (PF_EXITING)."""
 _LOOK_EVERY_S = 0.2
-"""How often a launcher looks whether a worker has come to hold its lifeline."""
+"""Interval at which a launcher checks if a worker holds its lifeline."""
 
 _libc = ctypes.CDLL(None)
 
@@ -63,7 +63,8 @@ class Lifeline:
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def let_go(self) -> None:
-        """What comes is no death. From another thread than the main one it stays held."""
+        """Release the lock, so that the end of the process is not taken for a death. From another
+        thread than the main one the lock stays held."""
         if self._holder != os.getpid():
             return
         self._holder = 0

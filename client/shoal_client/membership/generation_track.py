@@ -39,7 +39,7 @@ class GenerationTrack:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.generation = 0
-        """The newest that the trainer was sent into; 0: none yet."""
+        """Newest generation that the trainer was sent into; 0: none yet."""
         self.step = 0
         """Number of optimizer steps in the trainer's state."""
         self.change: PlannedChange | None = None
@@ -49,7 +49,7 @@ class GenerationTrack:
         """Members without a rank that would be in the next generation, as last notified."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
-        """The newest that the trainer may enter."""
+        """Newest record that the trainer may enter."""
         self._ready_generation = 0
         self._begun = -1
         self._crossed_at: int | None = None

@@ -46,7 +46,7 @@ class OwnPause:
     limit_s: float
     since_s: float
     number: int
-    """From 1, of this process' pauses."""
+    """Number of this process' pause, from 1."""
     over: bool = False
 
     def ended(self) -> "OwnPause":

@@ -27,7 +27,7 @@ class StreamEnded:
 
     error: ShoalError | None
     chance: float = 1.0
-    """A random number from 0 to 1, for the pause before the next one."""
+    """Random number from 0 to 1, for the pause before the next stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ class CallEnded:
     call: "Call"
     error: ShoalError | None = None
     chance: float = 1.0
-    """A random number from 0 to 1, for the pause before it is made again."""
+    """Random number from 0 to 1, for the pause before the call is repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -72,7 +72,7 @@ class MemberSession:
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
         self._joining = tracing.Ongoing("Join")
-        """Up to its first generation."""
+        """Span of joining, up to the first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)
         shared: HostFiles | None = None
         if member.shared_directory is not None:
@@ -216,7 +216,7 @@ class MemberSession:
             self._slot.progress(step)
 
     def does(self, doing: TrainerStatus) -> None:
-        """What the trainer does, for the heartbeats. Free to call; any thread."""
+        """Set the trainer's activity, for the heartbeats. Cheap to call; any thread."""
         self._doing = doing
         if self._slot is not None:
             self._slot.does(doing)
@@ -234,7 +234,7 @@ class MemberSession:
         self._do(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
-        """Whether the generation is over, by a loss or an aborted bring-up. Free to call."""
+        """True if the generation is over, by a loss or an aborted bring-up. Cheap to call."""
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
@@ -265,11 +265,12 @@ class MemberSession:
         self._do(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
-        """After a break: the trainer stands still with `step` optimizer steps behind its state.
+        """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
+        state.
 
-        `enough_for_call`: it is in a call between two steps, which so many of those who are in it
-        can make again; nobody else is taken in before. Raises JobFinished if others completed the
-        job meanwhile, Fenced if this member was lost.
+        `enough_for_call`: the trainer is in a call between two steps, which this many of its
+        participants can make again; nobody else is admitted before. Raises JobFinished if others
+        completed the job meanwhile, Fenced if this member was lost.
         """
         event = ev.StoodStill(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._do(event)
@@ -301,7 +302,7 @@ class MemberSession:
 
     @property
     def draining(self) -> bool:
-        """Whether this member is to leave, asked by itself or by an operator."""
+        """True if this member is to leave, at its own or an operator's request."""
         return bool(self._core.leaving.reason)
 
     @property
@@ -367,25 +368,26 @@ class MemberSession:
 
     @property
     def http_url(self) -> str:
-        """Where the coordinator takes reports, once this member is admitted."""
+        """URL at which the coordinator takes reports, once this member is admitted."""
         return self._core.http_url
 
     @property
     def failure(self) -> ShoalError | None:
-        """What ended the membership, if something did."""
+        """Error that ended the membership, if any."""
         return self._core.failure
 
     @property
     def held_until_s(self) -> float:
-        """Up to when, by `time.monotonic`, no limit of a wait for others ran.
+        """Time, by `time.monotonic`, up to which no limit of a wait for others ran.
 
-        That is now while somebody is paused, or no coordinator is there to say so. Any thread.
+        This is now while a member is paused, or no coordinator is reached that could tell. Any
+        thread.
         """
         return self._core.clock.held_until_s(time.monotonic())
 
     @property
     def is_away(self) -> bool:
-        """Whether no coordinator holds this member's stream at the moment. Free to call."""
+        """True if no coordinator holds this member's stream at the moment. Cheap to call."""
         return self._core.clock.away
 
     @property
@@ -405,7 +407,7 @@ class MemberSession:
 
     @property
     def stands_by(self) -> bool:
-        """Whether the job has its maximum of members, of whom this is not one."""
+        """True if this member is on standby."""
         return self._core.stands_by
 
     # --- the core: its decisions, and what follows from events ---
@@ -442,7 +444,7 @@ class MemberSession:
             return effects
 
     def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
-        """Do it; what came of it, if that matters."""
+        """Carry out an effect; returns the event that follows from it, if any."""
         match effect:
             case ev.Raise():
                 raise effect.error
@@ -494,7 +496,7 @@ class MemberSession:
     # --- threads ---
 
     def _hold_stream(self, opening: ev.OpenStream) -> ev.StreamEnded | None:
-        """Until the stream ends, or what follows from a notice does not get through."""
+        """Hold the stream until it ends, or until an effect of a notice fails."""
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(

@@ -15,7 +15,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 KEPT_ROSTERS = 2
 """The roster that trains, and the newest one that was shown."""
 LOCK_WAIT_S = 2.0
-"""For another member of the host that fetches; then this one fetches too."""
+"""Maximum wait for another member of the host that fetches; then this one fetches too."""
 
 Fetch = Callable[[str, float], bytes]
 """Gets the packed roster of a digest from the coordinator, within so many seconds."""

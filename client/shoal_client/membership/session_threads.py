@@ -30,7 +30,7 @@ class HeldStream:
         """`closing`: set before the last `cancel`; none is held from then on. `joining`: the span
         that attending is part of while it lasts."""
         self.address = ""
-        """Of the coordinator that it goes to, or last went to."""
+        """Address of the current or last coordinator."""
         self._closing = closing
         self._joining = joining
         self._lock = threading.Lock()
@@ -43,7 +43,8 @@ class HeldStream:
         request: pb.AttendRequest,
         hear: Callable[[pb.Notice], None],
     ) -> ShoalError | None:
-        """Until the stream ends, or `hear` raises a ShoalError; what it ended with."""
+        """Hold the stream until it ends or `hear` raises a ShoalError. Returns the error that ended
+        it."""
         address = self.address = coordinators.current
         try:
             with self._joining.within(), tracing.span("Attend"):
@@ -75,7 +76,8 @@ class HeldStream:
 
 
 class SessionThreads:
-    """They end when `closing` is set, or one by one with an error: its own, or its script's."""
+    """Threads of a session. They end when `closing` is set, or one by one with an error: its own,
+    or its script's."""
 
     def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
         """`on_failure` is told, on the thread, of one that can do its work no more."""

@@ -407,4 +407,4 @@ def _connect(parts: Sequence[Part], calls: ParameterCalls) -> None:
 
 
 def _nothing(shard_id: int) -> None:
-    """Codec function of a push without a codec."""
+    """Callback of a push without a codec: does nothing."""

@@ -292,7 +292,7 @@ class ShardServers(Generic[Stub]):
 
     @property
     def stubs(self) -> dict[str, Stub]:
-        """By address, of the servers that are connected to."""
+        """Stubs by address, for the connected servers."""
         with self._lock:
             return {address: stub for address, (_, stub) in self._reached.items()}
 

@@ -214,7 +214,7 @@ def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
 
 
 def without(ranges: Iterable[SampleRange], taken: Iterable[SampleRange]) -> list[SampleRange]:
-    """What is left of ranges where others are taken out of them."""
+    """Ranges without the parts that are in `taken`."""
     left = list(ranges)
     for t in taken:
         parts = [(r, max(r.start, t.start), min(r.stop, t.stop)) for r in left]

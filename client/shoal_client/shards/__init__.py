@@ -1,1 +1,1 @@
-"""Where the bytes of a job lie in its shards, and what a call carries of them."""
+"""Layout of a job's bytes in its shards, and the parts that calls carry."""

@@ -1,4 +1,4 @@
-"""Where the bytes of a job's parameters lie in its shards; gathering and scattering them."""
+"""Layout of a job's parameters in its shards; gathering and scattering their bytes."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence

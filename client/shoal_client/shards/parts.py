@@ -1,4 +1,4 @@
-"""What a call sends for one shard, whatever carries it."""
+"""Data that a call sends for one shard, over any transport."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,11 +14,11 @@ class Part:
     """One shard of a call."""
 
     shard_id: int
-    """Of a lookup of rows: the number of the item."""
+    """Id of the shard; in a lookup of rows, the number of the item."""
     num_bytes: int
-    """What its pieces, or the values that come back, have at most."""
+    """Maximum size of its pieces together, or of the values that come back."""
     pieces: Callable[[int], Pieces]
-    """In order, of at most so many bytes each."""
+    """Returns the pieces in order, of at most the given size each."""
 
 
 def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
@@ -57,8 +57,8 @@ class EncodedGradient:
 
 @dataclass(frozen=True, slots=True)
 class EncodedPush:
-    """What a push sends in place of the gradients of some shards, the same at every attempt."""
+    """Encoded gradients that a push sends for some shards, the same at every attempt."""
 
     shards: Mapping[int, EncodedGradient]
     applied: Callable[[int], None]
-    """Told of each of these shards once it is known that its part was applied."""
+    """Called with each of these shards once its part is known to be applied."""

@@ -1,8 +1,8 @@
-"""What a watch has told so far: pure, and the same for every store.
+"""State of a watch, which is delivered to its reader: pure, and the same for every store.
 
-A watch can be asked to go on from any revision as long as etcd keeps that history. When it does
-not (compaction), the only way on is to read what is there now and tell the difference, for which
-the watch must know what it has told. So it keeps the newest value of each key under its prefix.
+A watch can continue from any revision as long as etcd keeps that history. After a compaction, the
+only way on is to read the current keys and deliver the difference, for which the watch must know
+what it has delivered. So it keeps the newest value of each key under its prefix.
 """
 
 from collections.abc import Iterable
@@ -22,11 +22,11 @@ class WatchTracker:
         self.next = start
         """The first revision that has not been told."""
         self.seeded = start == 1
-        """Whether it is known what was there before `start`."""
+        """True if the values before `start` are known."""
         self._values: dict[str, bytes] = {}
 
     def seed(self, items: Iterable[KeyValue]) -> None:
-        """What was there before the first revision of the watch."""
+        """Set the values before the first revision of the watch."""
         self._values = {item.key: item.value for item in items}
         self.seeded = True
 

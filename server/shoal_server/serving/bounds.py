@@ -16,7 +16,7 @@ from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORL
 MAX_SECONDS = 1e10
 """Centuries: what waits is bounded by each service far below it."""
 EXACT = 2**53 - 1
-"""What JSON keeps: a number beyond it that went into a record of etcd could not be read again."""
+"""Largest integer that JSON keeps: a larger one in a record of etcd could not be read again."""
 MAX_MEMBERS = 2**31 - 1
 MAX_PORT = 65535
 

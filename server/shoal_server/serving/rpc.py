@@ -1,4 +1,4 @@
-"""How every gRPC service of Shoal answers: one interceptor, one way to bind, one way to stop.
+"""Serving of all gRPC services: one interceptor, one way to bind, one way to stop.
 
 No servicer sees a request that does not parse, or that `bounds` does not let through.
 """
@@ -157,7 +157,7 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
 
 
 Decode = Callable[[Caller | None, Any], Any]
-"""From the caller, where it has a certificate, and the bytes of a request or a stream of them."""
+"""Decodes a request, or a stream of them, from bytes, given the caller, if it has a certificate."""
 
 
 def _anybody(context: object) -> None:
@@ -213,10 +213,10 @@ async def _parsed(
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
-    """What a caller is told of what its call raised, which is logged. To be called where it is
-    caught."""
+    """Error for the caller of a call that raised `error`, which is logged. Must be called in the
+    `except` block."""
     if isinstance(error, NotLeader):
-        # Whoever has only this address asks again and again until somebody leads.
+        # A caller with this address alone asks again until there is a leader.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):
@@ -233,7 +233,8 @@ async def _abort(context: Context, method: str, refusal: ShoalError, counts: Cal
 
 
 def call_durations() -> Durations:
-    """Of calls by method ("Membership/Propose") and outcome: OK, or the name of the error."""
+    """Durations of calls by method ("Membership/Propose") and outcome: OK, or the name of the
+    error."""
     return Durations(("method", "outcome"))
 
 

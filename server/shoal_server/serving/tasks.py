@@ -116,7 +116,7 @@ class SupervisedTasks:
         await self.close()
 
     def __len__(self) -> int:
-        """How many are under way."""
+        """Number of running tasks."""
         return len(self._tasks)
 
     def start(

@@ -1,4 +1,4 @@
-"""How to reach etcd."""
+"""Options for the connection to etcd."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

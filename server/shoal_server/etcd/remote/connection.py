@@ -38,7 +38,7 @@ MAX_LOGINS = 3
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """What one try of a call works with."""
+    """Arguments of one attempt of a call."""
 
     connection: Connection
     metadata: Metadata
@@ -54,9 +54,9 @@ class Connections:
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
         self._stamps: list[tuple[int, int]] = []
-        """Of the files that the credentials were read from."""
+        """Time and inode of the files from which the credentials were read."""
         self.token: str | None = None
-        """None before the login; empty where etcd wants none."""
+        """Token of etcd; None before the login, empty if etcd wants none."""
         self._login_lock = asyncio.Lock()
         self._closing = SupervisedTasks()
         self._closed = False
@@ -175,7 +175,7 @@ class Connections:
                 await retry.after(connection, failure, token)
 
     async def metadata(self, connection: Connection) -> Metadata:
-        """What each call carries; logs in where that is needed. Raises grpc.RpcError."""
+        """Metadata of each call; logs in if needed. Raises grpc.RpcError."""
         if not self.config.user:
             return REQUIRE_LEADER
         async with self._login_lock:
@@ -212,7 +212,7 @@ class Connections:
         return str(reply.token)
 
     def load_credentials(self) -> grpc.ChannelCredentials | None:
-        """Those of the files as they are now; the same object until the files change."""
+        """Credentials from the current files; the same object until the files change."""
         if self.config.ca_file is None:
             return None
         files = (self.config.ca_file, self.config.key_file, self.config.cert_file)

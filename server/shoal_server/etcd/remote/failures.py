@@ -1,8 +1,8 @@
-"""What a failed call to etcd means: what to do next, and whether the request may have run.
+"""Classification of failed calls to etcd: the remedy, and if the request may have run.
 
-etcd tells its errors apart by text more than by status code (three unlike things are UNAVAILABLE),
-so the table below is keyed by both. The texts have been stable since etcd 3.2; one that is not
-known falls to what its code says.
+etcd tells its errors apart by text more than by status code (three unlike errors are UNAVAILABLE),
+so the table below is keyed by both. The texts have been stable since etcd 3.2; an unknown text is
+classified by its code.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Remedy(Enum):
     LOGIN = auto()
     """Get a new token, then repeat."""
     NONE = auto()
-    """It would fail again."""
+    """No remedy: the call would fail again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Failure:
     untouched: bool
     """True where etcd surely did not carry out the request."""
     error: ShoalError
-    """What to raise if no remedy helps."""
+    """Error to raise if no remedy helps."""
 
 
 Code = grpc.StatusCode

@@ -24,11 +24,11 @@ log = structlog.get_logger(__name__)
 
 RENEWALS_A_TTL = 4
 TRUSTED_TTLS = 4
-"""For so many times the lease's own time it is renewed after the last sign of the loop's life."""
+"""Multiple of the lease's TTL for which it is renewed after the loop's last sign of life."""
 
 
 class LeaseThread:
-    """Of one lease. Its methods may be called from any thread and take no time."""
+    """Thread that renews one lease. Its methods may be called from any thread and do not block."""
 
     def __init__(self, connections: Connections, lease: LeaseId, ttl_s: float) -> None:
         self._connections = connections

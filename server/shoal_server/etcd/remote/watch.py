@@ -155,9 +155,10 @@ async def _whole(
 async def _responses(
     call: Stream, create: pb.WatchRequest, silence_s: float
 ) -> AsyncGenerator[pb.WatchResponse, None]:
-    """What comes over the stream. Asks for a sign of life when nothing does.
+    """Yield the responses of the stream. Asks for a sign of life if none arrive.
 
-    Raises TimeoutError after `silence_s` without any word, and grpc.RpcError when the call ends.
+    Raises TimeoutError after `silence_s` without any response, and grpc.RpcError when the call
+    ends.
     """
     await _send(call, create, silence_s)
     clock = asyncio.get_running_loop().time
@@ -245,7 +246,7 @@ async def _check_history(
 def _lost(
     connections: Connections, address: str, token: str | None, error: grpc.RpcError
 ) -> ShoalError:
-    """What ends a stream: Unavailable where another attempt may help."""
+    """Error that ends a stream: Unavailable if another attempt may help."""
     failure = classify(error, address)
     if failure.remedy is Remedy.NONE:
         return failure.error

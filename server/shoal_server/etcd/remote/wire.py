@@ -1,4 +1,4 @@
-"""Between the words of `api` and etcd's messages."""
+"""Conversion between the types of `api` and etcd's messages."""
 
 from collections.abc import Iterable, Sequence
 
