@@ -34,6 +34,8 @@ ON_CPU = 3.0
 """Cases get so many times their limits there: two cores do what a GPU and its host do."""
 LEAST_S = 5.0
 """A case is not begun with less time left."""
+END_S = 10.0
+"""How long the processes that a case started may take to end after it."""
 ERROR_BYTES = 4000
 
 
@@ -59,15 +61,18 @@ class Running:
                 start_new_session=True,
             )
 
-    def finish(self, limit_s: float) -> str:
-        """Let it run the case; what went wrong, or nothing. No process of it is left then."""
+    def finish(self, limit_s: float, end_s: float) -> str:
+        """Let it run the case; what went wrong, or nothing. No process of it is left then.
+
+        `end_s`: how long its other processes may take to end after it.
+        """
         try:
             self._process.communicate(b"go\n", timeout=limit_s)
             code = self._process.returncode
             error = f"exit code {code}: {self._printed()}" if code else ""
         except subprocess.TimeoutExpired:
             error = f"not over after {limit_s:g} s: {self._printed()}"
-        left = self.end(0.0 if error else 10.0)
+        left = self.end(0.0 if error else end_s)
         return error or (f"processes were left: {sorted(left.values())}" if left else "")
 
     def end(self, within_s: float = 0.0) -> dict[int, str]:
@@ -140,7 +145,7 @@ class Campaign:
             running.end()
             return {**line, "seconds": 0.0, "error": f"not run: the {self.seconds:g} s are over"}
         begun_s = time.monotonic()
-        error = running.finish(min(entry.limit_s * self.patience, left_s))
+        error = running.finish(min(entry.limit_s * self.patience, left_s), END_S * self.patience)
         if error and (told := folder / "error.txt").exists():
             error = told.read_text()[-ERROR_BYTES:]
         line |= {"passed": not error, "seconds": round(time.monotonic() - begun_s, 1)}
