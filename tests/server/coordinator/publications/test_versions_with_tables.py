@@ -207,8 +207,7 @@ def test_a_version_has_whole_steps_of_parameters_and_rows(opened: ExitStack) -> 
             worker.start()
         for _ in range(NUM_VERSIONS):
             await_more_steps(workers)
-            training.publish()
-            fetched = reader.fetch()
+            fetched = reader.fetch(training.publish().number)
             changes = fetched.changes["users"]
             mirror.update(
                 zip(changes.ids.tolist(), map(tuple, changes.values.tolist()), strict=True)
@@ -254,7 +253,7 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     plain = opened.enter_context(training.subscription("plain", tables=False, may_be_local=False))
     reader = opened.enter_context(training.subscription("reader", tables=True, may_be_local=False))
     own = opened.enter_context(training.subscription("own", tables=True))
-    before = own.fetch()
+    before = own.fetch(first.number)
     reader._reader.lease(first.number)
     for seed in range(2, 5):
         push(training, list(range(NUM_IDS)), seed)
@@ -266,6 +265,8 @@ def test_rows_of_a_leased_version_stay_and_those_of_a_dropped_one_are_gone(
     assert plain._reader.fetched_bytes < reader._reader.fetched_bytes
     reader._reader.release(first.number)
     reader.installed(kept)
+    push(training, [1], 5)
+    training.publish()  # there is room for one beside the newest, which is not this one any more
     awaited(lambda: first.number not in [v.number for v in plain.versions()], LIMIT_S, "it goes")
     with pytest.raises(VersionGone):
         own.fetch(first.number)
