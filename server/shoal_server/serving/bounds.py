@@ -121,6 +121,7 @@ NAMED: Mapping[str, Bound] = {
     "reader": NAME,
     "holders": text(MAX_NAME_LENGTH, count=64),
     "layout_digest": CONTENT,
+    "tables_cut": Bound(length=1 << 18),
     "installed_digest": CONTENT,
     "serves_at": HOST,
     # how far
@@ -276,6 +277,7 @@ NAMED: Mapping[str, Bound] = {
     "tensors": some(1 << 12),
     "slices": some(1 << 17),
     "segments": some(MAX_WORLD),
+    "cut_parts": some(MAX_WORLD),
     "elements": some(1 << 17),
     "metadata": some(64),
     "chain": some(64),

@@ -5,11 +5,11 @@ import random
 import pytest
 import torch
 
-from shoal.weights.rows import TableRows, tables_of
+from shoal.weights.rows import PublishedRows, tables_of
 from shoal_proto.errors import MalformedMessage
 
 
-def table(rows: dict[int, tuple[float, float]], order: list[int], capacity: int) -> TableRows:
+def table(rows: dict[int, tuple[float, float]], order: list[int], capacity: int) -> PublishedRows:
     """One shard with these ids at positions in this order; -1: nothing is there."""
     columns = {
         "ids": torch.zeros(capacity, dtype=torch.int64),
@@ -20,7 +20,7 @@ def table(rows: dict[int, tuple[float, float]], order: list[int], capacity: int)
         if each >= 0:
             columns["ids"][position], columns["births"][position] = each, 1
             columns["values"][position] = torch.tensor(rows[each])
-    return TableRows({0: columns})
+    return PublishedRows({0: columns})
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.layouts.base import shard_of
 from shoal.state.shards import DTYPES, Chunk, TensorShard
-from shoal.weights.rows import TableRows, tables_of
+from shoal.weights.rows import PublishedRows, tables_of
 from shoal_client.weights.cut_parts import TABLES
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, ShapeMismatch
 from shoal_proto.v1 import weights_pb2
@@ -273,7 +273,7 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
     return found
 
 
-def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, TableRows]:
+def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, PublishedRows]:
     """The tables of the version by name: views of the segments."""
     return tables_of({name: each.read(segments) for name, each in layout.tables.items()})
 

@@ -38,7 +38,7 @@ class ShardRows:
         return self.births > 0
 
 
-class TableRows:
+class PublishedRows:
     """The rows of one table in a version. The tensors are views of the version's memory."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
@@ -62,7 +62,7 @@ class TableRows:
         """Every row, as changes to an empty table. Copies."""
         return _merged([_changes(None, each) for each in self.shards.values()])
 
-    def changes_since(self, earlier: "TableRows | None") -> RowChanges:
+    def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
         """The rows that differ from those of an earlier version, by ids and bits of values; every
         row if there is none. Copies."""
         before = earlier.shards if earlier is not None else {}
@@ -72,14 +72,14 @@ class TableRows:
         return _merged(found)
 
 
-def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, TableRows]:
+def tables_of(tensors: Mapping[str, Tensor]) -> dict[str, PublishedRows]:
     """The tables among a version's tensors, by name."""
     found: dict[str, dict[int, dict[str, Tensor]]] = {}
     for name, tensor in tensors.items():
         if name.startswith(TABLES):
             table, index, column = name.removeprefix(TABLES).rsplit("/", 2)
             found.setdefault(table, {}).setdefault(int(index), {})[column] = tensor
-    return {table: TableRows(shards) for table, shards in found.items()}
+    return {table: PublishedRows(shards) for table, shards in found.items()}
 
 
 def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:

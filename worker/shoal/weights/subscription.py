@@ -28,7 +28,7 @@ from shoal.weights.reading import (
     table_rows,
     whole_tensors,
 )
-from shoal.weights.rows import RowChanges, TableRows
+from shoal.weights.rows import RowChanges, PublishedRows
 from shoal.weights.version import WeightVersion
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_proto.errors import (
@@ -65,12 +65,12 @@ class Weights(Mapping[str, Tensor]):
         self,
         version: WeightVersion,
         tensors: Mapping[str, Tensor],
-        tables: Mapping[str, TableRows] | None = None,
+        tables: Mapping[str, PublishedRows] | None = None,
         changes: Mapping[str, RowChanges] | None = None,
     ) -> None:
         self.version = version
         self._tensors = tensors
-        self.tables: Mapping[str, TableRows] = tables or {}
+        self.tables: Mapping[str, PublishedRows] = tables or {}
         """By name the rows of embedding tables, of a subscription with `tables`."""
         self.changes: Mapping[str, RowChanges] = changes or {}
         """By name the rows that differ from the version that this subscription had installed: all
@@ -106,7 +106,7 @@ class Subscription:
     def __init__(self, reader: SeriesReader, series: str, *, tables: bool = False) -> None:
         self.series = series
         self._has_tables = tables
-        self._rows: Mapping[str, TableRows] = {}
+        self._rows: Mapping[str, PublishedRows] = {}
         """Of the version that is installed."""
         self._reader = reader
         self._layouts: dict[bytes, VersionLayout] = {}

@@ -17,7 +17,7 @@ from support.clusters.parameter_servers import ParameterServers
 from support.models.table_specs import OPTIMIZERS
 from support.processes.served_process import awaited
 
-from shoal.weights.rows import TableRows
+from shoal.weights.rows import PublishedRows
 from shoal.weights.subscription import Subscription, Weights
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
@@ -174,7 +174,7 @@ class Training:
 
 
 def rows_by_shard(
-    rows: TableRows,
+    rows: PublishedRows,
 ) -> dict[tuple[str, int], tuple[bytes, bytes, bytes]]:
     found = {}
     for index, shard in rows.shards.items():
