@@ -32,8 +32,7 @@ class Story:
 
     generation: Generation
     cause: str
-    """Members that were lost, left or joined, and how many go on: "lost vm-2 (SIGKILL); 3 go on".
-    """
+    """Members that were lost, left or joined, and how many go on, as in the record's reason."""
     lost: tuple[Departure, ...]
     left: tuple[Departure, ...]
     joined: tuple[str, ...]
