@@ -1,27 +1,28 @@
-"""How far each member of a job is, and whether it may begin its next step.
+"""Clocks of a job's members, and the decision if a member may begin its next step.
 
 Members that train at their own pace count rounds. A member's clock is the round that it is in: the
 pushes of all its steps in earlier rounds are acknowledged. It may begin a step of round c only
-while c minus the clock of the slowest member is at most the bound. So whatever a step is computed
-on has all that any live member did up to round c - bound - 1, and until it is applied nobody is
-beyond round c + bound ("stale synchronous parallel": Ho et al., NIPS 2013).
+while c minus the clock of the slowest member is at most the bound. So the values that
+a step is computed on include all that any live member did up to round c - bound - 1, and until the
+step is applied no member is beyond round c + bound ("stale synchronous parallel": Ho et al., NIPS
+2013).
 
-Rounds and not steps, because nobody has a share of its own to catch up with: samples are leased to
-whoever asks. Who finishes a step late goes on in the newest round that the others are in. A member
-that is five times slower thus takes part in every fifth round, and the bound says how far it may
-be left behind, not how many steps it owes.
+Rounds are counted and not steps, because no member has a share of its own to catch up with: samples
+are leased on request. A member that finishes a step late goes on in the newest round that the
+others are in. A member that is five times slower thus takes part in every fifth round: the bound
+says how far it may fall behind, not how many steps it owes.
 
-Only members that take steps have a clock. Who is lost, leaves or rests has none and is waited for
-by nobody. Who comes, or comes back, begins where it need not wait.
+Only members that take steps have a clock. A member that is lost, leaves or rests has none, and no
+member waits for it. A member that joins or returns begins in a round in which it need not wait.
 
-With bound 0 a member also says when it has the values of its round, and pushes only once all have
-theirs (`pulled`). Then a round has one set of values, and every member computes on the same.
+With bound 0 a member also reports when it has the values of its round, and pushes only once all
+have theirs (`pulled`). Then a round has one set of values, and every member computes on the same.
 
-Pure: an edge holds one `Clocks` a job, in memory only. After a change of leaders nobody is allowed
-anything until each member that trained has spoken again.
+Pure: an edge holds one `Clocks` a job, in memory only. After a leader failover no member may go on
+until each member that trained has reported again.
 
-What a member says costs no more in a job of ten thousand than the logarithm of that, refusals and
-their reasons included.
+The cost of a report grows with the logarithm of the number of members, refusals and their reasons
+included.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -42,34 +43,35 @@ class MemberProcess(NamedTuple):
 
 
 class NoClock(Exception):
-    """The member has no clock (any more): it was lost, or rests."""
+    """Raised for a member without a clock: it was lost, or rests."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockReport:
-    """What a member says of itself."""
+    """A member's report of its position."""
 
     position: Position
     bound: int
-    """By how many rounds it may be ahead of the slowest."""
+    """Number of rounds that it may be ahead of the slowest."""
     enters: bool = False
-    """It has no clock to go on from: it is to be told one."""
+    """True if it has no clock yet and asks for one."""
     begins: bool = False
-    """It knows that it may begin this round's step, and does so whatever it is answered."""
+    """True if it knows that it may begin this round's step, and does so whatever the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
-    """Where a member stands."""
+    """Answer to a member: its clock, and if it may go on."""
 
     clock: int
-    """The round of its next step; higher than the one it said where the others are further. Who
-    begins without waiting for the answer is in the round that it said, until it says this one."""
+    """The round of its next step; higher than the one it reported if the others are further. A
+    member that begins without waiting for the answer is in the round that it reported, until it
+    reports this one."""
     allowed: bool
     slowest: int
-    """The lowest clock of all. It never falls, whoever comes or goes. 0: not known yet."""
+    """The lowest clock of all members. It never falls. 0: not known yet."""
     reason: str = ""
-    """What it waits for, in words; empty when it is allowed."""
+    """What the member waits for; empty if it is allowed."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,23 +79,23 @@ class _Member:
     incarnation: str
     bound: int
     position: Position | None
-    """None: it has entered, and is told where it begins once all others are known."""
+    """None: it has entered, and gets a position once all others are known."""
     moved_s: float
     in_step: bool = False
-    """It was allowed to begin, or began by itself, and has not asked for the next step since."""
+    """True if it was allowed to begin, or began by itself, and has not asked for the next step."""
 
 
 class Clocks:
-    """The clocks of one job. `unheard`: members that may have one which only they know."""
+    """The clocks of one job. `unheard`: members that may have a clock that only they know."""
 
     def __init__(self, unheard: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
         self._standing = PositionIndex()
-        """Of all that have a position."""
+        """All members that have a position."""
         self._stepping = PositionIndex()
-        """Of those among them who are in a step."""
+        """Members among them that are in a step."""
         self._waits_since_s: dict[str, float] = {}
-        """Who was refused its next step, since when: the longest refused first."""
+        """Members that were refused their next step, since when; the longest refused first."""
         self._unheard = {who.member_id: who.incarnation for who in sorted(unheard)}
         self._since_s = now_s
         self._floor = 0
@@ -101,7 +103,7 @@ class Clocks:
     # --- what members say ---
 
     def advance(self, who: MemberProcess, said: ClockReport, now_s: float) -> ClockStatus:
-        """Note where the member is; says whether it may go on. Saying it again changes nothing."""
+        """Note the member's position; returns if it may go on. A repetition changes nothing."""
         name = who.member_id
         self._unheard.pop(name, None)
         member = self._members.get(name)
@@ -123,11 +125,11 @@ class Clocks:
         return self.standing(who, now_s)
 
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
-        """Where the member stands now. Raises NoClock."""
+        """Return the member's clock, and if it may go on now. Raises NoClock."""
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unheard else 0
         if not self._unheard and not member.in_step:
-            # Nothing keeps it in an earlier round than it could be in.
+            # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or Position(start), Position(start))
             self._standing.put(name, member.position)
         own = member.position or Position(0)
@@ -147,13 +149,13 @@ class Clocks:
         )
 
     def rest(self, who: MemberProcess, clock: int) -> None:
-        """The member takes no steps for now; `clock`: of the round that it would be in."""
+        """Note that the member takes no steps for now; `clock` is the round that it would be in."""
         self._unheard.pop(who.member_id, None)
         self._floor = max(self._floor, clock)
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
-        """The member is lost, or left. A later process of the same name keeps its clock."""
+        """Remove a member that is lost or left. A later process of its name keeps its clock."""
         name = who.member_id
         if self._unheard.get(name) == who.incarnation:
             del self._unheard[name]
@@ -173,7 +175,7 @@ class Clocks:
         return member
 
     def _place(self, name: str, member: _Member) -> None:
-        """Note where the member stands, after anything of that has changed."""
+        """Update the indexes after the member's position or `in_step` changed."""
         if member.position is None:
             self._standing.drop(name)
         else:
@@ -186,13 +188,13 @@ class Clocks:
     # --- what follows ---
 
     def _start(self, bound: int, but: str) -> int:
-        """Where a member begins that has finished all it had: in the newest round that is open to
-        it at once, in which nobody has begun to push for it to miss."""
+        """The round in which a member without a step begins: the newest that is open to it at once,
+        and in which no member has begun to push."""
         newest = self._standing.last(but)
         if newest is None:
             return self._floor
         start = newest.clock
-        # Who is in no step will be moved on before it begins one.
+        # Members that are in no step are moved on before they begin one.
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
@@ -218,15 +220,15 @@ class Clocks:
 
     @property
     def slowest(self) -> int:
-        """The lowest clock; where nobody has one, that of the next to come."""
+        """The lowest clock; if no member has one, that of the next to enter."""
         lowest = self._standing.lowest
         return lowest.clock if lowest is not None else self._floor
 
     @property
     def horizon(self) -> Position | None:
-        """Who waits for others may go on once this has reached its `threshold`; None: nobody may.
+        """Position that has to reach a member's `threshold` for the member to go on.
 
-        While it stays the same, no member's wait is over.
+        While it stays the same, no member's wait is over. None: no member may go on.
         """
         if self._unheard:
             return None
@@ -234,7 +236,7 @@ class Clocks:
         return lowest if lowest is not None else Position(self._floor)
 
     def threshold(self, who: MemberProcess) -> Position:
-        """What the horizon has to reach for the member to go on. Raises NoClock."""
+        """Position that the horizon has to reach for the member to go on. Raises NoClock."""
         member = self._member(who)
         if member.position is None:
             return Position(0)
@@ -242,7 +244,7 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody has a clock, or may have one that only it knows."""
+        """True if no member has a clock, or may have one that only it knows."""
         return not self._members and not self._unheard
 
     # --- what is shown, and who is in the way ---
@@ -257,14 +259,14 @@ class Clocks:
         }
 
     def waiting(self) -> Iterator[tuple[str, str, float]]:
-        """(member, what it waits for, since when) of each that was refused its next step."""
+        """Members that were refused their next step: (member, reason, since when)."""
         for name, since_s in self._waits_since_s.items():
             if reason := self._why_not(name, self._members[name]):
                 yield name, reason, since_s
 
     def overdue(self, limit_s: float, now_s: float) -> list[tuple[MemberProcess, str]]:
-        """Who has held up others for longer than the limit without a step, and the reason that
-        makes it lost."""
+        """Members that have held up others for longer than the limit without a step, each with the
+        reason for which it is lost."""
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
             return []
@@ -274,24 +276,24 @@ class Clocks:
             return [(MemberProcess(*who), text) for who in self._unheard.items()] if late else []
         text = f"the others waited for its step for more than {limit_s:g} s"
         standing = [(name, m, m.position) for name, m in self._members.items() if m.position]
-        # Whoever is below this is in somebody's way.
+        # A member below this position holds up another.
         highest = max((_threshold(at, m.bound) for _, m, at in standing), default=Position(0))
         return [
             (MemberProcess(name, member.incarnation), text)
             for name, member, at in sorted(standing, key=lambda each: each[0])
             if at < highest
-            # Who waits itself is not at fault, whoever waits for it.
+            # A member that waits itself is not at fault.
             and name not in self._waits_since_s
             and now_s - member.moved_s > limit_s
         ]
 
 
 def _threshold(position: Position, bound: int) -> Position:
-    """Who is below this is too far behind for one at the position to go on."""
+    """Position that all others must have reached for a member at `position` to go on."""
     return position._replace(clock=position.clock - bound)
 
 
 def _names(names: Iterable[str], how_many: int) -> str:
-    """The first five of so many."""
+    """The first five of `how_many` names, and how many more."""
     more = f" and {how_many - MAX_NAMES} more" if how_many > MAX_NAMES else ""
     return ", ".join(islice(names, MAX_NAMES)) + more

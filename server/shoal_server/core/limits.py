@@ -1,8 +1,8 @@
-"""Every time limit, computed from two or three numbers, in an order that makes sense.
+"""Time limits, all computed from a few numbers, in a checked order.
 
 A limit that is out of order shows as a fault far from its cause: a lease shorter than a few
-heartbeats expels the living, a collective that outwaits the watchdog is killed as if it hung. So
-the order is checked once, where the numbers enter.
+heartbeats expels live members, and a collective that may take longer than the watchdog allows is
+killed as if it hung. So the order is checked once, at construction.
 """
 
 import math
@@ -13,8 +13,8 @@ MIN_HEARTBEAT_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Seconds, all of them. Only `heartbeat_s`, `join_s`, `collective_s` and `wait_for_members_s`
-    are chosen."""
+    """Time limits in seconds. Only `heartbeat_s`, `join_s`, `collective_s` and
+    `wait_for_members_s` are settings."""
 
     heartbeat_s: float = 0.5
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
@@ -72,12 +72,12 @@ class Limits:
 
     @property
     def reconnect_s(self) -> float:
-        """How long a broken stream may take to come back before its member is lost."""
+        """Time for a broken stream to come back before its member is lost."""
         return 2 * self.heartbeat_s
 
     @property
     def halt_s(self) -> float:
-        """How long a signal may halt a process (SIGSTOP) before its member is lost."""
+        """Time for which a signal may halt a process (SIGSTOP) before its member is lost."""
         return self.heartbeat_s / 4
 
     @property
@@ -92,12 +92,12 @@ class Limits:
 
     @property
     def gather_s(self) -> float:
-        """How long a running job waits for more joiners before it changes for the first one."""
+        """Time for which a running job waits for more joiners after the first one."""
         return self.heartbeat_s / 2
 
     @property
     def last_call_s(self) -> float:
-        """After this long, a first generation forms without the members still missing."""
+        """Time after which a first generation forms without the members still missing."""
         return self.join_s / 4
 
     @property
@@ -112,12 +112,12 @@ class Limits:
 
     @property
     def drain_s(self) -> float:
-        """How long a member that is to leave waits until the others have agreed to go on."""
+        """Time for which a member that is to leave waits for the others to agree to go on."""
         return self.join_s / 4
 
     @property
     def bring_up_s(self) -> float:
-        """Time from a committed roster to the first collective having passed everywhere."""
+        """Time from a committed roster until every member's first collective has passed."""
         return self.join_s / 4
 
     @property
@@ -132,7 +132,7 @@ class Limits:
 
 
 def _remedy(smaller: str) -> str:
-    """What to do about a limit that is not below the one it must stay below."""
+    """Text of what to do about a limit that is not below the one it must stay below."""
     if smaller == "collective_s":
         return "Raise --join-s or lower --collective-s."
     return "Raise --join-s or --collective-s, or lower --heartbeat-s."

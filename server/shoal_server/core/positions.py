@@ -1,7 +1,7 @@
-"""Where the members of a job stand, ordered, so that the first and the last are found at once.
+"""Ordered positions of a job's members, so that the first and the last are found at once.
 
-A `PositionIndex` answers who is first or last but for one of them, and who stands at a position,
-in a time that grows with the logarithm of the members.
+A `PositionIndex` finds the first or last position of all members but one, and the members at a
+position. An update takes a binary search over the positions.
 """
 
 from bisect import bisect_left, insort
@@ -9,25 +9,25 @@ from typing import NamedTuple
 
 
 class Position(NamedTuple):
-    """Places within a job, in order."""
+    """Position of a member within a job; positions are ordered."""
 
     clock: int
     pulled: bool = False
-    """It has the values of this round, and asks to push."""
+    """True if it has the values of this round, and asks to push."""
 
 
 class PositionIndex:
-    """Names by position. Each has one at most."""
+    """Names by position. Each name has at most one position."""
 
     def __init__(self) -> None:
         self._at: dict[str, Position] = {}
         # The names at a position, in the order in which they came to it.
         self._names: dict[Position, dict[str, None]] = {}
         self._positions: list[Position] = []
-        """Those at which somebody stands, in order."""
+        """Occupied positions, in order."""
 
     def put(self, name: str, position: Position) -> None:
-        """The name stands here now, and nowhere else."""
+        """Move the name to this position."""
         if self._at.get(name) == position:
             return
         self.drop(name)
@@ -39,7 +39,7 @@ class PositionIndex:
         here[name] = None
 
     def drop(self, name: str) -> None:
-        """The name stands nowhere."""
+        """Remove the name."""
         position = self._at.pop(name, None)
         if position is None:
             return
@@ -54,20 +54,20 @@ class PositionIndex:
         return self._positions[0] if self._positions else None
 
     def first(self, but: str) -> Position | None:
-        """The lowest position of anybody but one; None where nobody else is."""
+        """The lowest position of all names but one; None if there is no other."""
         return self._end(0, 1, but)
 
     def last(self, but: str) -> Position | None:
-        """The highest position of anybody but one; None where nobody else is."""
+        """The highest position of all names but one; None if there is no other."""
         return self._end(-1, -2, but)
 
     def is_at(self, position: Position, but: str) -> bool:
-        """Whether anybody but one stands there."""
+        """True if another name than `but` has this position."""
         here = self._names.get(position, {})
         return len(here) > (but in here)
 
     def names_at(self, position: Position) -> "dict[str, None]":
-        """Who stands there. Do not change it."""
+        """The names at a position. Do not change the result."""
         return self._names.get(position, {})
 
     def _end(self, end: int, beside: int, but: str) -> Position | None:

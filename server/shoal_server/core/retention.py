@@ -1,16 +1,17 @@
-"""What becomes of a job that nobody is in: when it has failed, and when what is kept of it goes."""
+"""Jobs without members: when one counts as failed, and when its records are removed."""
 
 from dataclasses import dataclass
 from enum import Enum
 
 MAX_GAP_S = 3600.0
-"""So long nobody may have led, by the clocks of two leaders, before one of them is doubted."""
+"""Longest plausible time without a leader, by the clocks of two successive leaders; beyond it, one
+of the clocks is doubted."""
 MAX_HELD_S = 6 * 3600.0
-"""For so long at the most nothing is removed then: for people to look at the clocks."""
+"""Longest time for which nothing is removed then, so that people can check the clocks."""
 
 
 class Due(Enum):
-    """What is to be done about a job now."""
+    """The action that is due for a job."""
 
     NOTHING = "nothing"
     ABANDON = "nobody came back: it has failed"
@@ -21,40 +22,42 @@ class Due(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class RetentionLimits:
-    """Seconds, each of them; infinite for never."""
+    """Retention times in seconds; infinite for never."""
 
     abandon_after_s: float
-    """Without members for so long, a job has failed."""
+    """Time without members after which a job has failed."""
     records_s: float
-    """For so long after its end all of a job is kept."""
+    """Time after its end for which all of a job is kept."""
     summary_s: float
-    """For so long after its end its own record is."""
+    """Time after its end for which the job's own record is kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobAge:
-    """What is looked at of a job. Times are those of one clock."""
+    """The times and flags of a job that decide what is due. All times are of one clock."""
 
     ended_s: float | None
     """None: it is not over."""
     empty_since_s: float | None
     """None: it has members."""
     has_result: bool
-    """Whether what came of it is kept in its own record."""
+    """True if its result is kept in its own record."""
     is_cleared: bool
-    """Whether all but that record is gone."""
+    """True if all but that record was removed."""
 
 
 def held_s(now_s: float, noted_s: float | None) -> float:
-    """For how long a leader removes nothing, by whose clock it is `now_s`, if the leader before
-    noted `noted_s` by its own last. None: nothing was noted. A clock that is behind removes late,
-    which does no harm."""
+    """Return for how long a new leader removes nothing.
+
+    `now_s` is the time by its own clock; `noted_s` is the last time that an earlier leader noted by
+    its clock, None if there is none. A clock that is behind removes late, which does no harm.
+    """
     gap_s = 0.0 if noted_s is None else now_s - noted_s
     return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0
 
 
 def due(job: JobAge, limits: RetentionLimits, now_s: float) -> Due:
-    """What is due first. Each is looked for again once it is done, so none waits for another."""
+    """Return the first action that is due. The caller asks again once it is done."""
     if job.ended_s is None:
         empty_s = 0.0 if job.empty_since_s is None else now_s - job.empty_since_s
         return Due.ABANDON if empty_s > limits.abandon_after_s else Due.NOTHING
@@ -69,4 +72,4 @@ def due(job: JobAge, limits: RetentionLimits, now_s: float) -> Due:
 
 
 REMOVES = frozenset({Due.CLEAR, Due.FORGET})
-"""What cannot be undone."""
+"""Actions that cannot be undone."""

@@ -1,4 +1,4 @@
-"""What the edge around a `JobDriver` has to do, in the order in which it is told to."""
+"""Actions of a `JobDriver`: what its edge has to do, in this order."""
 
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -9,7 +9,7 @@ from shoal_server.core.membership.events import Log, Notice
 
 
 class MemberStream(Protocol):
-    """What carries notices to one process of a member."""
+    """A stream that carries notices to one process of a member."""
 
     @property
     def member_id(self) -> str: ...
@@ -30,7 +30,7 @@ class Persist:
 
 @dataclass(frozen=True, kw_only=True)
 class Publish:
-    """The record is durable: show it to those who ask."""
+    """Show the record to readers; it is durable."""
 
     record: Record
 
@@ -43,14 +43,14 @@ class Send(Generic[StreamT]):
 
 @dataclass(frozen=True, kw_only=True)
 class CloseStream(Generic[StreamT]):
-    """Nothing more comes; what was sent before still arrives."""
+    """Close the stream after the notices that were sent before."""
 
     stream: StreamT
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberGone:
-    """This process is no member any more."""
+    """Forget this process: it is no longer a member."""
 
     member_id: str
     incarnation: str
@@ -58,7 +58,7 @@ class MemberGone:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply(Generic[CallT]):
-    """All that the call led to is durable: it may return, or raise the error."""
+    """Answer the call, or raise its error: all that it led to is durable."""
 
     call: CallT
     error: Exception | None = None

@@ -1,10 +1,9 @@
-"""In which order a job's effects are carried out, and what waits for a durable write.
+"""Order of a job's effects, and the effects that wait for a durable write.
 
-Effects are carried out one after the other, in the order in which they came. A record, the job's
-own key and its end are durable before anything behind them happens; members' keys are written with
-what comes next, at the latest before any call is answered that waits for them. While a write is
-under way everything waits, and what many events led to meanwhile is carried out together: one
-write for all of them.
+Effects are carried out one by one, in the order in which they came. A record, the job's own key
+and its end are durable before any later effect; members' keys are written with the next write, at
+the latest before a call that waits for them is answered. During a write all effects wait. What
+many events led to meanwhile is then carried out as one batch, with one write for all of them.
 """
 
 import math
@@ -32,57 +31,57 @@ Carried = Persist | Publish | Expel | Tell | Log
 
 @dataclass(frozen=True, kw_only=True)
 class Entry(Generic[CallT]):
-    """What one event led to."""
+    """The effects of one event, and the call that waits for them."""
 
     effects: Sequence[Effect]
     call: CallT
     error: Exception | None = None
-    """What the call is answered with once all before it is durable."""
+    """Error with which the call is answered, once all before it is durable."""
 
 
 class EffectQueue(Generic[CallT]):
-    """The effects of one job. After `fail` nothing leaves any more."""
+    """The effects of one job. After `fail` no effect leaves."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self._pending = PendingWrite(job)
         self._waiting: list[Entry[CallT]] = []
-        """What events led to while a write is under way; each of their callers waits for it."""
+        """Entries that came during a write; their callers wait for it."""
         self._batch: list[Entry[CallT]] = []
         self._effects: deque[Effect] = deque()
-        """Of the batch, those that are not carried out yet."""
+        """Effects of the batch that are not carried out yet."""
         self._write: JobWrite | None = None
         self.begun_s = math.inf
-        """Since when this batch is being carried out; infinite while nothing is."""
+        """Time at which this batch was begun; infinite while there is none."""
         self._postponed_s = math.inf
-        """Up to when the time that it takes is given back to the members."""
+        """Time up to which the members' limits were moved for this batch."""
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that was decided is not durable yet."""
+        """True while a write is in progress: a decision is not durable yet."""
         return self._write is not None
 
     def put(self, entry: Entry[CallT], now_s: float) -> list[Carried | Reply[CallT]]:
-        """Carry the entry's effects out, now or behind those that wait already."""
+        """Carry the entry's effects out, now or after those that wait already."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
     def written(self, now_s: float) -> list[Carried | Reply[CallT]]:
-        """The write under way is durable: go on behind it."""
+        """Go on after the write in progress: it is durable."""
         write, self._write = self._write, None
         assert write is not None
         published = [Publish(record=write.record)] if write.record is not None else []
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
-        """Before anything is looked at: while the store is away no limit runs for the members, for
-        nobody can tell them what to do."""
+        """Move the members' limits by the time for which the store was away: members could not be
+        notified. Call before any other check."""
         if now_s - self.begun_s > self._job.limits.heartbeat_s:
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s
 
     def fail(self, error: Exception) -> list[Reply[CallT]]:
-        """Answer everybody who waits: the state is ahead of what is durable, and stays so."""
+        """Answer all waiting calls with the error: the state is ahead of what is durable."""
         entries = self._batch + self._waiting
         self._waiting, self._batch, self._write = [], [], None
         self._effects.clear()
@@ -114,11 +113,11 @@ class EffectQueue(Generic[CallT]):
     def _carry_out(self, effect: Effect) -> Iterator[Carried]:
         match effect:
             case Write():
-                # Durable before anybody is told.
+                # Durable before any member is notified.
                 yield from self._flush(effect)
             case Admit():
                 member = self._job.members.get(effect.member_id)
-                # It may be gone by now, or replaced.
+                # The member may be gone by now, or replaced.
                 if member is not None and member.incarnation == effect.incarnation:
                     self._pending.admit(member)
             case Expel():

@@ -1,8 +1,7 @@
-"""Runs one job's state machine: events in, one at a time; what is to be done about them out.
+"""Driver of one job's state machine: takes events one at a time and returns actions.
 
-`JobDriver` does no I/O and knows no clock. The edge around it hands in events, heartbeats, the end
-of each write and the time, does the actions that come back in their order, and calls `wake` at
-`wakes_s`.
+`JobDriver` does no I/O and knows no clock. Its edge hands in events, heartbeats, the end of each
+write and the time, carries out the returned actions in order, and calls `wake` at `wakes_s`.
 """
 
 import math
@@ -41,19 +40,19 @@ from shoal_server.core.membership.phases import OVER
 
 
 class _Own(Enum):
-    """Calls of nobody outside."""
+    """The driver's own calls, which have no caller to answer."""
 
     EVENT = "event"
     TICK = "tick"
 
 
 class JobDriver(Generic[StreamT, CallT]):
-    """One job under one leader, from the moment that it leads to its end or failure."""
+    """Driver of one job under one leader, until the leader's term ends or a write fails."""
 
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Once set, the state is ahead of what is durable, and nothing leaves any more."""
+        """Once set, the state is ahead of what is durable, and no action leaves."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _Own] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -62,40 +61,40 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def is_writing(self) -> bool:
-        """Whether something that was decided is not durable yet."""
+        """True while a write is in progress: a decision is not durable yet."""
         return self._queue.is_writing
 
     @property
     def streams(self) -> Iterable[StreamT]:
-        """The newest of each member that has one."""
+        """The newest stream of each member that has one."""
         return self._streams.values()
 
     # --- what happens ---
 
     def submit(self, event: Event, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Let the state machine take the event in. The call is answered once it may be."""
+        """Apply the event. The call is answered once all that it led to is durable."""
         if self.failure is not None:
             return [Reply(call=call, error=self.failure)]
         return self._take(event, call, now_s)
 
     def stop(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Have all members leave at a step boundary; then the job is over."""
+        """Make all members leave at a step boundary; the job is over once they have left."""
         return self._decided(lambda: self.job.stop(reason, now_s), call, now_s)
 
     def abandon(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Nobody came back for too long: the job has failed."""
+        """End the job as failed: for too long it has had no members."""
         return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
 
     def keep_result(
         self, result: Result, call: CallT, now_s: float
     ) -> list[Action[StreamT, CallT]]:
-        """What came of a job that is over, for its own record."""
+        """Note the result of a job that is over, in the job's own record."""
         return self._decided(lambda: self.job.keep_result(result), call, now_s)
 
     def retry(
         self, reason: str, call: CallT, now_s: float, *, from_scratch: bool
     ) -> list[Action[StreamT, CallT]]:
-        """Let a job that is over be joined again."""
+        """Allow joins again for a job that is over."""
         return self._decided(
             lambda: self.job.retry(reason, now_s, from_scratch=from_scratch), call, now_s
         )
@@ -105,14 +104,14 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._carry((), call, None, now_s)
 
     def open(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """The stream is for the member's notices from now on, in place of any it had."""
+        """Send the member's notices on this stream from now on, and close its old one."""
         old = self._streams.get(stream.member_id)
         self._streams[stream.member_id] = stream
         self.liveness.joined(stream.member_id, now_s)
         return [CloseStream(stream=old)] if old is not None else []
 
     def closed(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """The stream is over. If the member did not open another, it is disconnected."""
+        """Note that the stream has ended. A member that has no newer stream is disconnected."""
         if self._streams.get(stream.member_id) is not stream:
             return []
         del self._streams[stream.member_id]
@@ -122,29 +121,29 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._take(event, _Own.EVENT, now_s)
 
     def heartbeat(self, event: Heartbeat, step: int, now_s: float) -> None:
-        """A heartbeat. Nothing follows from it at once."""
+        """Note a heartbeat. It leads to no action at once."""
         self.liveness.beat(event.member_id, step, now_s)
         self.job.heard_of_step(event.member_id, event.incarnation, Step(step))
         self.job.heartbeat(event, now_s)
 
     def written(self, now_s: float) -> list[Action[StreamT, CallT]]:
-        """What was to be persisted is durable."""
+        """Go on after the write in progress: it is durable."""
         return self._translated(self._queue.written(now_s))
 
     def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """Let nothing leave any more: it could not be made durable, or another one leads."""
+        """Let no more actions leave: a write failed, or another coordinator leads."""
         self.failure = error
         return self._translated(self._queue.fail(error))
 
     def end(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """Let go of everybody: who waits for a write waits no longer, and all streams end."""
+        """Fail all waiting calls and close all streams."""
         streams, self._streams = self._streams, {}
         return [*self.fail(error), *(CloseStream(stream=each) for each in streams.values())]
 
     # --- time ---
 
     def wakes_s(self, now_s: float) -> float:
-        """When `wake` has something to do; infinite while it has not."""
+        """Return the time of the next call of `wake`; infinite if there is none to make."""
         if not self._may_wake:
             return math.inf
         scans_s = self._scans_s if self.job.members else math.inf
@@ -165,7 +164,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def _may_wake(self) -> bool:
-        # What a tick led to is durable before the next one.
+        # The effects of a tick are durable before the next tick.
         over = self.failure is not None or self.job.phase in OVER
         return not over and not self._is_ticking
 
@@ -174,16 +173,17 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._scanned_s + self.job.limits.heartbeat_s
 
     def _deadline_s(self, now_s: float) -> float:
-        """While the store is away no time passes for the members: they cannot hear what to do."""
+        """Time of the job's next deadline; infinite while the store is away: limits stand still,
+        since members cannot be notified."""
         if now_s - self._queue.begun_s > self.job.limits.heartbeat_s:
             return math.inf
         deadline_s = self.job.next_deadline_s()
         return math.inf if deadline_s is None else deadline_s
 
     def _silent(self, now_s: float) -> list[Lost]:
-        """Who was silent for longer than the unevenness of its heartbeats explains."""
-        # Where it was this process that stood still, it cannot say who was silent. Nor where it was
-        # the store: a member beats only once its attendance is durable.
+        """Find members that were silent for longer than their uneven heartbeats explain."""
+        # If this process stood still, it cannot tell which members were silent. The same holds if
+        # the store did: a member sends heartbeats only once its attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s
@@ -214,7 +214,7 @@ class JobDriver(Generic[StreamT, CallT]):
         try:
             effects = decide()
         except Refused as refused:
-            # What it is refused for must be durable before it hears of it.
+            # The reason for the refusal must be durable before the caller gets it.
             return self._carry((), call, refused, now_s)
         return self._carry(effects, call, None, now_s)
 
@@ -235,7 +235,7 @@ class JobDriver(Generic[StreamT, CallT]):
         match carried:
             case Tell():
                 stream = self._streams.get(carried.member_id)
-                # The stream may be a successor's already, which this notice is not for.
+                # The stream may already belong to a later process of the member.
                 if stream is not None and stream.incarnation == carried.incarnation:
                     yield Send(stream=stream, notice=carried.notice)
             case Expel():

@@ -1,4 +1,4 @@
-"""What one durable write of a job holds, and what is gathered for the next one."""
+"""Durable writes of a job: the contents of one, and the changes gathered for the next."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -12,7 +12,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 
 @dataclass(frozen=True, kw_only=True)
 class StateRecord:
-    """What is kept of a job beside its members and its generations."""
+    """The job's own record: all that is stored beside its members and generations."""
 
     spec: JobSpec
     last_generation: Generation
@@ -20,32 +20,32 @@ class StateRecord:
     reason: str
     progress: Progress = field(default_factory=Progress)
     lost: str | None = None
-    """Of a job whose state is lost: where it was looked for."""
+    """For a job whose state is lost: where the state was looked for."""
     stopping: str = ""
-    """Of a job that was stopped, or is to be: why."""
+    """For a job that was stopped, or is to be: the reason."""
     failed: bool = False
-    """Of a job that is over: all its members were gone, and none came back."""
+    """True if the job is over because all its members were gone, and none came back."""
     tally: Tally = field(default_factory=Tally)
     ended_s: float = 0.0
-    """When it was over; 0: it is not, or that is not known."""
+    """Time at which the job was over; 0: it is not over, or the time is unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work, while others have not."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
-    """What a later release has written beside it."""
+    """Fields that a later release has written."""
     revision: int = field(default=0, compare=False)
-    """As of which revision of the store it was read; 0: it was not."""
+    """Revision of the store at which it was read; 0: it was not read from there."""
 
     @property
     def may_go_on(self) -> bool:
-        """Whether its members may still want what is kept of it: one that failed, was stopped or is
-        lost may be joined again."""
+        """True if members may still need what is kept of the job: it is not over, or it failed, was
+        stopped or is lost, and so may be joined again."""
         if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
 
     @classmethod
     def of(cls, job: Job, *, finished: bool) -> "StateRecord":
-        """The job as it is now."""
+        """Make the record of the job as it is now."""
         return cls(
             spec=job.spec,
             last_generation=job.last_generation,
@@ -53,7 +53,7 @@ class StateRecord:
             reason=job.reason,
             progress=replace(job.progress),
             lost=job.lost.seen if job.lost is not None else None,
-            # What was to be stopped may have come to its end before.
+            # A job that was to be stopped may have finished before.
             stopping="" if job.phase in (Phase.FINISHED, Phase.LOST) else job.stopping,
             failed=job.phase is Phase.FAILED,
             tally=replace(job.tally),
@@ -64,29 +64,29 @@ class StateRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class JobWrite:
-    """One durable write. The record is written only once all that stands before it is."""
+    """One durable write. Its record is written last, once all the rest is durable."""
 
     job: str
     members: Mapping[str, Member | None]
-    """By id, those that changed; None: it is no member any more."""
+    """Changed members by id; None: no longer a member."""
     state: StateRecord | None
-    """None: nothing of it changed."""
+    """The job's own record; None: unchanged."""
     record: Record | None
     """The decided record of a generation."""
 
 
 class PendingWrite:
-    """A job's changes on their way to the store: gathered, then written together."""
+    """Changes of a job that are gathered to be written together."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # By id: of several changes to one the last is the one that counts.
+        # By id: the last change of a member counts.
         self._members: dict[str, Member | None] = {}
         self._state_changed = False
         self._finished = job.phase in OVER
 
     def admit(self, member: Member) -> None:
-        """The member's key, which comes with the job's own."""
+        """Write the member's key, and the job's own with it."""
         self._members[member.member_id] = member
         self._state_changed = True
 
@@ -94,14 +94,14 @@ class PendingWrite:
         self._members[member_id] = None
 
     def save(self) -> None:
-        """The job's own key."""
+        """Write the job's own key."""
         self._state_changed = True
 
     def finish(self) -> None:
         self._finished = self._state_changed = True
 
     def take(self, record: Record | None = None) -> JobWrite | None:
-        """The write of what was gathered, with the record behind it; None: there is nothing."""
+        """Return the gathered changes and the record as one write; None if there are none."""
         state_changed = self._state_changed or record is not None
         if not self._members and not state_changed:
             return None

@@ -1,8 +1,8 @@
-"""Who has fallen silent, judged by how evenly that member's heartbeats came before.
+"""Detection of silent members, by how evenly each member's heartbeats came before.
 
-A network that is slow or uneven is no dead worker. So each member is allowed the usual interval
-between its own heartbeats plus several times their usual deviation, within two limits: never less
-than the lease, which is what even beats get, and never more than the limit on silence.
+A slow or uneven network does not mean a dead worker. So each member is allowed the median interval
+between its own heartbeats plus several times their median deviation, within two limits: at least
+the lease, which is what even heartbeats get, and at most the limit on silence.
 
 Median and median absolute deviation, not mean and variance: one long gap must not make the next
 one look usual. Pure: time comes in as an argument.
@@ -18,7 +18,7 @@ from shoal_server.core.limits import Limits
 WINDOW = 32
 """Intervals remembered of each member: at heartbeats of half a second, the last 16 s."""
 MIN_INTERVALS = 4
-"""With fewer there is no telling how even they are."""
+"""With fewer intervals, their spread is unknown."""
 DEVIATIONS = 8.0
 """For intervals that scatter normally this is about 5 standard deviations."""
 
@@ -28,7 +28,7 @@ class Pulse:
     """One member's signs of life, in constant memory."""
 
     at_s: float
-    """The newest."""
+    """Time of the newest sign of life."""
     step: int = 0
     _beat_s: float | None = None
     _intervals: "array[float]" = field(default_factory=lambda: array("f"))
@@ -41,7 +41,8 @@ class Pulse:
         self.step = max(self.step, step)
 
     def resume(self, now_s: float) -> None:
-        """Heard of, but not by a heartbeat; or nobody listened meanwhile. No interval to learn."""
+        """Restart the silence, and learn no interval: the sign of life was no heartbeat, or the
+        coordinator stood still meanwhile."""
         self.at_s, self._beat_s = now_s, None
 
     def spread_s(self) -> tuple[float, float]:
@@ -60,16 +61,16 @@ class Pulse:
 
 
 class Liveness:
-    """The pulses of one job's members. A beat costs the same however many they are."""
+    """The pulses of one job's members. The cost of a heartbeat does not grow with them."""
 
     def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
         self._limits = limits
-        # Whoever gave no sign of life for longest comes first: the search for the silent ends at
-        # the first who is not.
+        # Ordered by the newest sign of life, oldest first: the search for silent members ends at
+        # the first that is not silent.
         self._pulses: dict[str, Pulse] = {name: Pulse(at_s=now_s) for name in members}
 
     def joined(self, member_id: str, now_s: float) -> None:
-        """A member opened its stream, for the first time or again."""
+        """Note that a member opened its stream, for the first time or again."""
         pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
         pulse.resume(now_s)
         self._pulses[member_id] = pulse
@@ -83,7 +84,7 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Nobody listened for a while, so nobody can be said to have been silent."""
+        """Restart all silences: no one listened for a while, so no member counts as silent."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
@@ -94,7 +95,7 @@ class Liveness:
         return self._pulses.get(member_id)
 
     def late(self, now_s: float) -> list[str]:
-        """Who has not been heard of for the time of a lease; only they can be silent."""
+        """Members without a sign of life for a lease; only they can be lost by silence."""
         names = []
         for name, pulse in self._pulses.items():
             if now_s - pulse.at_s <= self._limits.lease_s:
@@ -103,17 +104,17 @@ class Liveness:
         return names
 
     def allowed_s(self, member_id: str) -> float:
-        """How long the member may be silent."""
+        """Return how long the member may be silent."""
         middle_s, deviation_s = self._pulses[member_id].spread_s()
         wanted_s = middle_s + DEVIATIONS * deviation_s
         return min(max(wanted_s, self._limits.lease_s), self._limits.silence_s)
 
     def silent_s(self, member_id: str, now_s: float) -> float:
-        """For how long nothing was heard of the member."""
+        """Return how long ago the member's newest sign of life came."""
         return now_s - self._pulses[member_id].at_s
 
     def why_lost(self, member_id: str, now_s: float) -> str:
-        """What makes the member lost; empty while it is not."""
+        """The reason for which the member is lost; empty while it is not."""
         pulse, allowed_s = self._pulses[member_id], self.allowed_s(member_id)
         silent_s = self.silent_s(member_id, now_s)
         if silent_s <= allowed_s:

@@ -14,7 +14,7 @@ MAX_HOLDERS = 16
 MAX_LISTINGS = 4
 """Listings that are compared: members with further values are named with their digests."""
 _CONTEXT_CHARACTERS = 80
-"""Shown before the place where long values differ."""
+"""Characters shown before the position at which long values differ."""
 ANOTHER_ORDER = (
     "The members have the same names in another order. Do not iterate over a set: strings are in"
     " another order in each process. Use a list, or sorted(...); PYTHONHASHSEED=0 for all workers"
@@ -23,10 +23,10 @@ ANOTHER_ORDER = (
 
 
 def find_conflicts(candidates: Sequence[Candidate]) -> tuple[Conflict, ...]:
-    """The fields in which the candidates differ, by name. No majority wins.
+    """The fields in which the candidates differ, by name. There is no majority rule.
 
-    A field that only some of them state is a conflict too, its absence shown as "(absent)"; of an
-    optional one it is none. A field with a listing shows the first entry that differs.
+    A field that only some of them state is a conflict too, with its absence shown as "(absent)",
+    unless the field is optional. A field with a listing shows the first entry that differs.
     """
     conflicts = []
     for name in sorted({name for c in candidates for name in c.proposal.fields}):
@@ -51,8 +51,10 @@ def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
 
 
 def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, Listing]]) -> Conflict:
-    """The conflict with the first entry that differs as each value; as it is if not all members
-    have a listing that can be read, and if the listings are the same."""
+    """The conflict with each value replaced by its first differing entry.
+
+    Unchanged if some value has no readable listing, or if the listings are equal.
+    """
     listed: list[tuple[Sequence[str], tuple[str, ...]]] = []
     for _, holders in conflict.values[:MAX_LISTINGS]:
         listing = next((each for m in holders if (each := listings[m].get(conflict.field))), None)
@@ -78,7 +80,7 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, Listing]]) 
 
 
 def _first_difference(sequences: Sequence[Sequence[Any]]) -> int | None:
-    """The place of the first element that is not the same in all of them; None if there is none."""
+    """Index of the first element that is not the same in all sequences; None if none differs."""
     rows = enumerate(zip_longest(*sequences))
     return next((place for place, row in rows if len(set(row)) > 1), None)
 
@@ -90,7 +92,7 @@ def _entry(lines: Sequence[str], place: int) -> str:
 
 
 def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
-    """As many of them, and as much of each, as goes into a record that all members are told."""
+    """The conflicts, cut to what fits into a record that all members get."""
     return tuple(
         replace(
             conflict,
@@ -107,7 +109,7 @@ def in_short(conflicts: Sequence[Conflict]) -> tuple[Conflict, ...]:
 def _cut(
     values: Sequence[tuple[str, tuple[str, ...]]],
 ) -> Iterable[tuple[str, tuple[str, ...]]]:
-    """Long values from a little before the place where they differ."""
+    """The values, long ones cut to a part that begins shortly before they differ."""
     if all(len(value) <= MAX_CONFLICT_TEXT for value, _ in values):
         yield from values
         return

@@ -1,4 +1,4 @@
-"""What each member says of its own place, checked against what a generation needs."""
+"""Checks of the devices and addresses that members state."""
 
 from collections.abc import Sequence
 from ipaddress import ip_address
@@ -9,7 +9,7 @@ MAX_DEVICES = 1024
 
 
 def device_problem(info: MemberInfo) -> str:
-    """What is wrong with the devices a member states, or an empty text."""
+    """Text of what is wrong with the devices that a member states; empty if nothing is."""
     if info.device.startswith("cuda") and info.num_devices < 1:
         return f"device {info.device!r} with {info.num_devices} devices"
     if info.num_devices > MAX_DEVICES:
@@ -18,7 +18,7 @@ def device_problem(info: MemberInfo) -> str:
 
 
 def confined_members(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Those whose address only their own host can reach, where there is more than one host."""
+    """Candidates whose address only their own host can reach, if there are several hosts."""
     if len({c.info.host for c in candidates}) < 2:
         return []
     return [c for c in candidates if _is_confined(c.info.address)]

@@ -1,4 +1,4 @@
-"""Rosters: who trains together, in which rank, from whose state; and what they must agree in."""
+"""Rosters: the members of a generation, their ranks and states, and the fields they agree in."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,13 +13,13 @@ NO_GENERATION = Generation(0)
 
 
 class StateAction(Enum):
-    """Where a member's training state comes from when its generation starts."""
+    """Source of a member's training state when its generation starts."""
 
     INITIAL = "initial"
     KEEP = "keep"
     RECEIVE = "receive"
     CHECKPOINT = "checkpoint"
-    """Nobody holds the state that the job had come to: a checkpoint that all see, or nothing."""
+    """No member holds the job's state: it starts from a checkpoint that all see, or not at all."""
 
 
 class Verdict(Enum):
@@ -36,12 +36,12 @@ class JobSpec:
     max_members: int = 1024
     desired_members: int = 1
     last_call_s: float = 0.0
-    """A first generation with fewer than desired waits so long. 0: as the limits say."""
+    """Time for which a first generation waits for the desired members. 0: `Limits.last_call_s`."""
     secret_digest: str = field(default="", repr=False)
-    """Of the secret that the job was begun with; empty: it was begun without one."""
+    """Digest of the secret that the job was begun with; empty: it was begun without one."""
 
     def problem(self) -> str:
-        """What is wrong with the bounds, or an empty text."""
+        """Text of what is wrong with the bounds; empty if nothing is."""
         if self.min_members < 1:
             return f"min_members is {self.min_members}; expected at least 1"
         if self.min_members > self.max_members:
@@ -70,13 +70,13 @@ class MemberInfo:
     num_devices: int = 0
     """Devices of that kind on its host; 0: not stated."""
     probe_port: int = 0
-    """Where peers find out whether they reach it; 0: nowhere."""
+    """Port on which peers test that they reach it; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Of the secret by which its launcher reports on it; empty: it stated none."""
+    """Digest of the secret with which its launcher reports on it; empty: it stated none."""
 
 
 class Listing(Protocol):
-    """What a digest was taken of."""
+    """The content of which a digest was taken."""
 
     def lines(self) -> Sequence[str] | None:
         """The entries, each "name: value", in order; None if they cannot be read."""
@@ -91,11 +91,11 @@ class Proposal:
     step: Step = Step(0)
     has_state: bool = False
     stateless: bool = False
-    """The script keeps its own state: no step is committed here that could be lost."""
+    """True if the script keeps its own state: no step is committed that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Each must be the same for all members that state it: a release may add fields."""
     listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
-    """By field: what its value is a digest of. Not compared."""
+    """By field: the content of which the value is a digest. Not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +135,11 @@ class Roster:
 
     @cached_property
     def from_checkpoint(self) -> bool:
-        """Whether its members can only start from a checkpoint that all of them see."""
+        """True if its members can only start from a checkpoint that all of them see."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
     def keeps(self, member_id: str) -> bool:
-        """Whether the member starts with the state that it holds already."""
+        """True if the member starts with the state that it holds already."""
         return self.entries[self.ranks[member_id]].state is StateAction.KEEP
 
     def holds(self, member_id: str, incarnation: str) -> bool:
@@ -148,12 +148,12 @@ class Roster:
 
 @dataclass(frozen=True, kw_only=True)
 class Conflict:
-    """One field in which members differ: each value seen, and who holds it."""
+    """One field in which members differ: each value seen, and the members that have it."""
 
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
     fix: str = ""
-    """What to do about it, if that is known of this difference."""
+    """What to do about this difference, if known."""
 
     def __str__(self) -> str:
         held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)
@@ -162,7 +162,7 @@ class Conflict:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """How an attempt to form a generation ended. Everybody concerned gets this same record."""
+    """Outcome of an attempt to form a generation. All members concerned get this same record."""
 
     job: str
     roster: Roster
@@ -184,22 +184,22 @@ class Candidate:
 
 
 def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str, int]:
-    """Ranks 0 to n-1: who had one below n before keeps it, the others fill the holes in order."""
+    """Assign ranks 0 to n-1: a member keeps a rank below n; the others fill the gaps in order."""
     num_members = len(member_ids)
     before = {e.member_id: e.rank for e in previous.entries} if previous else {}
     ranks = {m: before[m] for m in member_ids if before.get(m, num_members) < num_members}
     holes = iter(sorted(set(range(num_members)) - set(ranks.values())))
-    # Those who lose their rank come before those who never had one, so that survivors stay low.
+    # Survivors that lose their rank come before newcomers, so that survivors keep low ranks.
     for m in sorted((m for m in member_ids if m not in ranks), key=lambda m: (m not in before, m)):
         ranks[m] = next(holes)
     return ranks
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Whose state everybody starts from: the highest step, then the lowest rank.
+    """Choose the member whose state all start from: the highest step, then the lowest rank.
 
-    Where nobody holds trained state that is rank 0, whose initial values all take; a job that has
-    trained before goes on from a checkpoint then, or not at all.
+    If no member holds trained state, it is rank 0, whose initial values all take. A job that has
+    trained before then continues from a checkpoint, or not at all.
     """
     return min(
         candidates,
@@ -215,13 +215,14 @@ def draw_up(
     running: Roster | None,
     trained: bool = False,
 ) -> Roster:
-    """The roster of a new generation, ranks and states assigned.
+    """Draw up the roster of a new generation, with ranks and state actions.
 
-    `trained`: the job may have committed steps, so that initial values are no state to start from.
+    `trained` says that the job may have committed steps, so that it must not start from initial
+    values.
 
-    Who trains in `running` comes to stand at one step that is not known yet, beyond whatever they
-    last reported. A newcomer may hold state too (from a checkpoint), but of another time: it
-    receives theirs.
+    Members that train in `running` will stop at one common step that is not known yet, later than
+    any they reported. A newcomer's state (from a checkpoint) is of another step, so it receives
+    theirs.
     """
     ranks = assign_ranks([c.member_id for c in candidates], previous)
     trainers = [c for c in candidates if running and running.holds(c.member_id, c.incarnation)]
@@ -252,7 +253,7 @@ def draw_up(
 
 
 def _stands_with(candidate: Candidate, source: Candidate, trainers: Sequence[Candidate]) -> bool:
-    """Whether the candidate holds the very state that the source holds when both start."""
+    """True if the candidate will hold the same state as the source when both start."""
     same_step = bool(trainers) or candidate.proposal.step == source.proposal.step
     return candidate.proposal.has_state and same_step
 

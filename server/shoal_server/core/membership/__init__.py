@@ -1,1 +1,1 @@
-"""What membership is made of: members, events and notices, phases, pauses, setbacks, refusals."""
+"""Membership: members, events and notices, phases, pauses, setbacks, refusals."""

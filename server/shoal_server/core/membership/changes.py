@@ -1,6 +1,6 @@
-"""Why one generation follows another: who went and for what cause, who came, what went wrong.
+"""Why one generation follows another: departures with their causes, arrivals, failures.
 
-Kept from the moment that a generation runs until the next one does, and told in a line:
+Gathered from the moment that a generation runs until the next one does, and summed up in a line:
 "lost vm-2 (SIGKILL); 3 go on".
 """
 
@@ -17,63 +17,63 @@ UNSEEN = "gone while nobody led"
 
 @dataclass(frozen=True, kw_only=True)
 class Departure:
-    """A member that went."""
+    """The departure of a member."""
 
     member_id: str
     cause: str
-    """SIGKILL, exit code 1, connection lost ...; what it was drained for."""
+    """SIGKILL, exit code 1, connection lost ...; or the reason for its drain."""
     lost: bool
-    """Whether it went without leave."""
+    """True if it did not leave in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """How a generation came to run in place of the one before."""
+    """Summary of how a generation came to replace the one before."""
 
     generation: Generation
     cause: str
-    """Who was lost, left or came, and how many go on: "lost vm-2 (SIGKILL); 3 go on"."""
+    """Members that were lost, left or joined, and how many go on, as in the record's reason."""
     lost: tuple[Departure, ...]
     left: tuple[Departure, ...]
     joined: tuple[str, ...]
     stayed: tuple[str, ...]
-    """Who trained before and trains on: they know for how long they did not."""
+    """Members that trained before and train on."""
     synchronous: bool
     start: Step
-    """The first step that it takes."""
+    """The generation's first step."""
     steps_lost: int
-    """Steps that had been committed before, and are taken again."""
+    """Committed steps that are taken again."""
     down_s: float
-    """Seconds for which no generation ran; 0 where the one before trained on meanwhile."""
+    """Seconds for which no generation ran; 0 if the one before trained on meanwhile."""
 
 
 @dataclass(kw_only=True)
 class Changes:
-    """What happened since a generation last came to run."""
+    """Events since a generation last came to run."""
 
     before: Roster | None = None
-    """The newest that ran."""
+    """The newest roster that ran."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
-    """What broke the running generation, where nobody was lost."""
+    """What broke the running generation, if no member was lost."""
     broke_s: float | None = None
-    """Since when none runs; None: one does, or none ever did."""
+    """Time since which no generation runs; None if one runs, or none ever did."""
 
     def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member went. What it first went for counts: a process of its name that came
-        and went since was never trained with."""
+        """Note that a member went. The first cause counts: a later process of that name that came
+        and went has not trained."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
 
     def broke(self, trouble: str, now_s: float) -> None:
-        """The generation that ran is over."""
+        """Note that the running generation is over."""
         if self.broke_s is None:
             self.broke_s = now_s
         self.trouble = self.trouble or trouble
 
     def cause(self, roster: Roster) -> str:
-        """Why this roster follows, in words."""
+        """The reason for this roster, as a line of text."""
         lost, left, joined, _ = self._sorted(roster)
         parts = [f"lost {text}" for text in _grouped(lost)]
         parts += [f"{text} left" for text in _grouped(left)]
@@ -92,7 +92,7 @@ class Changes:
     def story(
         self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> Story:
-        """What there is to tell once the roster runs. `cause`: as its record has it."""
+        """Sum up the changes once the roster runs. `cause` is the reason in its record."""
         lost, left, joined, stayed = self._sorted(roster)
         return Story(
             generation=roster.generation,
@@ -108,7 +108,7 @@ class Changes:
         )
 
     def runs(self, roster: Roster) -> None:
-        """The roster runs: what happened until now is told."""
+        """Start anew from this roster: it runs, and the changes up to it are reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 
@@ -119,7 +119,7 @@ class Changes:
     def _sorted(
         self, roster: Roster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
-        """Who was lost, left, joined and stayed. A process that took another's place joined."""
+        """Members that were lost, left, joined and stayed. A new process of a member has joined."""
         before = self.before.member_ids if self.before is not None else ()
         old = set(before)
         again = {name for name in roster.member_ids if name in self.departures}
@@ -135,13 +135,13 @@ class Changes:
 
 
 def shortened(text: str, length: int) -> str:
-    """The first line of a text, and no more of it than that."""
+    """The first line of a text, cut to the length."""
     line = text.strip().partition("\n")[0].strip()
     return line if len(line) <= length else f"{line[: length - 1]}…"
 
 
 def _grouped(departures: Iterable[Departure]) -> list[str]:
-    """Those of one cause together: "vm-1, vm-2 (SIGKILL)"."""
+    """Departures grouped by cause: "vm-1, vm-2 (SIGKILL)"."""
     by_cause: dict[str, list[str]] = {}
     for each in departures:
         by_cause.setdefault(each.cause, []).append(each.member_id)

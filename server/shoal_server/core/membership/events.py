@@ -1,4 +1,4 @@
-"""What a job's membership hears (events), tells its members (notices) and asks for (effects)."""
+"""Events, notices and effects of a job's membership."""
 
 from dataclasses import dataclass
 
@@ -18,7 +18,7 @@ from shoal_server.core.membership.changes import Story
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Something that happened. `incarnation` fences: another one than the member's is refused."""
+    """An input of the state machine. Refused if `incarnation` is not the member's current one."""
 
     member_id: str
     incarnation: str
@@ -29,7 +29,7 @@ class Joined(Event):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
-    """The newest that its trainer was sent into."""
+    """The newest generation that its trainer was sent into."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,27 +50,27 @@ class Answered(Event):
     digest: str
     rejections: tuple[Rejection, ...] = ()
     unreachable: tuple[tuple[str, str], ...] = ()
-    """The peers it could not reach: member_id and what came of the attempt."""
+    """Peers that it could not reach: member_id and the error."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """Of a roster that can only start from a checkpoint: the complete ones that it sees."""
+    """For a roster that can only start from a checkpoint: the complete ones that it sees."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepReported(Event):
-    """The trainer stands still, with `step` optimizer steps behind its state."""
+    """The trainer has stopped; its state is that after `step` optimizer steps."""
 
     step: Step
     has_state: bool
     left: Generation = NO_GENERATION
-    """The newest generation it has trained in or brought up; that one is over for it."""
+    """The newest generation that it has trained in or brought up, and has left."""
     enough_for_call: int = 0
-    """Its script is in a call between two steps, which so many of those in it can make again by
-    themselves; 0: it is in none."""
+    """Number of members that suffice to repeat the call between two steps that its script is in;
+    0: the script is in no such call."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Offered(Event):
-    """The trainer holds before `next_step`."""
+    """The trainer waits before `next_step`."""
 
     generation: Generation
     next_step: Step
@@ -80,7 +80,7 @@ class Offered(Event):
 class BecameReady(Event):
     generation: Generation
     step: Step | None = None
-    """Optimizer steps behind the state that it starts from; None: not said."""
+    """Optimizer steps after which the state was that it starts from; None: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,9 +90,9 @@ class Broke(Event):
     generation: Generation
     error: str
     own: bool = False
-    """It failed in the bring-up by itself, and not because a peer did."""
+    """True if it failed in the bring-up by itself, and not because a peer did."""
     state_lost: bool = False
-    """What the members hold together is no whole state, and there is no checkpoint."""
+    """True if the members together hold no complete state, and there is no checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,16 +102,16 @@ class Disconnected(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Heartbeat(Event):
-    """What a heartbeat says of the trainer."""
+    """State of the trainer in a heartbeat."""
 
     moved: int = 0
-    """Changes as long as its bring-up gets on."""
+    """Changes while its bring-up makes progress."""
     waits: bool = False
-    """Whether it waits for other members."""
+    """True if it waits for other members."""
     own_code_s: float = 0.0
-    """For how long it has been in the script's own code; 0: it is not, or nobody knows."""
+    """Seconds for which it has been in the script's own code; 0: it is not, or that is unknown."""
     loads: bool = False
-    """Whether it waits there for a batch to be loaded."""
+    """True if it waits there for a batch to be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,14 +133,14 @@ class DrainAsked(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Paused(Event):
-    """The trainer runs code of the script's own, and the others are to wait for it."""
+    """The trainer runs the script's own code, and the others are to wait for it."""
 
     reason: str
     limit_s: float
     elapsed_s: float = 0.0
-    """For how long it has, where that is said again."""
+    """Seconds since the pause began, if this is a repetition."""
     number: int = 0
-    """Rises from pause to pause of a process; 0: it does not say."""
+    """Rises from pause to pause of a process; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,14 +148,14 @@ class Resumed(Event):
     """The pause is over."""
 
     number: int = 0
-    """Which; 0: it does not say."""
+    """Number of the pause; 0: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lost(Event):
     reason: str
     cause: str = ""
-    """The same in a word or two, for the line that tells the story; empty: the reason."""
+    """The reason in a word or two, for the next generation's reason; empty: `reason` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,18 +166,18 @@ class Left(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkDone(Event):
-    """A member that stays says what it is done with: its own work, or the job."""
+    """A member that stays has done its own work, or closes the job."""
 
     reason: str
     generation: Generation = NO_GENERATION
-    """The newest that it has entered."""
+    """The newest generation that it has entered."""
     finished: bool = False
-    """It has no step left; the others may use what it serves."""
+    """True if it has no step left; the others may still use what it serves."""
     closes: bool = False
-    """The job takes in no more members from now on."""
+    """True if the job takes no more members from now on."""
 
 
-# What members are told.
+# Notices.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,14 +220,14 @@ class StandbyNotice(Notice):
 
 @dataclass(frozen=True, kw_only=True)
 class PausesNotice(Notice):
-    """Who is paused now, of those whom others wait for."""
+    """Paused members that other members wait for."""
 
     member_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosingNotice(Notice):
-    """The job takes in no more members."""
+    """The job takes no more members."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """With `now`: no generation follows without it."""
+    """With `now`: true if no generation follows without it."""
 
 
 class RefusalKind:
@@ -263,7 +263,7 @@ class RefusalKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Refusal:
-    """Why something was refused, as the parts of an error."""
+    """Reason of a refusal, as the parts of an error."""
 
     kind: str
     what: str
@@ -280,7 +280,7 @@ class RefusedNotice(Notice):
     refusal: Refusal
 
 
-# What the edge has to do, in order.
+# Effects, which the edge carries out in order.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +292,7 @@ class Tell:
 
 @dataclass(frozen=True, kw_only=True)
 class Write:
-    """Make the record durable before anything behind this effect happens."""
+    """Make the record durable before any later effect is carried out."""
 
     record: Record
 
@@ -307,7 +307,7 @@ class Admit:
 
 @dataclass(frozen=True, kw_only=True)
 class Expel:
-    """Take the member's key away, which fences its incarnation everywhere, and end its stream."""
+    """Delete the member's key, which fences its incarnation everywhere, and end its stream."""
 
     member_id: str
     incarnation: str
@@ -316,24 +316,24 @@ class Expel:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """Something a person wants to read: the log, the page and `shoal why` show it."""
+    """Record an event for people: the log, the page and `shoal why` show it."""
 
     kind: str
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
     story: Story | None = None
-    """Of a generation that has come to run."""
+    """For a generation that has come to run: its story."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Save:
-    """Make the job's own record durable, as it is now, before anything behind this happens."""
+    """Make the job's own record durable, as it is now, before any later effect is carried out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finish:
-    """The job is over, which is durable before anything behind this happens."""
+    """Make the job's end durable before any later effect is carried out."""
 
     reason: str
 
@@ -342,7 +342,7 @@ Effect = Tell | Write | Admit | Expel | Log | Save | Finish
 
 
 class Refused(Exception):
-    """An event that the state machine does not take; the state is as it was before."""
+    """Raised for an event that the state machine refuses; the state is unchanged."""
 
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.what)

@@ -17,39 +17,39 @@ MAX_NAMES = 10
 
 @dataclass(kw_only=True)
 class Drain:
-    """Whether a member is to leave."""
+    """The drain of a member: it is to leave."""
 
     since_s: float | None = None
-    """Since when; None: it is not."""
+    """Time at which it was asked to; None: it is not to leave."""
     reason: str = ""
     let_go: bool = False
-    """Was told to leave at its next step boundary."""
+    """True once it was told to leave at its next step boundary."""
 
 
 @dataclass(kw_only=True)
 class TrainerActivity:
-    """What a member's heartbeats tell of its trainer."""
+    """State of a member's trainer, according to its heartbeats."""
 
     moved: int = 0
-    """Counts what its bring-up has brought about."""
+    """Counts the progress of its bring-up."""
     moved_s: float = float("-inf")
-    """When that was last seen to change."""
+    """Time at which that count was last seen to change."""
     own_code_since_s: float | None = None
-    """Since when it has been in the script's own code, as far as is known."""
+    """Time since which it has been in the script's own code; None: it is not, or unknown."""
     loads: bool = False
-    """Whether it waits there for a batch to be loaded."""
+    """True if it waits there for a batch to be loaded."""
     waits_for_others: bool = False
-    """Whether it is known to wait for other members."""
+    """True if it is known to wait for other members."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wait:
-    """What a member waits for, and since when."""
+    """Reason for which a member waits, and since when."""
 
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     stands_by: bool = False
-    """It was told that no time limit of its own runs."""
+    """True if it was told that no time limit of its own runs."""
 
 
 @dataclass(kw_only=True)
@@ -59,16 +59,17 @@ class Member:
     info: MemberInfo
     joined_s: float
     proposal: Proposal | None = None
-    """What it would train; a member without one cannot be in a roster yet."""
+    """What the member would train; without a proposal it cannot be in a roster."""
     settled: bool = True
-    """Stands still and can be part of the next roster. False while a synchronous one trains."""
+    """True if it has stopped and can be in the next roster; false while it trains
+    synchronously."""
     reported_broken: Generation = NO_GENERATION
     """The newest generation in which a collective failed under it."""
     entered: Generation = NO_GENERATION
-    """The newest generation that it is known to have been in."""
+    """The newest generation that it is known to have entered."""
     disconnected_s: float | None = None
     halted_s: float | None = None
-    """Since when a signal has halted its process."""
+    """Time at which a signal halted its process."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
     """The newest generation that it could not bring up by its own failure."""
@@ -76,7 +77,7 @@ class Member:
     wait: Wait = field(default_factory=Wait)
 
     def waits(self, reason: str, now_s: float, *, stands_by: bool = False) -> None:
-        """Note what the member waits for; the clock starts anew only when that changes."""
+        """Note what the member waits for; the time restarts only if the reason changes."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
         self.wait = Wait(reason=reason, since_s=since_s, stands_by=stands_by)
 
@@ -99,16 +100,16 @@ class Member:
 
     @property
     def keeps_job(self) -> bool:
-        """True if the job goes on from where it was because this member is there."""
+        """True if the job can continue from its state because this member is there."""
         if self.proposal is None or self.proposal.stateless:
             return False
-        # The state of an asynchronous job is on its servers: it goes on with any that has trained.
+        # The state of an asynchronous job is on its servers: any member that has trained keeps it.
         trained_alone = not self.proposal.synchronous and self.entered > NO_GENERATION
         return self.proposal.has_state or trained_alone
 
     @property
     def stands_at(self) -> tuple[bool, int]:
-        """Whether it holds state, and behind which step; the largest is the job's."""
+        """If it holds state, and after which step; the largest among the members is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: Roster | None) -> bool:
@@ -125,7 +126,7 @@ class Member:
 
 
 def names_of(members: Iterable[Member]) -> str:
-    """In order, the first ten of them; "nobody" for none."""
+    """The first ten ids in order, and how many more; "nobody" for none."""
     names = sorted(m.member_id for m in members)
     shown = ", ".join(names[:MAX_NAMES])
     more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""

@@ -1,7 +1,7 @@
-"""Who is there: a job's members, and those among them who are in some way not as they should be.
+"""Table of a job's members, with indexes of those that drain, are disconnected, halted or paused.
 
-Every question that is asked at each event is answered without going through all members, so that
-an event costs the same in a job of ten thousand as in one of ten.
+Questions that each event asks are answered without a scan over all members, so that an event costs
+the same in a job of ten thousand as in one of ten.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,41 +18,42 @@ MAX_EXPELLED = 10_000
 
 @dataclass(kw_only=True)
 class MembershipTable:
-    """The members by id. Whoever changes what is kept count of here does it by a method of here."""
+    """The members by id. State that the table indexes is changed by the table's methods only."""
 
     limits: Limits
     members: dict[str, Member] = field(default_factory=dict)
     candidates: dict[str, Member] = field(default_factory=dict)
-    """Those who have proposed and are to stay, in the order in which they proposed."""
+    """Members that have proposed and are to stay, in the order of their proposals."""
     draining: dict[str, Member] = field(default_factory=dict)
-    """Those who are to leave, in the order in which they were asked to."""
+    """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that were members and are not to come back, the oldest first, and what they
-    were refused with: a call that was under way is answered with the same."""
+    """Incarnations that may not return, the oldest first, each with its refusal: a call that was
+    in progress is answered with the same one."""
     unheard: set[str] = field(default_factory=set)
-    """Those who were there under another leader, and have not said again what they train."""
+    """Members from under an earlier leader that have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
-    """Those who stand still in a call between two steps, and how many of them are enough for it."""
+    """Members that have stopped in a call between two steps, each with the number that suffices to
+    repeat it."""
     finished: set[str] = field(default_factory=set)
-    """Members that have done their work, present or gone: nobody waits for one, and each counts
-    for the minimum that the others need."""
+    """Members that have done their work, present or gone. None of them is waited for, and each
+    counts towards the minimum."""
     told_waiting: int = 0
-    """Members without a rank that would be in the next roster, as torchrun's nodes know it."""
+    """Number of members without a rank that torchrun's nodes were last told of."""
     _unsettled: set[str] = field(default_factory=set)
-    # By id, the earliest first: what is entered later counts from a later time.
+    # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
     _halted: dict[str, Member] = field(default_factory=dict)
 
     def admit(self, member: Member) -> None:
-        """Take in a member that nobody of its name is here of."""
+        """Add a member; the table holds no other of its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:
             self._unsettled.add(member.member_id)
 
     def remove(self, member: Member, refusal: Refusal | None = None) -> None:
-        """Let the member go; its incarnation never comes back."""
+        """Remove the member; its incarnation may not return."""
         name = member.member_id
         for table in (self.members, self.candidates, self.draining, self._disconnected):
             table.pop(name, None)
@@ -72,26 +73,26 @@ class MembershipTable:
             self.candidates[member.member_id] = member
 
     def drain(self, member: Member, reason: str, now_s: float) -> None:
-        """From now on the member is wanted in no further roster."""
+        """Note that the member is to leave: no further roster includes it."""
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
 
     def finish(self, member: Member) -> None:
-        """From now on the member is wanted in no roster, and stands still."""
+        """Note that the member has done its work: it has stopped, and no roster includes it."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):
             table.pop(member.member_id, None)
 
     def hold_state(self, members: Iterable[Member], step: Step) -> None:
-        """The members hold the state after so many steps, whatever they proposed with."""
+        """Note that the members hold the state after so many steps, whatever they proposed."""
         for member in members:
             if member.proposal is not None:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
     def settle(self, members: Iterable[Member], *, settled: bool) -> None:
-        """Note that the members stand still, or that they do not."""
+        """Note that the members have stopped, or that they have not."""
         for member in members:
             if member.member_id in self.finished:
                 continue
@@ -113,25 +114,25 @@ class MembershipTable:
             self._halted[member.member_id] = member
 
     def go_on(self, member: Member) -> None:
-        """The halted process goes on."""
+        """Note that a halted process goes on."""
         member.halted_s = None
         self._halted.pop(member.member_id, None)
 
     def show_life(self, member: Member) -> None:
-        """The member's stream is back."""
+        """Note that the member's stream is back."""
         member.disconnected_s = None
         self._disconnected.pop(member.member_id, None)
         self.go_on(member)
 
     def postpone(self, by_s: float) -> None:
-        """Give everybody so much more time: see `JobState.postpone`."""
+        """Give all members so much more time: see `JobState.postpone`."""
         for member in self._disconnected.values():
             assert member.disconnected_s is not None
             member.disconnected_s += by_s
         self.postpone_drains(by_s)
 
     def postpone_drains(self, by_s: float) -> None:
-        """Give those who are to leave so much more time."""
+        """Give the members that are to leave so much more time."""
         for member in self.draining.values():
             assert member.drain.since_s is not None
             member.drain.since_s += by_s
@@ -146,7 +147,7 @@ class MembershipTable:
         return [self.members[name] for name in sorted(self._unsettled)]
 
     def of(self, roster: Roster) -> list[Member]:
-        """Those of the roster that are still here, by rank."""
+        """Members of the roster that are still in the job, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
 
@@ -154,12 +155,12 @@ class MembershipTable:
         return member.member_id in self.finished
 
     def trainers(self, roster: Roster) -> list[Member]:
-        """Members of the roster that are still here and have work left, by rank."""
+        """Members of the roster that are still in the job and have work left, by rank."""
         return [m for m in self.of(roster) if m.member_id not in self.finished]
 
     @property
     def num_on_the_way(self) -> int:
-        """Members that have not proposed yet."""
+        """The number of members that have not proposed yet."""
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)
 
@@ -168,8 +169,8 @@ class MembershipTable:
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
     def overdue(self, now_s: float) -> Iterator[tuple[Member, str, str]]:
-        """Those who were silent or halted for too long, the reason that makes them lost, and that
-        in short."""
+        """Members that were disconnected or halted for too long, each with the reason for which it
+        is lost, in full and in short."""
         for member in list(self._halted.values()):
             if now_s >= self._halt_ends_s(member):
                 halted = f"{self.limits.halt_s:g} s"
@@ -179,7 +180,7 @@ class MembershipTable:
                 yield member, "its stream broke and did not come back", "connection lost"
 
     def deadlines(self) -> Iterator[float]:
-        """When `overdue` has something to say at the earliest."""
+        """Earliest times at which `overdue` may return a member."""
         for member in self._first(self._disconnected):
             yield self._reconnect_ends_s(member)
         for member in self._first(self._halted):

@@ -1,7 +1,7 @@
-"""Pauses: a member runs code of its script's own, and the others wait for it. Pure.
+"""Pauses: a member runs its script's own code, and the others wait for it. Pure.
 
-While one is in force no limit runs by which members agree, stop or come up: those limits are moved
-by what time passes (`Pauses.hold`). How a loss is noticed is not touched by it.
+During a pause, the limits on agreeing, stopping and bring-up stand still: they are moved by the
+time that passes (`Pauses.hold`). The detection of losses goes on.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ MAX_NAMES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """What one member said of its own."""
+    """One member's pause, as the member announced it."""
 
     reason: str
     since_s: float
@@ -24,24 +24,24 @@ class Pause:
 
     @property
     def ends_s(self) -> float:
-        """From then on the member is taken for hung."""
+        """Time from which the member counts as hung."""
         return self.since_s + self.limit_s
 
 
 @dataclass(kw_only=True)
 class Pauses:
-    """Of one job's members; whom of them the others wait for is not known here."""
+    """The pauses of one job's members, including those that no other member waits for."""
 
     _paused: dict[str, tuple[Member, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[Member, int]] = field(default_factory=dict)
-    """By name, of members that say it: the number of the newest pause that is over."""
+    """By member id: the number of its newest pause that is over, if it states numbers."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
-    """When the newest pause that held the limits up was over."""
+    """Time up to which pauses have last held the limits."""
 
     def begin(self, member: Member, event: Paused, now_s: float) -> Pause | None:
-        """Take in what the member says of its pause; said again, the newest word counts. None for
-        one that is over, of which a word was long on its way."""
+        """Begin or update the member's pause; the newest message counts. Returns None if the pause
+        is over already and the message was late."""
         over, known = self._over.get(member.member_id), self.of(member)
         newest = known.number if known is not None else 0
         if over is not None and over[0] is member:
@@ -58,7 +58,7 @@ class Pauses:
         return pause
 
     def end(self, member: Member, number: int = 0) -> Pause | None:
-        """The member's pause of that number is over (0: whichever); None if there was none."""
+        """End the member's pause of that number (0: any); returns it, or None if there was none."""
         known = self.of(member)
         if number and known is not None and number < known.number:
             return None
@@ -69,7 +69,7 @@ class Pauses:
         return known
 
     def gone(self, member: Member) -> None:
-        """It is no member any more."""
+        """Forget a process that is no longer a member."""
         self.end(member)
         if (over := self._over.get(member.member_id)) is not None and over[0] is member:
             del self._over[member.member_id]
@@ -82,9 +82,9 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """By how much the limits are to be moved: what has passed while they were held up.
+        """Return by how much the limits have to be moved: the time for which they were held.
 
-        `held`: whether they are from now on.
+        `held` says if they are held from now on.
         """
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:
@@ -94,7 +94,7 @@ class Pauses:
 
 
 def told(member: Member, rank: int | None, pause: Pause, now_s: float | None = None) -> str:
-    """What the others wait for: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
+    """Text of a pause: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
     name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
     text = f"{name} is paused: {pause.reason}"
     if now_s is None:

@@ -17,7 +17,7 @@ class Phase(Enum):
 
 
 OVER = frozenset({Phase.FINISHED, Phase.LOST, Phase.STOPPED, Phase.FAILED})
-"""Nobody is a member, and nobody becomes one by joining."""
+"""Phases of a job that is over: it has no members, and none can join."""
 
 
 class Trigger(Enum):
@@ -66,7 +66,7 @@ TRANSITIONS: Mapping[tuple[Phase, Trigger], Phase] = {
 
 
 class IllegalTransition(Exception):
-    """The table has no such move: a fault in the state machine's own logic."""
+    """Raised for a transition that is not in the table: a bug in the state machine."""
 
 
 def after(phase: Phase, trigger: Trigger) -> Phase:

@@ -1,4 +1,4 @@
-"""Members that cannot reach each other: whom to leave out so that the rest can train."""
+"""Members that cannot reach each other: which to leave out so that the rest can train."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 def whom_to_exclude(
     unreachable: Mapping[str, Mapping[str, str]], *, newest_last: Sequence[str], kept: set[str]
 ) -> dict[str, str]:
-    """Who is to go, each with what was seen, so that all who are left reach one another.
+    """Members to exclude so that all others reach each other, each with the errors seen.
 
-    `unreachable` says for each member which peers it could not reach, and how that showed. A pair
-    is cut if either side says so, since a collective needs both ways. One who is cut off from
-    many goes before many who are each cut off from one; between equals the newest goes. Who is in
-    `kept` trains, and stays whatever newcomers say.
+    `unreachable` says for each member which peers it could not reach, and with what error. A pair
+    is cut if either side says so, since a collective needs both directions. The member that is cut
+    off from most others is excluded first; between equals, the newest. Members in `kept` train,
+    and stay whatever newcomers report.
     """
     cut: dict[str, dict[str, str]] = {}
     for member, peers in unreachable.items():
@@ -21,7 +21,7 @@ def whom_to_exclude(
     order = {member: position for position, member in enumerate(newest_last)}
     excluded: dict[str, str] = {}
     while any(cut.values()):
-        # Two who both train reached each other a moment ago; their break, if any, will tell.
+        # Two kept members reached each other before; if they cannot now, their generation breaks.
         able = [m for m, peers in cut.items() if peers and m not in kept]
         if not able:
             break

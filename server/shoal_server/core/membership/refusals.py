@@ -1,4 +1,4 @@
-"""Every refusal the membership can give, worded in one place."""
+"""Refusals of the membership, all worded in this file."""
 
 from shoal_server.core.generations.conflicts import in_short
 from shoal_server.core.generations.progress import Progress
@@ -186,7 +186,7 @@ _FIXES = {
     " random_split(..., generator=torch.Generator().manual_seed(0)); sort a list of files"
     " (docs/data.md).",
 }
-"""What to do about a field in which members differ, where it is no setting of a script."""
+"""Fixes for fields in which members differ and that are not settings of a script."""
 
 
 def bad_devices(member_id: str, problem: str) -> Refusal:

@@ -1,9 +1,9 @@
-"""Members that could not bring a generation up: who is tried again and when, who is left out.
+"""Members that could not bring a generation up: when each is tried again, and which are left out.
 
-A failure is a member's own, or another's that it only shared. Its own failures count, by its name,
-so that a process started again in its place goes on counting: after three it is left out. One that
-others caused only puts off a newcomer's next try, so that a generation that runs is not stopped
-for it again and again. Pure: time is an argument.
+A failure is a member's own, or one that it shared and another member caused. Own failures are
+counted by name, also over restarts of the process: after three the member is left out. A shared
+failure only puts off a newcomer's next try, so that a running generation is not stopped for it
+again and again. Pure: time is an argument.
 """
 
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""A member that failed so long ago begins anew, and one that was left out may come again."""
+"""After this time, failures are forgotten, and a member that was left out may join again."""
 MAX_NAMES_KEPT = 10_000
 
 
@@ -24,17 +24,17 @@ class Setback:
 
     at_s: float
     own: int = 0
-    """Of its own."""
+    """Number of its own failures."""
     shared: int = 0
-    """In which it came in and another member failed."""
+    """Number of failures that others caused while it joined."""
     error: str = ""
-    """The newest of its own."""
+    """The error of its newest own failure."""
     not_before_s: float | None = None
-    """Wanted in no roster until then."""
+    """Time before which no roster includes it."""
 
 
 class Setbacks:
-    """Those of one job, by member id."""
+    """Setbacks of one job's members, by member id."""
 
     def __init__(self) -> None:
         self._setbacks: dict[str, Setback] = {}
@@ -51,14 +51,14 @@ class Setbacks:
         return f"Setbacks({self._setbacks!r})"
 
     def failed(self, member_id: str, error: str, now_s: float) -> int:
-        """Count a failure of its own; how many in a row that makes."""
+        """Count a failure of the member's own; returns how many it has in a row."""
         setback = self._of(member_id, now_s)
         setback.own, setback.error = setback.own + 1, error
         self._put_off(setback, setback.own, now_s)
         return setback.own
 
     def shared(self, member_id: str, now_s: float) -> None:
-        """A generation that was to take it in failed by another's fault, or nobody's."""
+        """Count a failure, not its own, of a generation that the member was to join."""
         setback = self._of(member_id, now_s)
         setback.shared += 1
         self._put_off(setback, setback.shared, now_s)
@@ -69,7 +69,7 @@ class Setbacks:
                 self._setbacks.pop(name, None)
 
     def release(self, now_s: float) -> None:
-        """Let those try again whose time has come, and forget what is long ago."""
+        """Let members try again whose time has come, and forget old failures."""
         for name, setback in list(self._setbacks.items()):
             if setback.not_before_s is not None and now_s >= setback.not_before_s:
                 setback.not_before_s = None
@@ -77,7 +77,7 @@ class Setbacks:
                 del self._setbacks[name]
 
     def waits(self, member_id: str) -> bool:
-        """Whether the member's next try is put off."""
+        """True if the member's next try is put off."""
         setback = self._setbacks.get(member_id)
         return setback is not None and setback.not_before_s is not None
 
@@ -86,25 +86,25 @@ class Setbacks:
         return setback.own if setback is not None else 0
 
     def is_first(self, member_id: str) -> bool:
-        """Whether all that befell the member is one failure of its own."""
+        """True if the member has one failure of its own and no shared one."""
         setback = self._setbacks.get(member_id)
         return setback is not None and setback.own == 1 and not setback.shared
 
     def left_out(self, member_id: str, now_s: float) -> str:
-        """What the member failed with, if it is not tried any more; else an empty text."""
+        """The member's newest error if it is left out; otherwise an empty text."""
         setback = self._setbacks.get(member_id)
         if setback is None or setback.own < MAX_TRIES or now_s >= setback.at_s + REMEMBERED_S:
             return ""
         return setback.error
 
     def all_left_out(self, now_s: float) -> Iterator[tuple[str, str]]:
-        """Names and errors."""
+        """Names and errors of the members that are left out."""
         for name in self._setbacks:
             if error := self.left_out(name, now_s):
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """When those of these members that wait may try again."""
+        """Times at which members of these may try again, for those whose try is put off."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)
@@ -129,6 +129,6 @@ class Setbacks:
 
     @staticmethod
     def _put_off(setback: Setback, count: int, now_s: float) -> None:
-        # Bounded before it is computed: a count may grow for ever.
+        # The exponent is bounded: a count may grow without limit.
         pause_s = min(FIRST_PAUSE_S * PAUSE_GROWTH ** min(count - 1, 10), MAX_PAUSE_S)
         setback.not_before_s = max(setback.not_before_s or 0.0, now_s + pause_s)
