@@ -28,7 +28,7 @@ from shoal.weights.reading import (
     table_rows,
     whole_tensors,
 )
-from shoal.weights.rows import RowChanges, PublishedRows
+from shoal.weights.rows import PublishedRows, RowChanges
 from shoal.weights.version import WeightVersion
 from shoal_client.weights.reader import Base, SeriesReader
 from shoal_proto.errors import (
