@@ -231,7 +231,7 @@ def _ranked(values: Shorts) -> Shorts:
 
 
 def _planes(old: Bytes, new: Bytes, size: int) -> list[Buffer]:
-    """For each byte of an element the exclusive or; none if nothing changed."""
+    """Exclusive or of old and new, a plane for each byte of an element; empty without changes."""
     changed = old ^ new
     if not changed.any():
         return []
@@ -256,7 +256,7 @@ def _bytes(buffer: Buffer) -> Bytes:
 def _decompressed(
     stream: memoryview, num_bytes: int, decompressor: zstandard.ZstdDecompressor
 ) -> Bytes:
-    """No stream is longer than the span that it is of."""
+    """Decompress a stream, which may not be longer than its span."""
     try:
         size = zstandard.frame_content_size(stream)
         if not 0 <= size <= num_bytes:

@@ -1,4 +1,4 @@
-"""What travels between the parts of Shoal: messages, errors, and how one becomes the other."""
+"""Messages and errors that travel between the parts of Shoal, and their conversion."""
 
 from shoal_proto.forks import grpc
 

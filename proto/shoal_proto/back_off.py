@@ -24,7 +24,7 @@ class BackOff:
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
-        """With `first_s` alone every pause is as long as the first."""
+        """Set the first and the longest pause. With `first_s` alone, all pauses are equal."""
         self._first_s = FIRST_S if first_s is None else first_s
         self._prompt_s = PROMPT_S if first_s is None else 0.0
         if longest_s is None:

@@ -99,7 +99,7 @@ _EMPTY = memoryview(b"")
 
 
 class Frame(NamedTuple):
-    """What a header says, and the body: of a message checked, of a piece not yet."""
+    """Header and body of a frame. The checksum of a message is verified, that of a piece not yet."""
 
     kind: Kind
     shard_id: int
@@ -153,7 +153,7 @@ class FrameReader:
         self._filled_bytes = 0
 
     def space(self) -> memoryview:
-        """Where the next bytes belong; never empty."""
+        """Memory for the next bytes that arrive; never empty."""
         if self._frame is not None:
             return self._frame.body[self._filled_bytes :]
         if self._start == self._stop:
@@ -165,7 +165,7 @@ class FrameReader:
         return self._buffer[self._stop :]
 
     def received(self, num_bytes: int) -> None:
-        """So many bytes lie in what `space` gave."""
+        """Record that `num_bytes` were written to the memory that `space` returned."""
         if self._frame is not None:
             self._filled_bytes += num_bytes
         else:

@@ -1,4 +1,4 @@
-"""Every error Shoal raises, sorted by what the caller should do about it.
+"""Errors that Shoal raises, sorted by what the caller should do about them.
 
 An error is data: what happened, what was seen, what was expected, how to fix it. The same class
 is raised on both sides of a call; `shoal_proto.status` carries it over.
@@ -65,7 +65,7 @@ def _rebuild(
 
 
 class RetryError(ShoalError):
-    """Nothing is wrong with the request: the same call may succeed a little later."""
+    """The request is valid: the same call may succeed a little later."""
 
 
 class Unavailable(RetryError):
@@ -73,11 +73,11 @@ class Unavailable(RetryError):
 
 
 class NotLeader(RetryError):
-    """This coordinator replica does not lead. `details["leader"]` is the address of who does."""
+    """The coordinator replica does not lead. `details["leader"]` is the address of the leader."""
 
 
 class DeadlineExceeded(RetryError):
-    """No answer within the time limit; whether the call took effect is unknown."""
+    """The time limit passed without an answer. The call may or may not have taken effect."""
 
 
 class ShardNotReady(RetryError):
@@ -110,7 +110,7 @@ class LoadingFailed(RetryError):
 
 
 class SnapshotFailed(RetryError):
-    """No snapshot was taken; the parameters are as they were, and nothing of it is left."""
+    """The snapshot was not taken. Parameters are unchanged, and storage has no part of it."""
 
 
 class RejoinError(ShoalError):
@@ -138,7 +138,7 @@ class AccessDenied(RefusedError):
 
 
 class CertificateRefused(AccessDenied):
-    """One side does not accept the other's certificate, or speaks no TLS while the other does."""
+    """A side does not accept the other's certificate, or speaks no TLS while the other does."""
 
 
 class InvalidSpec(RefusedError, ValueError):
@@ -146,7 +146,7 @@ class InvalidSpec(RefusedError, ValueError):
 
 
 class UnknownStrategy(RefusedError, ValueError):
-    """No strategy of that name."""
+    """Shoal has no strategy of that name."""
 
 
 class UnsupportedOptimizer(RefusedError):
@@ -174,8 +174,8 @@ class HyperparametersDiffer(RefusedError):
 
 
 class RegisteredStateDiffers(RefusedError):
-    """What a script has registered is not the same on all members. `details` maps each member to
-    what it has where they differ.
+    """Objects that a script registered differ between members. `details` maps each member to its
+    value where they differ.
     """
 
 
@@ -185,19 +185,19 @@ class SampleFailed(RefusedError):
 
 
 class PeersUnreachable(RefusedError):
-    """This member and others cannot reach each other over the network; `details` names them."""
+    """The member and others cannot reach each other over the network; `details` names them."""
 
 
 class BringUpFailed(RefusedError):
-    """This member failed to bring a generation up, again and again: the others go on without it."""
+    """The member failed repeatedly to bring a generation up. The others continue without it."""
 
 
 class MemberDrained(RefusedError):
-    """This member was asked to leave and has handed over: there is nothing left for it to do."""
+    """The member was asked to leave, and has handed over: it has nothing left to do."""
 
 
 class UnknownJob(RefusedError):
-    """No job of that name."""
+    """The coordinator knows no job of that name."""
 
 
 class JobFinished(RefusedError):
@@ -225,7 +225,7 @@ class UnknownShard(RefusedError):
 
 
 class UnknownSnapshot(RefusedError):
-    """There is no such snapshot in the storage that was named."""
+    """The named storage has no such snapshot."""
 
 
 class ForgottenPush(RefusedError):
@@ -237,7 +237,7 @@ class StalePush(RefusedError):
 
 
 class UnknownSeries(RefusedError):
-    """No series of published weights has that name."""
+    """The coordinator knows no series of published weights of that name."""
 
 
 class SeriesHeld(RefusedError):
@@ -245,7 +245,7 @@ class SeriesHeld(RefusedError):
 
 
 class StaleEpoch(RefusedError):
-    """This publisher was replaced: another one publishes the series now, under a later epoch."""
+    """The publisher was replaced: another one publishes the series now, under a later epoch."""
 
 
 class PublicationAbandoned(RefusedError):
@@ -274,8 +274,8 @@ class NonFiniteGradient(RefusedError):
 
 
 class TrainingFailed(RefusedError):
-    """All samples were trained on, and the loss is not what was asked for: not finite, or not lower
-    than at first where the script wants it to be."""
+    """Training is complete, and its loss is not as required: it is not finite, or not lower than at
+    the start although the script asks for that."""
 
 
 class MalformedMessage(RefusedError):
@@ -283,7 +283,7 @@ class MalformedMessage(RefusedError):
 
 
 class NoServers(RefusedError):
-    """No parameter server is there to hold the shards."""
+    """The cluster has no parameter server to hold the shards."""
 
 
 class NothingLost(RefusedError):
@@ -299,7 +299,8 @@ class ProtocolMismatch(RefusedError):
 
 
 class CorruptError(ShoalError):
-    """Our fault: data is not what it was when it was written. Stop, do not go on from it."""
+    """Data differs from what was written, which is a fault of Shoal or of its storage. Stop, and do
+    not continue from this data."""
 
 
 class ChecksumMismatch(CorruptError):

@@ -1,5 +1,5 @@
-"""What a member reports of its training: the one list from which the report that a worker posts,
-its checks, the views, the metrics and their texts are made."""
+"""Figures that a member reports about its training. The worker's report, its checks, the views, the
+metrics and their texts are all made from this one list."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -26,7 +26,7 @@ class Gauge:
 
 @dataclass(frozen=True, kw_only=True)
 class CourseFigures:
-    """How far a job has come, as a member of it says."""
+    """Progress of a job, as a member reports it."""
 
     __pydantic_config__: ClassVar[Any] = {
         "extra": "forbid",
@@ -47,7 +47,7 @@ class CourseFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthFigures:
-    """How a member's training goes, in its own words. None: it did not say."""
+    """Figures of a member's training, as it reports them. None: not reported."""
 
     __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
     """For a server that makes a schema of it: the texts are those below."""
@@ -96,7 +96,7 @@ def gauges() -> dict[str, str]:
 
 
 def max_lengths() -> dict[str, int]:
-    """How many characters a text may have, by figure."""
+    """Maximum number of characters of each figure that is a text."""
     return {name: mark.max_length for name, mark in _marked(MaxLen)}
 
 

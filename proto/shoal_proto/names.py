@@ -1,5 +1,5 @@
-"""Which names jobs, members and servers may have: they become keys, paths and URL segments; and how
-URLs name storage."""
+"""Rules for names of jobs, members and servers, which become keys, paths and URL segments, and for
+URLs of storage."""
 
 import re
 
@@ -35,7 +35,7 @@ each. `fsspec` is asked for no other: it reaches far more than storage."""
 
 
 def is_name(text: str) -> bool:
-    """Whether `text` may name a job, a member or a server; `NAME_RULE` says what may."""
+    """True if `text` may name a job, a member or a server, by `NAME_RULE`."""
     return _NAME.fullmatch(text) is not None
 
 

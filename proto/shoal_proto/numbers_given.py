@@ -47,8 +47,9 @@ def as_number(name: str, value: Any) -> float:
 
 
 def plain_number(name: str, value: Any) -> Any:
-    """What a scalar of another library holds, such as np.float32(1.5) or a 0-d tensor; other
-    values as they are. Raises InvalidSpec for a scalar that has no value, as on the meta device."""
+    """Python number in a scalar of another library, such as np.float32(1.5) or a 0-d tensor; other
+    values are returned unchanged. Raises InvalidSpec for a scalar without a value, as on the meta
+    device."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:

@@ -1,4 +1,4 @@
-"""Which versions of the protocol a process speaks, and which one two processes speak together.
+"""Versions of the protocol that a process speaks, and the choice of one by two processes.
 
 A version of the protocol stands for what messages and calls mean, not for the fields that they
 have: a field that one side does not know is ignored, or handed on, by the other. So the number
@@ -50,7 +50,7 @@ OWN_PROTOCOLS = ProtocolRange(oldest=3, newest=3)
 
 
 def user_agent(spoken: ProtocolRange) -> str:
-    """What a caller says of itself in each call."""
+    """User agent that a caller sends with each call."""
     return f"shoal-protocol/{spoken}"
 
 

@@ -1,4 +1,4 @@
-"""Where a shard is led now, told together with the refusal of a call that came to the wrong place.
+"""Route to the primary of a shard, sent with the refusal of a call that reached another server.
 
 In the details of a WrongEpoch, one entry a shard: `details["shard 3"] == "6 ps-2 10.0.0.2:7710"`,
 its epoch, the id of its primary's server, and host:port of that.
@@ -14,7 +14,7 @@ _PREFIX = "shard "
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Who leads a shard, or is about to, in which epoch."""
+    """Server that leads a shard, or is about to, and the epoch."""
 
     shard_id: int
     epoch: int

@@ -1,6 +1,6 @@
-"""Where the row of a table lives: a fixed hash of its id, the same in every program.
+"""Hash of a row's id, which determines its shard; fixed, and the same in every program.
 
-The finaliser of SplitMix64 (Steele, Lea, Flood 2014) behind one step of its counter. Servers and
+The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one step of its counter. Servers and
 workers have the same in arrays; the tests hold them to this.
 """
 

@@ -21,10 +21,10 @@ MIN_LENGTH, MAX_LENGTH = 16, 128
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSecrets:
-    """What a member shows, or has its launcher show."""
+    """Secrets that a member, or its launcher for it, presents."""
 
     job: str = field(default="", repr=False)
-    """What its job was, or is to be, begun with; empty: none."""
+    """Secret with which its job was begun, or is to begin; empty: none."""
     launch_digest: str = field(default="", repr=False)
     """Of the secret by which its launcher reports on it; empty: whoever names it may."""
 
@@ -35,14 +35,14 @@ def drawn() -> str:
 
 
 def digest_of(secret: str) -> str:
-    """What is kept of a secret, from which it cannot be told; empty for none."""
+    """Digest of a secret, which is stored instead of it; empty for no secret."""
     if not secret:
         return ""
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
 
 
 def proves(secret: str, digest: str) -> bool:
-    """Whether the digest is that of the secret."""
+    """True if the digest is that of the secret."""
     return bool(digest) and hmac.compare_digest(digest_of(secret), digest)
 
 
@@ -54,7 +54,7 @@ def job_secret(environment: Mapping[str, str]) -> str:
 
 
 def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
-    """Of the member that this process becomes. Raises InvalidSpec."""
+    """Secrets of the member that this process becomes. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
         # No launcher has started this process: one that nobody knows, for reports of nobody's.

@@ -121,7 +121,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
 
 
 def is_explained(error: grpc.RpcError) -> bool:
-    """Whether a Shoal server has said why the call failed, and not gRPC alone."""
+    """True if a Shoal server, and not gRPC alone, gave the reason of the failure."""
     return any(key == ERROR_METADATA_KEY for key, _ in _trailing_metadata(error))
 
 

@@ -29,7 +29,7 @@ def printable(text: str, *, lines: bool = False) -> str:
 
 
 def printable_json(value: Any, name: str = "") -> Any:
-    """What JSON held, with all its texts printable; `name`: under which it stood there."""
+    """Value from JSON with all its texts made printable; `name` is its key there."""
     if isinstance(value, str):
         return printable(value, lines=name in OF_SEVERAL_LINES)
     if isinstance(value, list):

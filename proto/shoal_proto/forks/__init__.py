@@ -1,1 +1,4 @@
-"""What a child must not find half done: a trainer is forked by its DataLoaders at any time."""
+"""Protection of state that a forked child would find half changed.
+
+DataLoaders fork a trainer at any time.
+"""

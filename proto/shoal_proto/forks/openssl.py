@@ -1,4 +1,4 @@
-"""No fork of this process while one of its threads is within OpenSSL.
+"""Exclusion of forks while a thread of this process runs OpenSSL code.
 
 OpenSSL's locks know nothing of forks. A child that is forked while another thread of its parent
 holds one of them has that lock for good, held by a thread that it does not have, and waits for ever
@@ -53,10 +53,10 @@ def secured_client(
 
 
 def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: float | None) -> Done:
-    """What `do` gives, a call of the connection's that does not block; it is made again whenever
-    the network lets it get on. None: however long that takes.
+    """Result of `do`, a non-blocking call on the connection, which is repeated whenever the network
+    is ready. `within_s`: time limit in seconds; None: no limit.
 
-    Raises TimeoutError, and what `do` raises else.
+    Raises TimeoutError, and any other error of `do`.
     """
     give_up_s = None if within_s is None else time.monotonic() + within_s
     while True:

@@ -1,1 +1,1 @@
-"""What many members are told, in few bytes."""
+"""Compact encodings of data that goes to many members."""

@@ -45,7 +45,7 @@ class PackedListing:
 
 
 def pack(lines: Iterable[str]) -> bytes:
-    """At most MAX_LISTING_BYTES, however many lines there are."""
+    """Pack lines into at most MAX_LISTING_BYTES, whatever their number."""
     listed = [_BREAKS.sub(" ", line)[:_MAX_LINE_CHARACTERS] for line in lines]
     packed = _pack(listed)
     num_blocks = _MAX_BLOCKS

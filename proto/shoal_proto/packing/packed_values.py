@@ -26,7 +26,7 @@ def pack(values: Sequence[bytes]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[bytes]:
-    """What was packed. Raises MalformedMessage."""
+    """Values that were packed. Raises MalformedMessage."""
     unpacking = zlib.decompressobj()
     try:
         data = unpacking.decompress(packed, MAX_VALUES_BYTES)
@@ -47,7 +47,7 @@ def unpack(packed: bytes) -> list[bytes]:
 
 
 def _difference(value: bytes, other: bytes) -> bytes:
-    """Of two that are as long; else the value itself. It is its own inverse."""
+    """Exclusive or of two values of one length, otherwise `value` itself. It is its own inverse."""
     size = len(value)
     if size != len(other):
         return value

@@ -26,7 +26,7 @@ POPULATED_BYTES = 4 * 1024 * 1024
 def _closing(
     owner: "Segment | SegmentWriter", descriptor: int
 ) -> "weakref.finalize[[int], Segment | SegmentWriter]":
-    """What closes the descriptor: once, when it is called, or when the owner is gone."""
+    """Finalizer that closes the descriptor once: when called, or when the owner is deleted."""
     _open.add(owner)
     return weakref.finalize(owner, os.close, descriptor)
 
@@ -181,7 +181,7 @@ class SegmentWriter:
 
     @property
     def descriptor(self) -> int:
-        """Of the memory file."""
+        """File descriptor of the memory file."""
         return self._descriptor
 
     @property

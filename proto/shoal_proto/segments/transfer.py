@@ -118,7 +118,9 @@ class StagedSegment:
 
 
 class SegmentConnection:
-    """One call at a time, by one thread, but for `close`. After an error it is of no use."""
+    """Connection on which one thread makes one call at a time; any thread may `close` it.
+
+    It cannot be used after an error."""
 
     def __init__(self, connected: socket.socket, address: str) -> None:
         """Takes the socket over, on which a server has accepted the key."""
@@ -340,7 +342,7 @@ class SegmentConnection:
             view = view[self._socket.send(view) :]
 
     def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
-        """Without TLS their pages go to the network as they are: nobody can change them."""
+        """Send chunks without TLS straight from their pages, which nobody can change."""
         with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)

@@ -70,8 +70,8 @@ def add_port(server: grpc.aio.Server, address: str) -> int:
 
 
 def material() -> Material | None:
-    """What channels are made of now: one that was made of something else knows a certificate that
-    has been renewed since."""
+    """Material for new channels. A channel made from other material holds a certificate that has
+    been renewed since."""
     own = identity.own()
     return None if own is None else own.material
 

@@ -19,7 +19,7 @@ LOOK_EVERY_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class TlsFiles:
-    """Where the three PEM files are."""
+    """Paths of the three PEM files."""
 
     ca: Path
     """Certificates of the authorities that signed those of the other processes."""
@@ -39,7 +39,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, eq=False)
 class Material:
-    """What was in the files at one time; they fit each other. Equal to itself alone."""
+    """Contents of the files at one time, which fit each other. Compared by identity."""
 
     ca: bytes
     cert: bytes
@@ -71,7 +71,7 @@ class TlsIdentity:
 
     @property
     def material(self) -> Material:
-        """As of now. The same object as long as the files have not changed."""
+        """Current material: the same object as long as the files have not changed."""
         # Who forks finds neither lock held by another thread.
         with NO_FORK, self._lock:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:

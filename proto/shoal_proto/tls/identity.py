@@ -37,7 +37,7 @@ def use(files: TlsFiles | None) -> None:
 
 @contextmanager
 def using(files: TlsFiles | None) -> Iterator[None]:
-    """As `use`, for the block."""
+    """Use the files within the block, as `use` does."""
     global _own  # noqa: PLW0603
     before = _own
     use(files)

@@ -1,5 +1,5 @@
-"""Which clusters this user runs on this machine: by this the user's commands and scripts find the
-certificates of one from its address alone.
+"""Records of the clusters that this user runs on this machine. Commands and scripts of the user find
+a cluster's certificates by its address alone.
 
 A cluster is a file in a folder that is this user's alone. Its file is locked for as long as the
 cluster is up: what a killed one left counts for nothing, and is removed by the next that starts.
@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class LocalClusterRecord:
-    """One cluster that is up."""
+    """Record of a cluster that is up."""
 
     addresses: Sequence[str]
     """host:port of its coordinators, and of their pages."""
@@ -81,7 +81,7 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def running() -> Sequence[LocalClusterRecord]:
-    """All clusters of this user that are up on this machine."""
+    """Records of this user's clusters that are up on this machine."""
     return tuple(_running())
 
 
@@ -175,7 +175,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _network() -> int:
-    """Which network this process sees; 0: the kernel does not say."""
+    """Inode of the network namespace of this process; 0 if the kernel does not give it."""
     try:
         return os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - what a link of /proc leads to
     except OSError:

@@ -1,4 +1,4 @@
-"""What a certificate says of its holder: a role, a name, and for some a job or a series.
+"""Identity of a certificate's holder: a role, a name, and for some a job or a series.
 
 The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or with the job that the
 holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound
@@ -20,7 +20,7 @@ URI_START = "spiffe://shoal/"
 
 
 class Role(Enum):
-    """What the holder of a certificate is, and so what it may call."""
+    """Role of a certificate's holder, which decides what it may call."""
 
     OPERATOR = "operator"
     VIEWER = "viewer"
@@ -36,7 +36,7 @@ SERVES_AS = {Role.COORDINATOR: COORDINATOR_NAME, Role.SERVER: SERVER_NAME}
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who is at the other end of a connection, as its certificate says."""
+    """Identity of the other end of a connection, from its certificate."""
 
     role: Role
     name: str
@@ -52,7 +52,7 @@ class Caller:
 
     @property
     def uri(self) -> str:
-        """As it stands in the certificate."""
+        """URI of the identity in the certificate."""
         bound = f"/job/{self.job}" if self.job else ""
         bound += f"/series/{self.series}" if self.series else ""
         return f"{URI_START}{self.role.value}/{self.name}{bound}"

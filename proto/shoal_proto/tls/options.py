@@ -44,16 +44,16 @@ class TlsOptions:
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the cluster, where these options themselves say it."""
+        """Addresses of the cluster, if these options name them."""
         return ()
 
     def files_of(self, *roles: Role) -> TlsFiles | None:
-        """As `files`, for other roles where a folder was given."""
+        """Files as `files` gives them, for other roles if a folder was given."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
 
 class LauncherTls(TlsOptions):
-    """Those of `shoal run`, whose workers get the certificate of a worker."""
+    """TLS options of `shoal run`, whose workers get the certificate of a worker."""
 
     roles: ClassVar[tuple[Role, ...]] = (Role.OPERATOR, Role.WORKER)
 

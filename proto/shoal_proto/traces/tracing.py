@@ -77,7 +77,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """As `span`, but only within another one: what nobody traces is no trace of its own."""
+    """A span as `span` makes it, but only within another one: it never starts a trace of its own."""
     if _Tracing.tracer is None or not _carried():
         yield
         return
@@ -90,13 +90,13 @@ class Ongoing:
     Ends with its `with` statement, or its first `end`."""
 
     def __init__(self, name: str, token: Carrier | None = None) -> None:
-        """It begins now. `token`: as of `span`."""
+        """Begin the span now. `token`: as for `span`."""
         tracer = _Tracing.tracer
         self._span = None if tracer is None else tracer.start_span(name, context=_context(token))
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """What the block does is part of it, unless it has ended."""
+        """Make what the block does part of the span, unless that has ended."""
         span = self._span
         if span is None:
             yield
