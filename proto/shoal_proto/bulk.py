@@ -99,7 +99,7 @@ _EMPTY = memoryview(b"")
 
 
 class Frame(NamedTuple):
-    """Header and body of a frame. The checksum of a message is verified, that of a piece not yet."""
+    """Header and body of a frame. A message's checksum is verified, a piece's is not yet."""
 
     kind: Kind
     shard_id: int

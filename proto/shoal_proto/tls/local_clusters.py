@@ -1,4 +1,4 @@
-"""Records of the clusters that this user runs on this machine. Commands and scripts of the user find
+"""Records of the clusters that this user runs on this machine. Commands and scripts of a user find
 a cluster's certificates by its address alone.
 
 A cluster is a file in a folder that is this user's alone. Its file is locked for as long as the

@@ -77,7 +77,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """A span as `span` makes it, but only within another one: it never starts a trace of its own."""
+    """A span as `span` makes it, but only within another one: it never begins a trace."""
     if _Tracing.tracer is None or not _carried():
         yield
         return
