@@ -1,4 +1,4 @@
-"""One series at work: carries out what its core decides, and answers who asked."""
+"""Actor of one series: it carries out the decisions of the core, and answers the callers."""
 
 import asyncio
 from collections.abc import Callable

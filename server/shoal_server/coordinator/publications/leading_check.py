@@ -6,7 +6,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 
 
 class LeadingCheck:
-    """One read of etcd at a time, for all that have asked before it began."""
+    """Check that this coordinator leads. One read of etcd at a time serves all earlier callers."""
 
     def __init__(self, store: LeaderStore) -> None:
         self._store = store

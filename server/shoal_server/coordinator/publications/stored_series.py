@@ -1,4 +1,4 @@
-"""One series in etcd: its head and versions in one transaction, its layouts before them.
+"""Storage of a series in etcd: layouts first, then head and versions in one transaction.
 
 The head is compared with each write, and no two heads are alike. So a write whose outcome is
 unknown may be made again: if it was made before, the head is found to be the one that was written.
@@ -140,15 +140,20 @@ Found = tuple[StoredSeries, SeriesWriter]
 
 
 async def read_all(store: LeaderStore) -> tuple[dict[str, Found], dict[str, ShoalError]]:
-    """All series, and why others cannot be read. Raises what the store raises."""
+    """Read all series; the second result is the error of each unreadable one.
+
+    Raises what the store raises.
+    """
     listed = (await store.range(keys.SERIES)).items
     layouts = await store.keys(keys.SERIES_LAYOUTS)
     return _found(store, listed, layouts)
 
 
 async def read_one(store: LeaderStore, name: str) -> Found:
-    """One series, empty if there is none of that name. Raises InternalError for records that cannot
-    be read."""
+    """Read one series, which is empty if there is none of that name.
+
+    Raises InternalError for records that cannot be read.
+    """
     listed = (await store.range(f"{keys.SERIES}{name}/")).items
     layouts = await store.keys(keys.series_layouts(name))
     found, broken = _found(store, listed, layouts)

@@ -54,14 +54,14 @@ class Stores:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """By id."""
+        """Addresses by server id."""
         return {s.holder.server_id: s.address for s in self._mirror.records.values()}
 
     async def held(
         self, series: str, segments: Sequence[PublishedSegment]
     ) -> dict[str, Collection[bytes]]:
-        """What the holders that the segments name have of them; nothing of one that does not
-        answer."""
+        """Digests that each named holder of the segments has; holders without an answer are left
+        out."""
         questions: dict[str, list[bytes]] = {}
         for segment in segments:
             for holder in segment.holders:

@@ -56,7 +56,7 @@ def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsAnswer:
-    """What a server says of the segments that it was asked for."""
+    """Answer of a server about the segments that it was asked for."""
 
     held: Collection[bytes]
     durable: Collection[bytes] = ()
@@ -64,7 +64,7 @@ class HoldsAnswer:
 
 
 class _Standing(Enum):
-    """What is known of a server as a holder of one segment."""
+    """State of a server as a holder of one segment, as far as known."""
 
     HELD = "it has it"
     UNKNOWN = "it was not asked yet"
@@ -73,13 +73,13 @@ class _Standing(Enum):
 
 
 class Holders:
-    """What one leader knows of the servers that hold the segments of a series."""
+    """Knowledge of one leader about the servers that hold the segments of a series."""
 
     def __init__(self) -> None:
         self._servers: dict[str, StoreServer] = {}
         self._away_since_s: dict[str, float] = {}
         self._answers: dict[tuple[str, bytes], tuple[str, bool]] = {}
-        """By server and digest: of which process, and whether it had it."""
+        """Answers by server and digest: the server's process, and True if it had the segment."""
         self._durable: set[tuple[str, bytes]] = set()
         self._write_to_disk: set[str] = set()
         self._missing_since_s: dict[bytes, float] = {}

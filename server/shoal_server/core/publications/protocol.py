@@ -138,10 +138,10 @@ class ClearRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsChanged:
-    """What has become of the kept versions on the servers."""
+    """Changes of the kept versions on the servers."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
-    """By number: the same segments, held by others."""
+    """By version number the same segments, with other holders."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 

@@ -37,7 +37,7 @@ class Publication:
 
     @property
     def parts(self) -> tuple[PublicationPart, ...]:
-        """In the order of ranks."""
+        """Parts in the order of ranks."""
         return tuple(part for _, part in sorted(self._parts.items()))
 
     @property

@@ -43,7 +43,7 @@ class Reader:
 
 
 class TooManyReaders(Exception):
-    """There is no room for another reader, or for so many leases."""
+    """The bound on readers, or on their leases, is reached."""
 
 
 class InstalledOlder(Exception):
@@ -101,12 +101,12 @@ class Readers:
         return {number for _, number in self.holders_of_leases(now_s)}
 
     def holders_of_leases(self, now_s: float) -> Iterator[tuple[str, int]]:
-        """Each reader with each version that it holds a lease on."""
+        """Pairs of a reader and a version that it holds a lease on."""
         for name, reader in self._known.items():
             yield from ((name, n) for n, until_s in reader.leases.items() if until_s > now_s)
 
     def next_end_s(self, now_s: float) -> float | None:
-        """When the next lease ends by itself; None: there is none."""
+        """Time at which the next lease ends by itself; None without leases."""
         ends = (e for r in self._known.values() for e in r.leases.values() if e > now_s)
         return min(ends, default=None)
 

@@ -62,7 +62,7 @@ class PublishedVersion:
 
 
 def content_digest(layout_digest: bytes, segments: Iterable[bytes]) -> bytes:
-    """What readers report as installed."""
+    """Digest of a version's content, which readers report as installed."""
     return hashlib.sha256(layout_digest + b"".join(segments)).digest()
 
 

@@ -1,4 +1,4 @@
-"""One series under one leader: what publishers, readers and operators ask, and what follows.
+"""State machine of one series under one leader: requests go in, decisions come out.
 
 Pure: an event and the time go in, effects come out. What changes the record in etcd is a wish that
 waits for its turn, and is judged when its turn comes, against the record as it is by then: one
@@ -90,12 +90,12 @@ class _Abandoned:
 
 
 class PublishedSeries:
-    """One series, from when a leader has read it to the end of that leader's term."""
+    """State of one series, from its reading by a leader to the end of that leader's term."""
 
     def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
         self.name = name
         self.stored = stored
-        """As etcd has it."""
+        """The series as etcd has it."""
         self.readers = Readers()
         # Leases that the leader before has granted are not known here: they can be on what it has
         # left, and none outlives this.
@@ -409,8 +409,9 @@ class PublishedSeries:
                 )
 
     def _verify_next(self) -> Effects:
-        """One publication is verified and committed at a time, the newest complete one first: what
-        is older than it becomes no version any more."""
+        """Verify the newest complete publication; older ones can become no version any more.
+
+        Publications are verified and committed one at a time."""
         if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):
             return
         complete = [number for number, p in self._publications.items() if p.is_complete]

@@ -65,7 +65,7 @@ class WeightHoldings:
         return self._store.get(series, digest) is not None
 
     def held(self) -> Iterable[Held]:
-        """All that is held."""
+        """All segments that are held."""
         return self._store.held()
 
     def admit(self, series: str, digest: bytes, origin: Origin) -> None:
@@ -198,7 +198,8 @@ class WeightHoldings:
             loop.call_soon(loop.run_in_executor, None, gone.clear)
 
     async def _from_chunks(self, num_bytes: int, way: SegmentWay) -> Segment:
-        """While a chunk arrives, the one before is digested, and memory for the next made ready."""
+        """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
+        memory for the next."""
         writer = SegmentWriter(num_bytes)
         loop = asyncio.get_running_loop()
         arrived: list[memoryview] = []

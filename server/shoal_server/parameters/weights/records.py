@@ -18,12 +18,15 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Lives on the event loop. As of the newest event seen; while etcd is away, as of before."""
+    """Records of series as of the newest event seen; they stay while etcd is away.
+
+    Used on the event loop only.
+    """
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
     ) -> None:
-        """Both are told of each change: what may go, and what is to be here."""
+        """Follow the records and notify `holdings` and `upkeep` of each change."""
         self._store = store
         self._holdings = holdings
         self._upkeep = upkeep

@@ -1,4 +1,4 @@
-"""What a call about a segment asks of the connection that carries it."""
+"""Interface of a connection that carries a call about a segment."""
 
 from collections.abc import AsyncGenerator
 from typing import Protocol
@@ -7,7 +7,7 @@ from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 
 class SegmentWay(Protocol):
-    """One call of a bulk connection, from the server's side."""
+    """A call of a bulk connection, from the server's side."""
 
     @property
     def is_local(self) -> bool:

@@ -34,7 +34,7 @@ class Origin:
 
     @property
     def position(self) -> "Position":
-        """In the order of publications."""
+        """Position in the order of publications."""
         return self.epoch, self.publication
 
 
@@ -47,14 +47,14 @@ class Held:
     origin: Origin | None
     """None: it was copied here on the coordinator's order."""
     needed_s: float
-    """When it was put last, or named last."""
+    """Time of the last put or naming, in seconds."""
     was_named: bool = False
     """True once a version has named it that came of its origin, or of a later publication."""
 
 
 @dataclass(slots=True)
 class _Series:
-    """One series as its records in etcd have it, and what is held of it."""
+    """State of a series: its records in etcd, and the segments that are held."""
 
     newest: Position = (0, 0)
     """The series' epoch, and the newest publication that was committed in it."""
@@ -194,7 +194,7 @@ class SegmentStore:
         return gone
 
     def held(self) -> Iterator[Held]:
-        """All that is held."""
+        """All segments that are held."""
         for known in self._series.values():
             yield from known.held.values()
 

@@ -57,7 +57,7 @@ class WeightUpkeep:
         self._wake.set()
 
     def allow_removal(self) -> None:
-        """All records have been seen: what none of them names may be removed from disk."""
+        """Allow removal from disk of segments without a record: all records have been read."""
         if not self._may_remove:
             self._may_remove = True
             self._wake.set()
@@ -67,7 +67,7 @@ class WeightUpkeep:
         return self._disk is not None and self._disk.holds(series, digest)
 
     async def work_for_ever(self) -> None:
-        """Do what is to be done, again after a pause if something failed."""
+        """Fetch, store and remove segments as needed; repeat after a pause if something failed."""
         pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         while True:
             await self._wake.wait()
