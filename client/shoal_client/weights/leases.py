@@ -21,7 +21,7 @@ LEAVING_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class InstalledVersion:
-    """What a reader has installed last."""
+    """Version that a reader installed last."""
 
     number: int = 0
     digest: bytes = b""

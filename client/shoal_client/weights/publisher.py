@@ -37,7 +37,7 @@ MAX_ABANDONED = 64
 
 
 class SeriesPublisher:
-    """One rank that publishes a series. For one thread at a time, but for `close`."""
+    """Publisher of one rank's parts of a series. One thread at a time, except for `close`."""
 
     def __init__(
         self,

@@ -64,7 +64,7 @@ class _Wanted:
 
 
 class SeriesReader:
-    """One reader of a series. Thread-safe; outlasts the absence of coordinators."""
+    """Reader of a series. Thread-safe; it waits while there is no coordinator."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class SeriesReader:
             self.release(number)
 
     def layout(self, record: pb.VersionRecord, timeout_s: float = CALL_S) -> pb.Layout:
-        """Where the tensors of a version lie in its segments."""
+        """Positions of a version's tensors in its segments."""
         found = self._layouts.get(record.layout_digest)
         if found is None:
             request = pb.GetLayoutRequest(series=self.series, layout_digest=record.layout_digest)
@@ -217,7 +217,7 @@ class SeriesReader:
     def _fetch(
         self, record: pb.VersionRecord, wanted: _Wanted, base: Base | None, give_up_s: float
     ) -> Segment:
-        """One segment: as it is in the base, by its difference to that, or as a whole."""
+        """Get one segment: from the base, by its difference to the base, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
             for each in base.segments.values():
@@ -285,7 +285,7 @@ class SeriesReader:
         return made
 
     def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
-        """One segment, from any server that has it by now."""
+        """Fetch one segment from any server that has it by now."""
         segment = record.segments[wanted.index]
         staged = StagedSegment(segment.digest, wanted.chunks, wanted.new_writer)
         back_off = BackOff()

@@ -101,7 +101,7 @@ class SeriesWatch:
     def _hold(
         self, address: str, first_reply: FirstReplyTimeout, back_off: BackOff
     ) -> ShoalError | None:
-        """One stream, until it ends; what it ended with."""
+        """Follow one stream until it ends. Returns the error with which it ended."""
         try:
             stub = WeightSeriesStub(self._coordinators.channel())
             stream = stub.Watch(WatchSeriesRequest(series=self._series))

@@ -1,4 +1,4 @@
-"""One rank's part of a version: which elements it publishes, and where they lie in its segment.
+"""Parts of a version: the elements that a rank publishes, and their places in its segment.
 
 Each rank works out its part from what it holds itself: no rank asks another one, and nothing is
 gathered. Together the parts have each element exactly once, which the coordinator verifies.
@@ -24,7 +24,7 @@ _KEPT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True, kw_only=True)
 class HeldTensor:
-    """One tensor of the model as a rank holds it."""
+    """Tensor of the model as a rank holds it."""
 
     shard: TensorShard
     replicas: Sequence[int]
@@ -34,16 +34,16 @@ class HeldTensor:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """All that a rank holds of the model behind a committed step. Not copied: valid until the
-    next step."""
+    """Tensors that a rank holds of the model after a committed step. Not copied: valid until
+    the next step."""
 
     step: int
     rank: int
     world_size: int
     tensors: Mapping[str, HeldTensor]
-    """By first name, in the same order on all ranks that hold the same."""
+    """Tensors by first name, in the same order on all ranks that hold the same."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """For each further name of a tensor its first one."""
+    """First name of a tensor by each further name."""
 
 
 def held_in(
@@ -53,7 +53,7 @@ def held_in(
     tied: Mapping[str, str],
     without_elements: Mapping[str, Tensor],
 ) -> HeldWeights:
-    """What a rank holds of a model that is laid out over ranks."""
+    """Weights that a rank holds of a model that is laid out over ranks."""
     tensors = {
         name: HeldTensor(shard=layout.shard(name, tensor), replicas=layout.replicas(name))
         for name, tensor in layout.held.items()
@@ -105,17 +105,17 @@ class PublishedPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """One rank's pieces, each with its place in the segment."""
+    """Pieces of one rank, each with its place in the segment."""
 
     pieces: Sequence[PublishedPiece]
     places: Sequence[int]
-    """Where each piece begins, in bytes."""
+    """Offset of each piece in the segment, in bytes."""
     layout: Layout
     """This rank's own: its tensors, its slices, the bytes of its one segment."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the segment; at least one, since there is no memory without bytes."""
+        """Size of the segment in bytes; at least one, since no memory is empty."""
         return int(self.layout.segment_bytes[0])
 
     @torch.no_grad()
@@ -129,7 +129,7 @@ class RankPart:
 
 
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
-    """This rank's part of a version, with floating point numbers in `dtype`, if one is given.
+    """Part of a version that this rank publishes, with floating point numbers in `dtype` if given.
 
     Raises InvalidSpec for a tensor whose dtype no reader knows.
     """
@@ -158,8 +158,8 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
-    """What the one at `index` publishes of pieces that `count` ranks hold: about as many bytes as
-    each other one, and together with them all. Tensors are cut between rows only."""
+    """Share of the rank at `index` in pieces that `count` ranks hold. All shares have about as many
+    bytes, and together they are the whole. Tensors are cut between rows only."""
     total = sum(piece.num_bytes for piece in pieces)
     low, high = total * index // count, total * (index + 1) // count
     before = 0
@@ -208,8 +208,8 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """What a tensor is published in: floating point numbers in the wanted dtype, all else as it
-    is."""
+    """Dtype of a tensor as published: the wanted one for floating point numbers, otherwise its
+    own."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 

@@ -68,8 +68,11 @@ class StoredTensor:
 
 
 class VersionLayout:
-    """Where each tensor of a version lies. Raises MalformedMessage if a slice lies outside of its
-    tensor or segment, or if elements are missing or there twice."""
+    """Positions of a version's tensors in its segments.
+
+    Raises MalformedMessage if a slice lies outside of its tensor or segment, or if elements are
+    missing or present twice.
+    """
 
     def __init__(self, layout: weights_pb2.Layout) -> None:
         self.segment_bytes: Sequence[int] = tuple(layout.segment_bytes)
@@ -120,8 +123,8 @@ class VersionLayout:
         return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """By segment the parts of it, from first byte to behind the last, that have these chunks:
-        of a slice the rows between the first and the last that are wanted."""
+        """Byte ranges (start, stop) by segment that hold these chunks: of each slice the rows from
+        the first wanted one to the last."""
         found: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
@@ -158,7 +161,7 @@ class Installation:
 
     @property
     def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
-        """By segment the bytes that hold something of these slices; others need not be fetched.
+        """Byte ranges by segment that hold parts of these slices; others need not be fetched.
         None: the reader has all of each tensor."""
         if all(each.chunk.sizes == tuple(each.shape) for each in self._shards.values()):
             return None
@@ -260,8 +263,8 @@ def _malformed(seen: str) -> MalformedMessage:
 
 
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Every tensor of the version by name. Those of one piece are views of the segments; names of
-    one tied tensor are one tensor."""
+    """Tensors of the version by name. Tensors of one piece are views of the segments; names of one
+    tied tensor give one tensor."""
     found: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():

@@ -42,7 +42,7 @@ class PublishedRows:
     """The rows of one table in a version. The tensors are views of the version's memory."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """By shard the columns. Raises MalformedMessage if one is missing."""
+        """Take the columns of each shard. Raises MalformedMessage if one is missing."""
         self.shards: dict[int, ShardRows] = {}
         """By index the rows of each shard of the table."""
         for index, columns in sorted(shards.items()):
@@ -59,7 +59,7 @@ class PublishedRows:
         return sum(int(each.is_live.sum()) for each in self.shards.values())
 
     def all(self) -> RowChanges:
-        """Every row, as changes to an empty table. Copies."""
+        """Copies of all rows, as changes to an empty table."""
         return _merged([_changes(None, each) for each in self.shards.values()])
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
@@ -110,7 +110,7 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> Tensor:
-    """For each row, True if it is the same to the last bit."""
+    """True for each row that is the same to the last bit."""
     if one.shape[1] == 0 or not len(one):
         return torch.ones(len(one), dtype=torch.bool)
     return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all(dim=1)

@@ -48,7 +48,7 @@ Level = Literal["replicated", "committed", "durable"]
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesOptions:
-    """What a publisher wants of its series; checked at construction."""
+    """Options of a series that its publisher sets; checked at construction."""
 
     keep: int = 2
     """Newest versions that are kept beside leased and pinned ones."""
@@ -82,7 +82,7 @@ class SeriesOptions:
 
 
 class Contributor(Protocol):
-    """One rank's way to the servers and the coordinator: `shoal_client.weights.SeriesPublisher`."""
+    """Connection of a rank to servers and coordinator: `shoal_client.weights.SeriesPublisher`."""
 
     def contribute(
         self,
@@ -101,10 +101,10 @@ class Contributor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PublishingPlace:
-    """Where this rank publishes: a later place replaces this one, and abandons its publications."""
+    """Place from which a rank publishes. A later one replaces it and abandons its publications."""
 
     number: int
-    """Of the generation; of a plain script always the same."""
+    """Number of the generation; always the same for a plain script."""
     rank: int
     world_size: int
 
@@ -113,7 +113,7 @@ Connect = Callable[[PublishingPlace], Contributor]
 
 
 class Ticket:
-    """One publication on its way. Its methods may be called on any thread."""
+    """Publication in progress. Its methods may be called on any thread."""
 
     def __init__(
         self, publication: int, step: int, look: "Callable[[int], WeightVersion] | None" = None
@@ -264,7 +264,7 @@ class PreparedWriters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
-    """One rank's part on its way."""
+    """Part of one rank in progress."""
 
     contributor: Contributor
     part: RankPart
@@ -385,7 +385,7 @@ class Publications:
         self._contributors = [self._connect(place) for _ in range(count)]
 
     def _drop(self) -> None:
-        """What is on its way in an earlier generation lacks the parts of who is gone."""
+        """Abandon publications of an earlier generation: they lack the parts of lost members."""
         contributors, self._contributors = self._contributors, []
         for each in contributors:
             each.close()
@@ -456,8 +456,8 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
 def held_state(
     state: Mapping[str, Tensor] | nn.Module, *, step: int, rank: int, world_size: int
 ) -> HeldWeights:
-    """What a rank holds of tensors that a script gives: whole ones that are the same on every
-    rank, DTensors by this rank's slices. Tensors that are one object are published once.
+    """Weights that a rank holds of tensors that a script gives: whole tensors that are the same on
+    all ranks, DTensors by this rank's slices. Tensors that are one object are published once.
 
     Raises InvalidSpec for what is no tensor.
     """

@@ -101,13 +101,13 @@ class Weights(Mapping[str, Tensor]):
 
 
 class Subscription:
-    """One reader of a series. Its methods may be called on any thread; `fetch` on one at a time."""
+    """Reader of a series. Its methods may be called on any thread; `fetch` on one at a time."""
 
     def __init__(self, reader: SeriesReader, series: str, *, tables: bool = False) -> None:
         self.series = series
         self._has_tables = tables
         self._rows: Mapping[str, PublishedRows] = {}
-        """Of the version that is installed."""
+        """Rows of the installed version."""
         self._reader = reader
         self._layouts: dict[bytes, VersionLayout] = {}
         self._installing = threading.RLock()
@@ -150,7 +150,7 @@ class Subscription:
     # --- its bytes ---
 
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """All tensors of a version, verified: the whole of it, or an exception.
+        """Fetch all tensors of a version, verified: the whole of it, or an exception.
 
         With `into`, a module or tensors by name, the version is installed there and reported: of
         DTensors only the slices that this process has are fetched. Nothing of it changes before
@@ -328,7 +328,7 @@ class Subscription:
     async def wait_async(
         self, newer_than: int | None = None, timeout: float | None = None
     ) -> WeightVersion:
-        """As `wait`, without blocking the event loop."""
+        """Wait as `wait` does, without blocking the event loop."""
         ends_s = None if timeout is None else time.monotonic() + timeout
         while True:
             # In short waits: a thread cannot be cancelled with the task.
@@ -340,7 +340,7 @@ class Subscription:
                     raise
 
     async def fetch_async(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """As `fetch`, without blocking the event loop."""
+        """Fetch as `fetch` does, without blocking the event loop."""
         return await asyncio.to_thread(self.fetch, version, into)
 
     async def __aiter__(self) -> AsyncIterator[WeightVersion]:
@@ -382,7 +382,7 @@ class Subscription:
 
 
 def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
-    """What names the content of a version."""
+    """Digest of a version's content."""
     return sha256(layout_digest + b"".join(segment_digests)).digest()
 
 

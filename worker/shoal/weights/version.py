@@ -20,12 +20,12 @@ class WeightVersion:
 
     @property
     def step(self) -> int:
-        """Steps that were committed when it was published; what a plain script said."""
+        """Steps committed when it was published; for a plain script, the number it gave."""
         return self.record.step
 
     @property
     def digest(self) -> str:
-        """Of all bytes and of their layout, in hexadecimal."""
+        """Digest of all bytes and of their layout, in hexadecimal."""
         return self.record.digest.hex()
 
     @property
