@@ -322,7 +322,7 @@ def test_versions_arrive_in_the_memory_of_earlier_ones(cluster: ParameterCluster
             found = reader.fetch(version, base=base, reuses_memory=True)
             assert contents(found) == [data]
             places.append(os.fstat(found[0].descriptor).st_ino)
-            base = Base(version, found)
+            base = Base(version, dict(enumerate(found)))
             del found
         assert places[2:] == places[:2]
         (apart,) = reader.fetch(version, base=base)
