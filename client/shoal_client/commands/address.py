@@ -44,7 +44,8 @@ class StatusAddress(TlsOptions):
     def addresses(self) -> Sequence[str]:
         """Of the page, and of the coordinators."""
         if self.http or self.coordinators:
-            return (*self.http.split(","), *self.coordinators)
+            pages = self.http.split(",") if self.http else ()
+            return (*pages, *self.coordinators)
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:

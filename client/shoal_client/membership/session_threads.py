@@ -103,7 +103,6 @@ class SessionThreads:
         except ShoalError as error:
             self._on_failure(error)
         except Exception as error:
-            log.exception("thread_failed", thread=name)
             failure = InternalError(
                 f"a thread of the membership failed: {name}",
                 seen=repr(error),
@@ -111,4 +110,6 @@ class SessionThreads:
                 " start the worker again; if it is Shoal, please report it.",
             )
             failure.__cause__ = error
+            # First: a traceback with its variables can take a second to write.
             self._on_failure(failure)
+            log.exception("thread_failed", thread=name)
