@@ -28,7 +28,7 @@ REQUIRED: Mapping[str, str] = {
     # A device assertion on the first NaN, after which the process cannot use its GPU: one gradient
     # that is not finite, as AMP meets them, would be the end of it.
     "TORCH_NCCL_NAN_CHECK": "0",
-    # An error is told to all ranks through the store, whose coordinator tells of losses itself.
+    # An error would reach all ranks through the store; its coordinator reports losses itself.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Values that let a member survive an error of NCCL."""
@@ -64,8 +64,8 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Others that torch reads when a group is made. It raises for what is neither, also for an empty
-value, in each generation anew; and as an error of NCCL, which is taken for the loss of a peer."""
+"""Other variables that torch reads when it makes a group. An invalid or empty value makes it raise
+in each generation, as an error of NCCL, which would look like the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:

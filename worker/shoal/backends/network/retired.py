@@ -1,9 +1,9 @@
-"""Gloo groups of generations that are over, until nothing runs in them any more and they are freed.
+"""Gloo groups of past generations, kept until no operation runs in them and they are freed.
 
-Freeing a group waits for its threads, and a thread for the operation that it is in: one that a cut
-found in the midst of a write may never end, and nothing tells of it. So no trainer frees a group,
-and neither does the end of the process: each has a thread that does, which waits with the
-interpreter unlocked, for 10 ms or for good.
+Freeing a group waits for its threads, and a thread for its current operation. An operation that was
+cut in the middle of a write may never end, and nothing reports that. So neither the trainer nor the
+end of the process frees a group. A separate thread frees each group; it waits with the interpreter
+unlocked, for 10 ms or for ever.
 """
 
 import atexit
