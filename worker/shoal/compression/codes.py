@@ -26,7 +26,7 @@ class Code(Protocol):
         """P x B bytes of fp32 values. NaN and infinities reach every value of their block."""
 
     def decode(self, codes: Tensor, block: int) -> Tensor:
-        """The P x N values that the bytes stand for, in fp32."""
+        """Decode the bytes into P x N values, in fp32."""
 
 
 class Int8Code:
@@ -89,7 +89,7 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _signs(device: torch.device) -> Tensor:
-    """The eight signs that each byte stands for, its highest bit first."""
+    """Table of the eight signs in each byte, its highest bit first."""
     if device not in _tables:
         codes = torch.arange(256, device=device).unsqueeze(1)
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1

@@ -18,30 +18,30 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""An old group's threads are idle by then, and its peers are through what they had under way."""
+"""By then an old group's threads are idle, and its peers have finished their operations."""
 EXIT_S = 2.0
-"""The end of the process waits for so long for operations that do not end."""
+"""Time for which the end of the process waits for operations that do not end."""
 
 _hurry = threading.Event()
 _threads: list[threading.Thread] = []
 
 
 def retire(groups: list[Any]) -> None:
-    """Have them freed. The list's own references are the only ones, or the last: it is emptied."""
+    """Free the groups in a thread. The list must hold the last references to them; it is emptied."""
     thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     thread.start()
 
 
 def keep_for_ever(groups: Iterable[Any]) -> None:
-    """Free none of these: an operation in them does not end, and whoever frees a group waits for
-    it. Memory and a thread for an accident that is rare."""
+    """Never free these groups: an operation in them does not end, and freeing would wait for it.
+    Costs memory and a thread, in a rare accident."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def free_now(limit_s: float) -> bool:
-    """Have all that are left freed without a delay; whether they were, within this time."""
+    """Free all remaining groups without a delay. True if that succeeded within this time."""
     waiting = [each for each in _threads if each.is_alive()]
     if not waiting:
         return True
