@@ -38,7 +38,7 @@ class Flight:
         self._landed = False
 
     def landed(self) -> bool:
-        """True if all requests are complete, with or without an error. Any thread: MPI permits one."""
+        """True if all requests are complete, with or without an error. Any thread."""
         with self._lock:
             if not self._landed:
                 try:
@@ -138,7 +138,7 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """Run at exit: a rank of a failed job must not wait for the others in MPI's finalisation."""
+        """Run at exit: a rank of a failed job must not wait for others in MPI's finalisation."""
         self._listen()
         if not self.failure:
             return  # mpi4py finalises

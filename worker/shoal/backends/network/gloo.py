@@ -225,7 +225,7 @@ _current: list[GlooGroup] = []
 
 
 def _create(options: Any, unused: Any) -> Any:
-    """Make a group for torch: the default group, or one that the user's own `new_group` asked for."""
+    """Make a group for torch: the default group, or one for the user's own `new_group`."""
     if _ready:
         owner, gloo = _ready.pop()
         _current[:] = [owner]

@@ -35,7 +35,7 @@ _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The Gloo group of one process. All methods are for the trainer; one group uses it at a time."""
+    """The Gloo group of one process. Methods are for the trainer; one group uses it at a time."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
@@ -132,7 +132,7 @@ class _Told:
         self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Publish `value`; return the values of all ranks, by rank, once all have published theirs."""
+        """Publish `value`; return those of all ranks, by rank, once all have published theirs."""
         keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
         self.set(keys[self._seat.rank], value)
         return [bytes(each) for each in self._store.multi_get(keys)]
