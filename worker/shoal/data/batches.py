@@ -45,7 +45,7 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """Number of the step's samples in this batch, for a script's counts. 0 if it is a stand-in."""
+        """Number of the step's samples in this batch, for a script's counts; 0 for a stand-in."""
         return len(self.indices)
 
     @property
@@ -289,7 +289,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def describe(dataset: Dataset) -> str:
-    """Description of the data set, which members compare to see that they train on the same data."""
+    """Describe the data set; members compare this to see that they train on the same data."""
     columns = _columns(dataset)
     if isinstance(dataset, Shards):
         return dataset.description

@@ -121,7 +121,8 @@ class Leases:
                 self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """Wait until there is something to ask for or report, or for a moment; False if it is over."""
+        """Wait until there is something to request or report, or for a moment; False if it is
+        over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_to_say, TALK_EACH_S)
             return not self._is_over

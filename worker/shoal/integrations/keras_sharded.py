@@ -33,7 +33,7 @@ class _Sharded:
     """Goes before an optimizer's own class; outside it is an optimizer of whole weights."""
 
     num_samples = 0
-    """Of this rank in the step to come; 0: as many as every other rank has."""
+    """Samples of this rank in the next step; 0: as many as every other rank has."""
 
     def build(self: Any, variables: Any) -> None:
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -82,7 +82,7 @@ class _Sharded:
                 whole.assign(whole.constraint(whole))
 
     def _shoal_weight(self: Any, device: torch.device) -> Tensor:
-        """This rank's share of the global batch."""
+        """Share of this rank in the global batch."""
         counts = torch.tensor(float(self.num_samples or 1), device=device)
         total = counts.clone()
         dist.all_reduce(total)

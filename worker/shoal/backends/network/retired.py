@@ -27,7 +27,7 @@ _threads: list[threading.Thread] = []
 
 
 def retire(groups: list[Any]) -> None:
-    """Free the groups in a thread. The list must hold the last references to them; it is emptied."""
+    """Free the groups in a thread. The list must hold their last references; it is emptied."""
     thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     thread.start()
