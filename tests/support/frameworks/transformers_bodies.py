@@ -25,7 +25,7 @@ TRAINER_STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 def network() -> GPT2LMHeadModel:
-    """Its head shares the embedding's weight."""
+    """Model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -41,7 +41,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences(count: int = NUM_SENTENCES, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Of many lengths: a mean over tokens is not one over sentences."""
+    """Sentences of many lengths: a mean over tokens is not one over sentences."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):

@@ -89,7 +89,7 @@ class _Sharded:
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """As Keras clips, by norms over all ranks' parts."""
+        """Clip as Keras does, by norms over all ranks' parts."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]
