@@ -89,7 +89,7 @@ def inputs_of(**changes: Any) -> dict[str, Any]:
 
 
 class Watching(TrainerCallback):
-    """Tells of attempts at steps, and holds one of them."""
+    """Reports attempts at steps, and holds one of them."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -117,7 +117,7 @@ def train_with_trainer(report: Report, run: Run) -> None:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Those of the evaluations."""
+    """Losses of the evaluations."""
     return [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
 
 
