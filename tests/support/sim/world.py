@@ -81,8 +81,8 @@ class SimWorld:
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
         self.leaderless_s = 0.0
-        """When the last trouble with leaders was over, as `troubled_s` for any."""
-        """When leader or store last were away."""
+        """Time at which the last trouble with leaders was over, as `troubled_s` for any."""
+        """Time at which the leader or the store was last away."""
         self.ready_reply_s = 0.0
         """Time that the answer to a ready report is in transit."""
         self.paused_s = 0.0

@@ -39,8 +39,7 @@ class Encoded:
     data: Tensor
     """The encoded values to send, a flat tensor."""
     decoded: Tensor
-    """Values as the server decodes them, in fp32: NaN or infinite for a value beyond the codec's
-    range."""
+    """Values as the server decodes them, in fp32: NaN or infinite beyond the codec's range."""
 
 
 class PushEncoder(ABC):

@@ -98,8 +98,7 @@ class Order:
         return whole if self.drop_last or not rest else whole + 1
 
     def position(self, step: int) -> Position:
-        """Return the position at which the step begins. After an epoch's last step it is in the
-        next epoch."""
+        """Return where the step begins; after an epoch's last step, in the next epoch."""
         since = step - self.origin.step
         if since < 0:
             raise InvalidSpec(

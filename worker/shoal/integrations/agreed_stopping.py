@@ -49,10 +49,9 @@ class AgreedStopping:
 
 
 class AgreedCheckpoints:
-    """Makes the callback choose by a value and by names that all members share, since any member
-    may have rank 0, and write, next. Its choices are state of the job: a member that joins knows
-    which checkpoint is the best. Paths are relative to its folder, which members may have
-    anywhere."""
+    """Makes members agree on the callback's choices, as any member may have rank 0 and write next.
+    The choices are state of the job: a member that joins knows which checkpoint is the best. Paths
+    are relative to the callback's folder, which may differ between members."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback

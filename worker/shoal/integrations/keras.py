@@ -136,15 +136,15 @@ class KerasModule(nn.Module):
 def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = None) -> Any:
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
-    `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as they did.
-    Every rank calls it with the same model before the first step; the weights are those of rank 0.
+    `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
+    rank calls it with the same model before the first step; the weights are those of rank 0.
 
     "zero2": ranks take shares of each batch (`GlobalBatches`); gradients are reduce-scattered, each
     rank's optimizer updates and keeps state for its part of every weight, and the weights are
     gathered. "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
     Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
-    UnsupportedOptimizer for one that does not treat each element by itself.
+    UnsupportedOptimizer for one that is not elementwise.
     """
     _check_backend()
     refuse_unbuilt(model)

@@ -108,7 +108,7 @@ class _Sharded:
 def shard_optimizer(optimizer: Any) -> None:
     """Make each rank's optimizer update its own part of the weights. It must have no state yet.
 
-    Raises UnsupportedOptimizer if it does more than treat each element by itself.
+    Raises UnsupportedOptimizer for an optimizer that is not elementwise.
     """
     check_elementwise(optimizer)
     own = type(optimizer)

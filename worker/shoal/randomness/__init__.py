@@ -47,8 +47,7 @@ class _At:
 
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
-    """Set the samples that the block computes on: `first` to `first + count - 1` of the global
-    batch."""
+    """Set the block's samples: `first` to `first + count - 1` of the global batch."""
     return _At(PresentSamples(seed=seed, step=step, first=first, count=count))
 
 

@@ -29,7 +29,7 @@ class Promise:
     opened: Row = EMPTY
     """Its first values, once any client may have read them."""
     loaded: Row = EMPTY
-    """What its primary had loaded from a snapshot, before any client could read it."""
+    """First values that its primary loaded from a snapshot, before any client could read them."""
 
 
 class Ledger:

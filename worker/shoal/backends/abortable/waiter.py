@@ -69,7 +69,8 @@ class AbortableWaiter:
             self.forget()
 
     def begin(self, work: dist.Work) -> "Underway":
-        """The collective, to be waited for later, behind others of the same trainer."""
+        """Return the collective as something to wait for later, after others of the same
+        trainer."""
         return Underway(work, self.completion_of(work))
 
     @property

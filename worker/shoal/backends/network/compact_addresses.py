@@ -27,7 +27,7 @@ MAX_WORDS = 1 << 20
 
 
 def compact(value: bytes) -> bytes:
-    """Another form of the value: of at most one byte more, and of few bytes for an address."""
+    """Encode the value: at most one byte longer, and only a few bytes for an address."""
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
     differences = np.diff(words, prepend=np.int64(0))

@@ -35,7 +35,7 @@ class LocalPlace:
     ) -> None:
         """Raise InvalidSpec if the GPU of this index, which holds the model, is not this worker's.
 
-        If no variable hides GPUs and the host has one GPU, all its workers share it.
+        A single GPU that no variable has selected is that of all workers of the host.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)

@@ -46,8 +46,7 @@ class Group(Protocol):
         """Make every operation of the group raise, under way or yet to come. Any thread, quick."""
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective that ended well may have returned an incomplete
-        result.
+        """Raise GenerationBroken if a collective that ended well may have an incomplete result.
 
         Called before results of collectives change the state permanently. If an abort lets
         collectives end well, this waits for all that the trainer has begun on its device.
@@ -60,7 +59,7 @@ class Group(Protocol):
         """
 
     def keep_for_ever(self) -> None:
-        """An operation of the group does not end: never wait for it, not even at exit."""
+        """Never wait for the group, not even at exit: an operation in it does not end."""
 
 
 class Backend(Protocol):
@@ -68,8 +67,7 @@ class Backend(Protocol):
 
     name: str
     is_watched: bool
-    """True if the session's own watch detects a collective that hangs, so the transport's limits
-    need not."""
+    """True if the session's own watch detects hangs, so the transport's limits need not."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 

@@ -121,8 +121,7 @@ class SharedMemory:
         return list(words)
 
     def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
-        """Register the semaphores, in the caller's part, that this rank awaits in `wait_for`: `cut`
-        ends those waits too."""
+        """Register the caller's semaphores that `wait_for` awaits: `cut` ends those waits too."""
         with self._lock:
             self._further = tuple(semaphores)
 

@@ -40,8 +40,7 @@ MAX_SILENT = 256
 _PLACE_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _HANDED = struct.Struct(f"=Q{ID_BYTES}s")
-"""The room's size and id, sent with two descriptors: that of the meetings' memory and the room's.
-"""
+"""The room's size and id, sent with two descriptors: the meetings' memory and the room."""
 _DONE, _AGREED = b"D", b"A"
 
 

@@ -28,8 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """True if the system has process-shared semaphores with a wait until a time of the monotonic
-    clock: glibc 2.30 or newer."""
+    """True if the C library has waits until a time of the monotonic clock: glibc 2.30 or newer."""
     return hasattr(_libc, "sem_clockwait")
 
 

@@ -23,8 +23,8 @@ _NUM_SETS = 2
 
 
 class Words:
-    """The words of one rank. All ranks call the same methods in the same order. For one thread, but
-    for `cut`."""
+    """Words of one rank. All ranks call the same methods in order. For one thread, but for
+    `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
         self._group: dist.ProcessGroup | None = group
