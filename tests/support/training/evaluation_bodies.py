@@ -90,8 +90,7 @@ def check(looked: dict[str, Any]) -> None:
 
 
 def train_until_joined(report: Report, run: Evaluating) -> None:
-    """Evaluate after one step, repeatedly until there is a gate; then train until there are three
-    members."""
+    """Evaluate after one step until there is a gate; then train until there are three members."""
     model, optimizer = build(run.optimizer, "layers")
     looked = False
 

@@ -28,7 +28,7 @@ _MEANT = {
     " in docs/data.md.",
     "num_epochs": "epochs= says how many.",
 }
-"""Meaning of keywords of other libraries, for the message of the refusal."""
+"""Hints by keyword: the equivalent here of a keyword that a script may try."""
 
 
 class LoadingOptions(TypedDict, total=False):

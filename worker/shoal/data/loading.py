@@ -76,8 +76,8 @@ class Loading:
     """Seconds that a batch may take; 0: any."""
     silence_s: float = 600.0
     """Seconds in which the processes may begin no sample and use no processor while the trainer
-    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver,
-    as behind a deadlock: one that works, however slowly, is not silent."""
+    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver, as
+    in a deadlock: one that works, however slowly, is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")

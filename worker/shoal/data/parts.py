@@ -51,8 +51,9 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
     """Number of samples in a batch from which a collate function left some out, such as unreadable
     ones; None if it has all of `size`, or another form.
 
-    In such a batch all tensors have a row for each remaining sample. If a tensor with the fewest
-    dimensions has another dimension of length `size`, the samples lie along that one instead.
+    In such a batch all tensors have a row for each remaining sample. The form is another one if a
+    tensor with the fewest dimensions has a later dimension of length `size`: the samples lie along
+    it.
     """
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}

@@ -65,7 +65,7 @@ class _Capturing:
         self._num_captures = 0
 
     def watch(self) -> None:
-        """Know of each capture that begins from now on. May be called again."""
+        """Track each capture that begins from now on. May be called again."""
         before_calls(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: self._count(1))
         after_calls(torch.cuda.CUDAGraph, "capture_end", lambda: self._count(-1))
 
@@ -74,7 +74,7 @@ class _Capturing:
             self._num_captures = max(self._num_captures + change, 0)
 
     def excluded(self) -> "_Excluded":
-        """A block in which no capture begins; its value is False if one is under way."""
+        """Return a block in which no capture begins. Its value is False if one is in progress."""
         return _Excluded(self)
 
 
