@@ -41,11 +41,11 @@ class Int8Code:
     def encode(self, values: Tensor, block: int) -> Tensor:
         blocks = values.view(-1, block)
         scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        # A block of zeros is not to be divided by its scale. One of tiny numbers, whose scale is
+        # A block of zeros must not be divided by its scale. One of tiny numbers, whose scale is
         # rounded, may exceed the range.
         divisors = torch.where(scales == 0, 1.0, scales)
         codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
-        # What a NaN becomes as an integer is up to the processor; its scale is NaN.
+        # A NaN's integer value depends on the processor; its scale is NaN.
         codes = codes.nan_to_num_(0.0).to(torch.int8)
         return _joined(scales, codes.view(torch.uint8), values.shape[0])
 

@@ -62,7 +62,7 @@ def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
     assert trainer is not None, "what a DataLoader starts has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # What a later process has forked with it holds the sentinel too: not enough by itself there.
+    # Not enough alone: a process that is forked later holds the sentinel too.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 

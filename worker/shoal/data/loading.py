@@ -414,7 +414,7 @@ class BatchLoader:
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
             pin_memory=loading.pin_memory,
-            # Else the processes' seed would be drawn from the generator of the training.
+            # Otherwise the processes' seed is drawn from the generator of the training.
             generator=torch.Generator().manual_seed(0),
             **more,
         )

@@ -39,7 +39,7 @@ class KeyedPermutation:
     def _once(self, numbers: Tensor) -> Tensor:
         low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
         low, high = numbers & low_mask, numbers >> self._low_bits
-        # What one half is combined with depends on the other alone: each round can be undone.
+        # Each round changes one half by a function of the other alone: it can be undone.
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_scrambled(high, key) & low_mask)

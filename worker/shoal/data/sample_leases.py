@@ -65,8 +65,8 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # Nobody answers, maybe for long, or others are still at work: the trainer looks
-                # after itself now and then.
+                # No coordinator answers, maybe for long, or others are still at work: the trainer
+                # gets None now and then, to attend to other matters.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()

@@ -199,7 +199,7 @@ class _OpenShards:
         # Kept only if it was read without an error: the next attempt begins anew.
         sample = shard.sample(offset)
         self._open[number] = shard
-        # What is made of it must not change what is kept.
+        # A caller that changes the sample must not change the kept one.
         return copy(sample) if isinstance(sample, dict | list) else sample
 
 

@@ -51,7 +51,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._twin: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # Else `fit` would make it state of its own, of whole weights.
+        # Otherwise `fit` makes it state of its own, for whole weights.
         optimizer.built = True
 
     @overload

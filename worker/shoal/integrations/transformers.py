@@ -112,7 +112,7 @@ class SessionTrainer(Trainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # What Trainer's own `training_step` calls with the loss.
+        # Trainer's own `training_step` calls this with the loss.
         self.accelerator.backward = self._backward
 
     def get_train_dataloader(self) -> "EpochLength":
@@ -146,7 +146,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._kept
         )
         self.model = self.model_wrapped = model
-        # So that an evaluation takes the model as it is.
+        # Makes an evaluation use the model unchanged.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -226,7 +226,7 @@ class SessionTrainer(Trainer):
         """
         steps = self._present()
         if not steps.is_done:
-            # As a callback wished it. All members meet in the step that is not taken.
+            # A callback asked for it. All members meet in the step that is not taken.
             self._session.stop("Trainer's callbacks stopped the training")
             num_parts = self.args.gradient_accumulation_steps
             try:

@@ -231,7 +231,7 @@ class _Sink:
             told = f"{type(error).__name__}: {error}"[:500]
             log.warning("tracker_failed", tracker=self._name, reason=told)
         self._is_failing = True
-        # What is written is read from the tracker again: half of a step may be.
+        # Half of a step may be written: the progress is read from the tracker again.
         self.end()
 
     def end(self, *, writes: bool = False) -> None:

@@ -70,7 +70,7 @@ def _connect_by(
     reason = completion.wait()
     waiter.forget()
     if reason:
-        # Of a kind that every backend knows for a failure of the group.
+        # A class that every backend recognises as a failure of the group.
         raise dist.DistBackendError(reason)
 
 

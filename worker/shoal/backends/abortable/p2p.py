@@ -113,7 +113,7 @@ class AbortableP2P:
         reason = completion.wait()
         self._waiter.forget()
         if reason:
-            # Of a kind that every backend knows for a failure of the group.
+            # A class that every backend recognises as a failure of the group.
             raise dist.DistBackendError(reason)
 
 

@@ -20,7 +20,7 @@ REQUIRED: Mapping[str, str] = {
     # The monitor ends a process whose watchdog gave no sign for some minutes: one that was stopped
     # or suspended, or whose abort hangs. Heartbeats find these.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # What is written before an abort keeps the trainer waiting for it.
+    # The trainer waits for an abort, and longer if it writes a dump first.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     # A report of all ranks before an abort, through the store; it needs an ending process.
@@ -76,7 +76,7 @@ def require_survival(environment: MutableMapping[str, str]) -> None:
     """
     for name in (*_BLOCKING, *_SWITCHES, *_NUMBERS):
         if not environment.get(name, "empty").strip():
-            # As images leave it that mean to unset it.
+            # Images set a variable to an empty value to unset it.
             del environment[name]
     _check_readable(environment)
     for name in _BLOCKING:

@@ -59,7 +59,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # Else the interpreter would free them last of all, and wait for them without a limit.
+    # Otherwise the interpreter frees them last of all, and waits for them without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

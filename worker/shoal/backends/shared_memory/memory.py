@@ -115,7 +115,7 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # What a rank wrote before it came has to be there with its sign.
+            # With stores in order, a rank's earlier writes are visible once its sign is.
             if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)

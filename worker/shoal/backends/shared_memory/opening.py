@@ -260,7 +260,7 @@ class _Greetings:
 def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # By the kernel's limit: with Python's own, a queue that is full is an error at once.
+        # The kernel's limit: with Python's own, a full queue is an error at once.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(_address(name))

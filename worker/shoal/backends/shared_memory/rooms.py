@@ -30,10 +30,10 @@ class Room:
     def __init__(self, descriptor: int, room_id: bytes, num_bytes: int) -> None:
         """Map the memory of the descriptor, which stays the caller's. Raises OSError."""
         self.room_id = room_id
-        # Opened anew: a lock is one of the description's, and each process is to have its own.
+        # Opened anew: a lock belongs to the file description, and each process needs its own.
         self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._own)
-        # Which keeps a duplicate: not of what was received, whose lock is the sender's.
+        # mmap keeps a duplicate of it: not of the received one, whose lock is the sender's.
         self.mapped = mmap.mmap(self._own, num_bytes)
         self.enter()
 
