@@ -8,6 +8,6 @@ from shoal_server.etcd.records import assignments as records
 
 
 async def write_assignments(store: KeyValueStore, assignments: JobAssignments) -> None:
-    """Have etcd say so, whatever it said before."""
+    """Write the assignments to etcd, over any earlier ones."""
     placed = replace(assignments, run=assignments.run or "run")
     assert (await records.place(store, placed)).succeeded

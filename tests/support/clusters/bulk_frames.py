@@ -58,7 +58,7 @@ class RawConnection:
 
     @classmethod
     def greeted(cls, servers: ParameterServers, token: Token) -> Self:
-        """One that the server has let in."""
+        """Open a connection that the server has admitted."""
         raw = cls(servers, token)
         answer = raw.next()
         assert answer is not None

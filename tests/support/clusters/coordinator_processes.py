@@ -1,4 +1,4 @@
-"""Coordinator replicas as processes on one etcd: who leads, killing the one that does."""
+"""Coordinator replicas as processes on one etcd: find the leader, kill it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,9 +12,9 @@ from shoal_client.local.process import Supervisor
 
 TAKE_OVER_S = 60.0
 LEADER_LEASE_S = 2.0
-"""As short as etcd grants it."""
+"""The shortest lease that etcd grants."""
 HEARTBEAT_S = 0.5
-"""Not shorter: a test machine may be slow, and a living member must not be taken for lost."""
+"""Not shorter: on a slow test machine a living member must not be considered lost."""
 
 
 class CoordinatorProcess(ServedProcess):
@@ -45,12 +45,12 @@ class CoordinatorProcess(ServedProcess):
         )
 
     def follows(self, leader: str) -> bool:
-        """Whether it serves and says that the one at `leader` leads."""
+        """True if it serves and names the coordinator at `leader` as the leader."""
         answer = self._readyz()
         return answer is not None and answer.status_code == 503 and leader in answer.text
 
     def leads(self) -> bool:
-        """Whether it says that it leads; False too for one that cannot be asked."""
+        """True if it reports that it leads; False if it cannot be reached."""
         answer = self._readyz()
         return answer is not None and answer.status_code == 200
 
@@ -62,7 +62,7 @@ class CoordinatorProcess(ServedProcess):
 
 
 class Replica(CoordinatorProcess):
-    """One whose way to etcd can be cut."""
+    """Replica whose connection to etcd can be cut."""
 
     def __init__(self, supervisor: Supervisor, directory: Path, name: str, to_etcd: Wire) -> None:
         self.to_etcd = to_etcd
@@ -86,7 +86,7 @@ class Replicas:
         self._replicas: list[Replica] = []
 
     def full(self, size: int) -> "Replicas":
-        """So many run, and one of them leads."""
+        """Start replicas until `size` run, and wait until one of them leads."""
         self._replicas = [each for each in self._replicas if each.runs]
         fresh = [self._add() for _ in range(size - len(self._replicas))]
         for each in fresh:
@@ -111,7 +111,7 @@ class Replicas:
 
     @property
     def addresses(self) -> list[str]:
-        """What a worker is given: those that run."""
+        """Addresses for a worker: those of the replicas that run."""
         return [each.grpc for each in self._replicas if each.runs]
 
 

@@ -23,7 +23,8 @@ def running_etcd(directory: Path, options: EtcdOptions = TEST_OPTIONS) -> Iterat
 def etcd_processes(
     directory: Path, options: EtcdOptions = TEST_OPTIONS, *, num_members: int = 1
 ) -> Iterator[tuple[Supervisor, tuple[RunningEtcd, ...]]]:
-    """For tests that kill etcd: the members, and the supervisor to restart them with."""
+    """Start etcd for tests that kill it; yields the supervisor, to restart members with, and the
+    members."""
     # A member whose peers are gone does not stop by itself.
     with Supervisor(grace_s=0.2) as supervisor:
         started = start_etcd(supervisor.spawn, directory / "etcd", options, num_members=num_members)

@@ -1,4 +1,4 @@
-"""What tests of faults stand on: an etcd of three, the members of a job, and what must agree."""
+"""World of the fault tests: an etcd of three, the members of a job, and what must agree."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ class Etcd:
         return awaited(look, CALL_S, "etcd has a leader")
 
     def restore(self) -> None:
-        """Continue who is halted, restart who has ended."""
+        """Continue halted members, restart ended ones."""
         self.signal_all(signal.SIGCONT)
         ended = [i for i, each in enumerate(self.members) if each.process.exit_code is not None]
         started = start_members(self._supervisor.spawn, [self.members[i].member for i in ended])
@@ -105,7 +105,7 @@ class Cast:
         return Script(job=self.job, member_id=name, withholds=frozenset(withholds), **options)
 
     def record(self, generation: int = 0) -> pb.GenerationRecord:
-        """The durable record of a generation, as whoever leads now tells it (0: the newest)."""
+        """Return the durable record of a generation from the present leader (0: the newest)."""
         coordinators = Coordinators(self.replicas.addresses)
         try:
             return coordinators.call(
@@ -117,7 +117,7 @@ class Cast:
             coordinators.close()
 
     def told(self) -> str:
-        """What the members have heard, for whoever reads a failure."""
+        """List what the members have received, for the reader of a failure."""
         return "\n".join(
             f"  {member.name}: {member.transcript()}; failure: {member.failure}"
             for member in self.members
@@ -125,18 +125,18 @@ class Cast:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Adds to a failure within the block what the members have heard."""
+        """Add what the members have received to a failure within the block."""
         try:
             yield
         except Exception as error:
             raise AssertionError(f"{error}\nthe members were told:\n{self.told()}") from error
 
     def runs(self, generation: int) -> None:
-        """Wait until whoever leads says that the job runs, and knows of that generation."""
+        """Wait until the leader reports that the job runs, and knows that generation."""
         awaited(lambda: self._runs(generation), CALL_S, f"{self.job} runs in {generation}")
 
     def has_lost(self, member_id: str) -> None:
-        """Wait until whoever leads counts a member as one of the job no longer."""
+        """Wait until the leader no longer counts a member as one of the job."""
         awaited(lambda: self._has_lost(member_id), CALL_S, f"{self.job} has lost {member_id}")
 
     def _runs(self, generation: int) -> bool | None:
@@ -154,7 +154,7 @@ class Cast:
         return all(each["member"]["member_id"] != member_id for each in detail["members"]) or None
 
     def _detail(self) -> Any:
-        """The job as whoever leads shows it; None while nobody does."""
+        """The job as the leader shows it; None while there is no leader."""
         try:
             answer = http.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
         except httpx.HTTPError:
@@ -183,10 +183,10 @@ class Cast:
         assert self.record() == before
 
     def agrees(self) -> None:
-        """Fail unless all members were told the same, and the same as is durable.
+        """Fail unless all members received the same outcomes, equal to the durable ones.
 
-        Of each generation number there is one roster, and if it was committed and then aborted,
-        the abort is what lasts. Nobody is told of an older generation after a newer one.
+        Each generation number has one roster. If it was committed and then aborted, the abort
+        lasts. No member receives an older generation after a newer one.
         """
         rosters: dict[int, set[str]] = {}
         for member in self.members:

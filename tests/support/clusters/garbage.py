@@ -1,4 +1,4 @@
-"""What nobody should ever write into etcd, by what it is to be taken for."""
+"""Values that must never be in etcd, by the record that they replace."""
 
 import base64
 import json
@@ -105,18 +105,18 @@ LEDGERS: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Garbage:
-    """One key of one job that is not as it should be, beside what the job needs otherwise."""
+    """One bad key of one job, beside the other keys that the job needs."""
 
     job: str
     key: str
     entries: Mapping[str, bytes]
     what: str
     is_fatal: bool = True
-    """Whether the job cannot go on."""
+    """True if the job cannot go on."""
 
 
 def all_garbage() -> list[Garbage]:
-    """Each in a job of its own."""
+    """All kinds of garbage, each in a job of its own."""
     found: list[Garbage] = []
 
     def add(what: str, template: str, value: bytes, *, is_fatal: bool = True) -> None:

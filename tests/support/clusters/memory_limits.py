@@ -43,7 +43,7 @@ def created(servers: ParameterServers, optimizer: OptimizerSpec, job: str) -> Pa
 
 
 def drop(servers: ParameterServers, job: str) -> None:
-    """The job is over, and all servers let go of it."""
+    """End the job, so that all servers drop it."""
     servers.run(servers.store.delete(keys.assignments(job), prefix=True))
 
 

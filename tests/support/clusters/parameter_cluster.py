@@ -42,11 +42,11 @@ from shoal_server.parameters.process import serve
 from shoal_server.serving.options import ServerReach
 
 FAILED = 1
-"""What a process exits with that ended by an error of its own."""
+"""Exit code of a process that ended by an error of its own."""
 START_S = 30.0
 CALL_S = 5.0
 LEASE_S = 2.0
-"""As short as etcd grants it."""
+"""The shortest lease that etcd grants."""
 LOGGED_OF_SHARDS = ("shard_", "copy_", "_lost", "replication_link_", "acknowledges_", "image_")
 MAX_LOG_LINES = 400
 LOG_TIME_CHARACTERS = len("2026-01-01 00:00:00")
@@ -71,15 +71,15 @@ def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> 
 
 @dataclass
 class Server:
-    """One server id, and the process that has it now."""
+    """One server id, and its present process."""
 
     server_id: str
     config: ParameterServerConfig
     log_path: Path
     wires: list[Wire] = field(default_factory=list)
-    """The way of all others to it, and its own way to etcd."""
+    """Wires of all others to it, and its own to etcd."""
     host: Host | None = None
-    """Where it runs, if not where the test does."""
+    """Host that it runs on, if not the test's."""
     incarnation: str = ""
     """Known once it is registered; empty for one that was killed."""
 
@@ -103,7 +103,7 @@ class Server:
 
     @property
     def found_no_etcd(self) -> bool:
-        """Whether it has ended by itself, since no etcd answered when it was started."""
+        """True if it has ended by itself because no etcd answered at its start."""
         has_failed = self.process.exitcode == FAILED
         return has_failed and "no etcd answered" in self.log_path.read_text()[-4000:]
 
@@ -118,7 +118,7 @@ class Server:
         self.process.join()
 
     def cut_off(self) -> None:
-        """It hears nobody any more, nor is it heard; and no connection ends."""
+        """Silence it in both directions, without ending a connection."""
         for wire in self.wires:
             wire.silence()
 
@@ -139,9 +139,9 @@ class ParameterCluster:
         with_journals: bool = False,
         hosts: RoutedHosts | None = None,
     ) -> None:
-        """With a network, every server lies behind wires of its own, which can be cut. With hosts,
+        """With a network, every server is behind wires of its own, which can be cut. With hosts,
         each server has one of its id, and etcd and the coordinator have `etcd` and `coordinator`.
-        With journals, each finds its own again when it is started again, and its weights."""
+        With journals, a restarted server finds its own journal and its weights again."""
         self._with_journals = with_journals
         self._hosts = hosts
         self._directory = directory
@@ -222,15 +222,15 @@ class ParameterCluster:
             server.kill()
 
     def dismiss(self, server: Server) -> None:
-        """Let a server hand over what it has, and wait until it has ended by itself."""
+        """Let a server hand over its shards, and wait until it has ended by itself."""
         server.send_signal(signal.SIGTERM)
         server.process.join(START_S)
         assert server.process.exitcode == 0, server.log_path.read_text()[-4000:]
         server.incarnation = ""
 
     def await_ready(self) -> None:
-        """Wait until every server that was started serves. One that found no etcd is started again,
-        as by whatever looks after servers where they are used."""
+        """Wait until every started server serves. A server that found no etcd is started again, as
+        a supervisor does in production."""
 
         def serves(server: Server) -> bool:
             if server.found_no_etcd:
@@ -272,14 +272,14 @@ class ParameterCluster:
             )
 
     def address(self, server_id: str) -> str:
-        """Where a server is reached."""
+        """Address of a server."""
         address = self._registered(server_id)["address"]
         assert isinstance(address, str)
         return address
 
     @property
     def present(self) -> list[Server]:
-        """Those that run and are ready."""
+        """Servers that run and are ready."""
         return [server for server in self.servers.values() if server.incarnation]
 
     def __getitem__(self, server_id: str) -> Server:
@@ -288,7 +288,7 @@ class ParameterCluster:
     # --- who holds what ---
 
     def assignments(self, job: str) -> JobAssignments:
-        """Who holds what as of now; nothing before the shards are placed."""
+        """Present assignments of the job; none before the shards are placed."""
         found = records.parse_all(job, self._read(keys.assignments(job), prefix=True))
         return found or JobAssignments(job=job, copies=0, shards=())
 
@@ -298,7 +298,7 @@ class ParameterCluster:
         return [server for server in self.present if server.server_id in found]
 
     def is_in_step(self, job: str) -> bool:
-        """Whether of every shard as many copies live as can be, and none is on its way."""
+        """True if as many copies of every shard live as possible, and none is in transfer."""
         alive = {(server.server_id, server.incarnation) for server in self.present}
         record = self.assignments(job)
         wanted = min(record.copies, len(alive))
@@ -311,12 +311,12 @@ class ParameterCluster:
         return bool(record.shards)
 
     def is_spread(self, job: str) -> bool:
-        """Whether it is in step, and every server leads some shard."""
+        """True if the job is in step, and every server leads some shard."""
         return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
 
     def said_of(self, job: str) -> list[str]:
-        """What the servers logged of a job's shards and of each other, in the order of time, so far
-        as that is known to the second; the last of it where it is much."""
+        """Log lines of the servers about a job's shards and each other, in the order of time to the
+        second; the last ones if there are many."""
         lines = [
             (line[:LOG_TIME_CHARACTERS], f"{server.server_id}: {line}")
             for server in self.servers.values()
@@ -366,7 +366,7 @@ class ParameterCluster:
         (self._etcd,) = start_members(self._on("etcd")[0].spawn, [self._etcd.member])
 
     def _on(self, name: str) -> tuple[Supervisor, str]:
-        """What starts processes on a host, and its address."""
+        """Supervisor of a host's processes, and the host's address."""
         if self._hosts is None:
             return self._supervisor, "127.0.0.1"
         host = self._hosts.add(name)

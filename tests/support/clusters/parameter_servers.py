@@ -39,11 +39,11 @@ torch.set_num_threads(1)
 T = TypeVar("T")
 
 REBALANCING = "rebalancing"
-"""What the coordinator does about who holds which shard."""
+"""The coordinator's part that assigns shards to servers."""
 
 
 def config(server_id: str, **changes: Any) -> ParameterServerConfig:
-    """A server on a free port of this machine. Its etcd is whatever `running` is given."""
+    """Config of a server on a free port of this machine. `running` replaces its etcd."""
     fields: dict[str, Any] = {
         "etcd": EtcdConfig(endpoints=("127.0.0.1:1",)),
         "listen": "127.0.0.1:0",
@@ -60,7 +60,7 @@ async def anybody(token: Token) -> None:
 class ParameterServers:
     """`with ParameterServers(2) as servers:` servers `ps-0` and `ps-1`, and a coordinator.
 
-    They keep their keys in memory, or in a real etcd where its endpoint is given.
+    They keep their keys in memory, or in a real etcd if its endpoint is given.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class ParameterServers:
         self._stacks: dict[str, AsyncExitStack] = {}
         self.servers: dict[str, RunningServer] = {}
         self.restore_lost: Restore | None = None
-        """Asked before shards that nobody has any more are called lost."""
+        """Called before shards without any holder are declared lost."""
         self.is_restoring: Callable[[str], bool] = lambda job: False
-        """Whether a job's shards are loaded from a snapshot just now."""
+        """Returns True while a job's shards are loaded from a snapshot."""
         self.events: list[tuple[str, str, str]] = []
-        """Job, kind and reason of what the status page would be told."""
+        """Job, kind and reason of each event for the status page."""
         self.num_members = 1
-        """Whom the coordinator takes to be there, to share samples."""
+        """Members that the coordinator counts as present when it shares samples."""
         self.refusal: ShoalError | None = None
-        """What members are refused with who ask for samples or tell their clocks."""
+        """Refusal for members that ask for samples or report their clocks."""
         self.num_refused = 0
         self.coordinator = ""
         self.store: KeyValueStore
@@ -179,7 +179,7 @@ class ParameterServers:
         self.run(self.stopped(name))
 
     async def stopped(self, name: str) -> None:
-        """As `stop`, for what runs on the servers' loop."""
+        """Stop, as `stop` does, a part that runs on the servers' loop."""
         await self._stacks.pop(name).aclose()
 
     def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:

@@ -1,6 +1,6 @@
-"""Parameter servers without parameters: what they do to the records of who holds what, in etcd.
+"""Parameter servers without parameters: their changes of the assignment records in etcd.
 
-Each has a client and an assignment table of its own, as the real ones have, and does at once what
+Each has a client and an assignment table of its own, as the real ones have. It does at once what
 these do when a stream breaks or a copy has arrived.
 """
 
@@ -28,7 +28,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 
 
 class Tally:
-    """What was asked of etcd, by everybody."""
+    """Count of all requests to etcd, of all clients."""
 
     def __init__(self) -> None:
         self.clear()
@@ -86,7 +86,7 @@ class RecordKeeper:
         self._table = AssignmentTable(store, self._carry_out, lambda job: None)
         self._tasks = SupervisedTasks()
         self._to_do: dict[str, set[int]] = {}
-        """By job, shards whose records want something of this server."""
+        """Shards whose records require work of this server, by job."""
         self._is_dead = False
 
     @asynccontextmanager
@@ -105,12 +105,12 @@ class RecordKeeper:
         await self._store.put(keys.server(self.me.server_id), json.dumps(record).encode())
 
     async def die(self) -> None:
-        """Do nothing any more."""
+        """Stop all work."""
         self._is_dead = True
         await self._tasks.close()
 
     async def lost(self, server: Holder) -> None:
-        """Its streams broke: lead what it led, go on without it as a backup."""
+        """Handle the end of a server's streams: lead what it led, drop it as a backup."""
         for job in self._table.jobs:
             held = self._table.of_job(job)
             mine = [i for i, h in held.items() if h.primary == server and self.me in h.backups]
@@ -149,7 +149,7 @@ class RecordKeeper:
 
 
 class RecordKeepers:
-    """Many servers on one etcd, and somebody who watches them."""
+    """Many servers on one etcd, and an observer."""
 
     def __init__(self, store: KeyValueStore, tally: Tally) -> None:
         self.store = store
@@ -159,7 +159,7 @@ class RecordKeepers:
         self._news = asyncio.Event()
 
     async def kill(self, server: RecordKeeper) -> None:
-        """It dies, and all others notice at once."""
+        """Kill the server; all others notice at once."""
         self.servers.remove(server)
         await server.die()
         await asyncio.gather(*(other.lost(server.me) for other in self.servers))
@@ -186,7 +186,7 @@ class RecordKeepers:
 async def record_keepers(
     connect: Callable[[], CountedClient], num_servers: int
 ) -> AsyncIterator[RecordKeepers]:
-    """So many servers, each with a connection of its own."""
+    """Start servers, each with a connection of its own."""
     async with AsyncExitStack() as stack:
 
         async def connected(tally: Tally) -> CountedClient:
@@ -204,7 +204,7 @@ async def record_keepers(
 
 
 def is_whole(assignments: JobAssignments) -> bool:
-    """Every shard has its copies, and none is on its way."""
+    """True if every shard has its copies, and none is in transfer."""
     return all(
         len(h.backups) == assignments.copies - 1 and h.joining is None and h.successor is None
         for h in assignments.shards
@@ -212,10 +212,10 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def leads_nothing(server: Holder) -> Callable[[JobAssignments], bool]:
-    """Whether every shard of a job has another primary."""
+    """Return a check that every shard of a job has another primary."""
     return lambda assignments: all(h.primary != server for h in assignments.shards)
 
 
 def holds_nothing(server: Holder) -> Callable[[JobAssignments], bool]:
-    """Whether no shard of a job is held by a server in any part."""
+    """Return a check that the server holds no shard of a job in any role."""
     return lambda assignments: all(server not in h.holders for h in assignments.shards)

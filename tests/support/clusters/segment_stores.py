@@ -15,7 +15,7 @@ from shoal_server.serving.rpc import Context, bind, new_server
 
 
 class SegmentStore(WeightStoreServicer):
-    """A registered server that has whatever segments a test gives it."""
+    """Registered server that has the segments that a test gives it."""
 
     def __init__(self, server_id: str) -> None:
         self.server_id = server_id

@@ -36,7 +36,8 @@ ADAM = OptimizerSpec(
 
 
 def buffers(value: float) -> dict[str, memoryview]:
-    """One number everywhere, for each parameter; each is a shard of its own, by its group."""
+    """Buffers filled with one number, one for each parameter; each is a shard of its own, by its
+    group."""
     return {name: memoryview(array("d", [value] * size)).cast("B") for name, size in SHAPES.items()}
 
 
@@ -142,7 +143,7 @@ class Pusher:
 def start(
     opened: ExitStack, directory: Path, num_servers: int
 ) -> tuple[ParameterServers, Snapshots]:
-    """So many servers, and what takes their snapshots, until the stack is closed."""
+    """Start servers and their snapshot writer, until the stack is closed."""
     servers = opened.enter_context(ParameterServers(num_servers))
     snapshots = Snapshots(servers, directory)
     opened.callback(snapshots.close)
@@ -150,7 +151,7 @@ def start(
 
 
 def elements(values: Mapping[str, memoryview]) -> set[float]:
-    """Every different number in the buffers."""
+    """Set of all different numbers in the buffers."""
     return {value for data in values.values() for value in data.cast("d")}
 
 

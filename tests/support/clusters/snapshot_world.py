@@ -45,7 +45,7 @@ def write_snapshot(
     *,
     previous: Manifest | None = None,
 ) -> Manifest:
-    """Write shards of these versions; those that did not change since stay where they are."""
+    """Write shards of these versions; unchanged shards stay in their old files."""
     cut_id = f"cut{number}"
     before = {part.shard_id: part for part in previous.parts} if previous else {}
     parts = []

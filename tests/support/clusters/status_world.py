@@ -60,11 +60,11 @@ class World:
     """Lines by member, of any job; positions are their numbers."""
     launchers_live: bool = True
     askers: list[Asker] = field(default_factory=list)
-    """Who asked for them."""
+    """Callers that asked for them."""
     board: StatusBoard = field(default_factory=StatusBoard)
 
     def renew(self) -> None:
-        """As it was at first; an application that was built of it shows that."""
+        """Reset the world to its first state; an application built on it shows that."""
         board, fresh = self.board, World()
         vars(board).update(vars(fresh.board))
         vars(self).update({**vars(fresh), "board": board})
@@ -141,7 +141,7 @@ def endpoint(world: World, port: int = 0) -> Iterator[StatusServer]:
 
 
 def member(member_id: str, rank: int | None = None, **fields: object) -> MemberView:
-    """A member that trains, or stands by where it has no rank."""
+    """View of a member that trains, or is on standby if it has no rank."""
     now_s = time.time()
     known: dict[str, object] = {
         "member_id": member_id,

@@ -35,7 +35,7 @@ class TlsWorld:
         return TlsFiles(ca=self.certificates / "ca.crt", cert=found.cert, key=found.key)
 
     def issued(self, caller: Caller, valid: timedelta = HOUR) -> TlsFiles:
-        """One more certificate of the cluster's authority, made at the first call for the name."""
+        """Issue one more certificate of the cluster's authority, at the first call for the name."""
         folder = CertificateFolder(self.certificates)
         path = self.certificates / f"{caller.name}.crt"
         if not path.exists():

@@ -1,7 +1,7 @@
-"""What every backend promises: run on each rank of a world whose torch.distributed stands.
+"""Guarantees of every backend, checked on each rank of an initialised world.
 
-Each check ends with the ranks in step whatever it finds, so that one which fails says nothing about
-the next.
+Each check ends with the ranks in step whatever it finds, so its failure does not affect the next
+one.
 """
 
 import time
@@ -26,9 +26,9 @@ UNTAGGED = {
     "messages_arrive_in_the_order_sent_and_by_their_tags",
     "a_message_of_whoever_sends_one_tells_who_did",
 }
-"""Not for backends that find a message by its sender alone."""
+"""Checks not meant for backends that find a message by its sender alone."""
 ENDS_OLD_GLOO = "reduce_scatter_of_a_whole_that_does_not_divide_is_refused"
-"""Where torch's own Gloo, before torch 2.11, ends the process instead of refusing."""
+"""Check at which torch's own Gloo, before torch 2.11, ends the process instead of refusing."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 GUARD = -77.0
 IS_OLD_TORCH = TorchVersion(torch.__version__) < "2.11"
@@ -40,7 +40,7 @@ def check(body: Callable[[torch.device], None]) -> Callable[[torch.device], None
 
 
 def run_checks(device: str = "cpu") -> dict[str, str]:
-    """By name of each check: what failed on this rank, or an empty string."""
+    """Run the checks; returns by name what failed on this rank, or an empty string."""
     found = {}
     for name, body in CHECKS.items():
         if name == ENDS_OLD_GLOO and dist.get_backend() == "gloo" and IS_OLD_TORCH:
@@ -93,7 +93,7 @@ def all_reduce_knows_each_kind_of_number(device: torch.device) -> None:
 
 @check
 def all_reduce_of_disjoint_shards_does_not_mix_them_up(device: torch.device) -> None:
-    """Each rank fills its own part of a buffer of zeros; the sum has every part as it was."""
+    """Each rank fills its own part of a buffer of zeros; the sum keeps every part unchanged."""
     rank, size = place()
     whole = torch.arange(3 * size, dtype=torch.float32, device=device) + 1
     buffer = torch.zeros_like(whole)
@@ -215,7 +215,7 @@ def reduce_scatter_leaves_each_rank_its_part_of_the_sum(device: torch.device) ->
 
 @check
 def reduce_scatter_of_sizes_that_do_not_divide_scatters_no_padding(device: torch.device) -> None:
-    """One more than divides, and one part empty; what lies beside an output stays as it was."""
+    """Sizes with a remainder, and an empty part; memory beside an output stays unchanged."""
     rank, size = place()
     even = [2 + (r < 1) for r in range(size)]
     for sizes in (even, [0, *range(1, size)]):
@@ -230,7 +230,7 @@ def reduce_scatter_of_sizes_that_do_not_divide_scatters_no_padding(device: torch
 
 @check
 def reduce_scatter_of_a_whole_that_does_not_divide_is_refused(device: torch.device) -> None:
-    """On every rank, and the group goes on: nothing was sent."""
+    """The refusal comes on every rank, and the group goes on: nothing was sent."""
     _, size = place()
     output = torch.full((2,), GUARD, device=device)
     refused = False

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of compression: a module that their processes can import."""
+"""Bodies of ranks in the tests of compression: a module that their processes can import."""
 
 import os
 import signal
@@ -35,12 +35,12 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 }
 """171 values: no world size divides them, and they are no whole blocks."""
 LOSSY: Sequence[Compression] = (Int8(block=16), OneBit(block=8), TopK(ratio=0.1), PowerSGD(rank=2))
-"""Those that hold something back."""
+"""Compressions that hold something back."""
 NUM_STEPS = 4
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    """What a rank computes in a step."""
+    """Gradients of a rank in a step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -166,7 +166,8 @@ def count_each(num_values: int) -> dict[str, tuple[int, int]]:
 
 
 def spread_each(bad: float) -> dict[str, list[bool]]:
-    """Whether the averages are finite, of small and of large gradients; rank 1 has a bad number."""
+    """Return whether the averages are finite, of small and of large gradients; rank 1 has a bad
+    number."""
     seen = {}
     for name in COMPRESSIONS:
         for size in (5, 40):
@@ -268,8 +269,8 @@ def train_digits(num_steps: int, batch: int) -> dict[str, tuple[float, int, dict
 
 
 def leave_out_each() -> dict[str, tuple[bool, int, float]]:
-    """Whether what is in no loss stays as it was, a checksum of the weights, and how far the layer
-    moved that is in the loss of odd ranks."""
+    """Return whether parameters in no loss stay unchanged, a checksum of the weights, and how far
+    the layer moved that is in the loss of odd ranks."""
     seen = {}
     for name in COMPRESSIONS:
         model = HalfUsed()
@@ -311,7 +312,7 @@ def fault_each() -> dict[str, tuple[str, str]]:
 
 
 def stuck_for_good(report: Report, path: str, rank: int) -> None:
-    """Rank 1 of two stops; rank 0 averages, and is told to give up on what does not end."""
+    """Rank 1 of two stops; rank 0 averages until its waits are aborted."""
     store = dist.FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     replica = Replica(nn.Linear(40, 40), "one-bit")

@@ -1,4 +1,4 @@
-"""What ranks of the tests of copies do: a module that their processes can import."""
+"""Bodies of ranks in the tests of copies: a module that their processes can import."""
 
 import os
 import signal
@@ -33,7 +33,8 @@ def part(step: int, rank: int, size: int) -> StateShard:
 
 
 def wrong_in(held: list[StateShard], step: int, rank: int, num_copies: int, size: int) -> str:
-    """How what is held of a step differs from the own snapshot and the copies of those before."""
+    """Describe how the held parts of a step differ from the own snapshot and the copies of the
+    ranks before."""
     ours = [state_shard for state_shard in held if state_shard.step == step]
     expected = [part(step, rank, size)]
     for distance in range(1, num_copies + 1):
@@ -93,7 +94,7 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
 
 
 def over_generations() -> dict[str, Any]:
-    """Which steps are held as one generation follows the other."""
+    """Return the steps that are held as one generation follows the other."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seen: dict[str, Any] = {}
 
@@ -152,7 +153,7 @@ def interrupted_generations() -> list[list[int]]:
 
 
 def different_steps() -> str:
-    """What a rank is told if the others copy another step."""
+    """Return a rank's error if the others copy another step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
     copies.offer(part(5 + rank, rank, size))
@@ -180,8 +181,8 @@ def _open(path: str, rank: int, size: int, generation: int) -> GlooGroup:
 def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) -> None:
     """Rank 1 of three dies in its second copy, or stops; the others go on from what they hold.
 
-    They are told as a session tells them, once the test opens the gate, a named pipe: the group is
-    cut and the copies are closed, as Gloo does not end each message by itself.
+    They are notified as a session notifies them, once the test opens the gate, a named pipe: the
+    group is cut and the copies are closed, as Gloo does not end each message by itself.
     """
     group = _open(path, rank, 3, 1)
     copying.CHUNK_BYTES = 64

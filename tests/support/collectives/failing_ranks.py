@@ -1,4 +1,4 @@
-"""Rank 1 fails between two collectives; the others go on until they are told."""
+"""Rank 1 fails between two collectives; the others go on until they get an error."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ MAX_ROUNDS = 10_000
 
 
 class Broken(Exception):
-    """What rank 1 raises."""
+    """Error that rank 1 raises."""
 
 
 def one_raises() -> None:
@@ -52,7 +52,7 @@ def _go_on(how: str, device: str = "cpu") -> None:
 
 
 def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """As torch has it, within the deadline of the group."""
+    """Fail over torch's own Gloo, within the deadline of the group."""
     limit = timedelta(seconds=unhurried(2.0))
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
@@ -63,7 +63,7 @@ def over_gloo(report: Report, path: str, rank: int, world_size: int, how: str) -
 
 
 def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """As a session has it, within the deadline of its collectives: 2 s."""
+    """Fail over a session's NCCL group, within the deadline of its collectives: 2 s."""
     torch.cuda.set_device(gpu_of(rank))
     seat = Seat(
         generation=1,
@@ -85,7 +85,7 @@ def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -
 
 
 def cut_over_nccl(report: Report, path: str, rank: int) -> None:
-    """Rank 1 stands still; rank 0 has a collective under way in two groups, and is cut."""
+    """Rank 1 hangs; rank 0 has a collective in progress in two groups, and is cut."""
     torch.cuda.set_device(gpu_of(rank))
     seat = Seat(
         generation=1, rank=rank, world_size=2, address="127.0.0.1", bring_up_s=30, collective_s=60

@@ -1,9 +1,9 @@
-"""A script of fixed ranks that ends while a thread of Gloo's is still about a tensor.
+"""A script of fixed ranks that ends while a thread of Gloo's still uses a tensor.
 
     RANK=0 ... python fixed_ranks_ending.py STRATEGY FLAG END
 
-`FLAG`: a file for which rank 1 waits; rank 0 makes it. `END`: "line", "destroy",
-"error" or "exit". Prints who frees the tensor, and how many threads of Gloo's are left.
+`FLAG`: a file for which rank 1 waits; rank 0 makes it. `END`: "line", "destroy", "error" or "exit".
+Prints which thread frees the tensor, and how many threads of Gloo's are left.
 """
 
 import atexit
@@ -41,7 +41,8 @@ def train(strategy: str) -> nn.Module:
 
 
 def free_slowly() -> None:
-    """As a thread that the system hardly runs: it takes Python's lock again and again."""
+    """Run like a thread that the system rarely schedules: it takes Python's lock again and
+    again."""
     main = threading.current_thread() is threading.main_thread()
     print("freed by", "main" if main else "gloo", flush=True)
     for _ in range(100):
@@ -49,7 +50,7 @@ def free_slowly() -> None:
 
 
 def leave_behind(flag: Path) -> None:
-    """On rank 0: a tensor that a thread of Gloo's is the last to have."""
+    """Leave, on rank 0, a tensor of which a thread of Gloo's has the last reference."""
     message, gate = torch.ones(4), threading.Event()
     if dist.get_rank() == 1:
         while not flag.exists():

@@ -1,4 +1,4 @@
-"""Strategies through several generations, over ranks that are threads: who is lost, and when."""
+"""Strategies through several generations, over ranks that are threads, with planned losses."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -55,11 +55,11 @@ class Formed:
 
     number: int
     names: Sequence[str]
-    """By rank."""
+    """Names by rank."""
     keep: Mapping[str, pb.StateAction]
     hub: Hub
     gate: threading.Barrier
-    """Where its members meet behind it."""
+    """Barrier for its members after it."""
 
 
 @dataclass(kw_only=True)
@@ -73,10 +73,10 @@ class Life:
     on_step: Callable[["Member"], None] = lambda member: None
     """Called before each step: it may raise Lost, or plant a fault."""
     on_gradients: Callable[["Member"], None] = lambda member: None
-    """Called behind the backward pass of each step, as a script's own code there."""
+    """Called after the backward pass of each step, as a script's own code."""
 
     def weights(self) -> list[Mapping[str, Tensor] | None]:
-        """What each member says the weights are, after all steps; None of those that were lost."""
+        """Return each member's weights after all steps; None for lost members."""
         self._lock = threading.Lock()
         self._number = 0
         self._told: dict[str, tuple[bool, int]] = {}
@@ -99,7 +99,7 @@ class Life:
             self._told[name] = (has_state, step)
 
     def _form(self) -> None:
-        """All that were in the last generation have come to its end."""
+        """Form a generation: all members of the last one have reached its end."""
         told, self._told = self._told, {}
         self._number += 1
         steps = {name: step for name, (has, step) in told.items() if has}
@@ -120,7 +120,7 @@ class Lost(Exception):
 
 
 class Member:
-    """One of them."""
+    """One member of the run."""
 
     def __init__(self, life: Life, name: str, gate: threading.Barrier) -> None:
         self.life, self.name, self.gate = life, name, gate
@@ -128,7 +128,7 @@ class Member:
         assert isinstance(strategy, SynchronousStrategy)
         self.strategy: Any = strategy
         self.number = 0
-        """Of the present generation."""
+        """Number of the present generation."""
 
     def train(self) -> Mapping[str, Tensor] | None:
         """The weights after all steps; None: it is lost before."""

@@ -1,13 +1,13 @@
 """Groups that behave as NCCL's do, on a CPU: for faults that otherwise only a GPU shows.
 
-- A collective is "done" as soon as it is begun: its future is complete, and what it is to bring is
-  not there yet.
-- What it brings is there for whoever waits for the work, and for nobody else. On a GPU that is the
-  stream of the thread that waits; here it is the thread.
-- What is aborted ends well, with half of what it was to bring.
-- A message waits on its stream until its receiver has come to it there, without the buffers in
+- A collective is "done" as soon as it is begun: its future is complete, but its result is not
+  there yet.
+- Its result is visible only after a wait for the work. On a GPU that holds for the stream of the
+  thread that waits; here it holds for the thread.
+- An aborted collective ends well, with half of its result.
+- A message waits on its stream until its receiver has reached it there, without the buffers in
   which NCCL keeps the first few megabytes. Two ranks that both send first, one by one, wait for
-  good; messages that are given as one batch go together. A batch has the stream of the group, each
+  ever; messages that are given as one batch go together. A batch has the stream of the group, each
   other message that of its pair of ranks.
 
 The behaviour is that of torch's ProcessGroupNCCL.cpp: `WorkNCCL` (complete once begun, `wait` as an
@@ -41,7 +41,7 @@ from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import GenerationBroken
 
 LEFT = [0.0]
-"""What is in the half that an aborted collective did not bring: the last one counts."""
+"""Content of the half that an aborted collective lacks: the last entry counts."""
 
 
 class Late(Pending):
@@ -99,7 +99,7 @@ class Message:
 
 
 class LateMessages(Late):
-    """What one rank gave its group as one: messages that go together."""
+    """Messages that one rank gave its group as a batch."""
 
     def __init__(self, messages: Sequence[Message], group: "LateGroup") -> None:
         received = [each for each in messages if not each.is_send]
@@ -237,7 +237,7 @@ class LateRunGroup(TheRunsOwn):
 
 
 def _batched(plain: Callable[..., Any], ops: list[dist.P2POp]) -> Any:
-    """As torch gives a batch to the groups of its own that take one."""
+    """Batch operations as torch does for those of its own groups that support it."""
     group: Any = ops[0].group
     if not isinstance(group, LateGroup):
         return plain(ops)
@@ -255,7 +255,8 @@ def _peer(op: dist.P2POp) -> dict[str, Any]:
 
 @contextmanager
 def late_groups(left: float = 0.0) -> Iterator[None]:
-    """Within, every in-memory group is a late one. `left`: what an aborted one leaves."""
+    """Make every in-memory group a late one within the block. `left`: content that an aborted one
+    leaves."""
     module: Any = in_memory
     module.InMemoryGroup = LateGroup
     plain = dist.batch_isend_irecv

@@ -1,4 +1,4 @@
-"""What two ranks do under mpiexec: train by DDP as one process does, and fail to understand."""
+"""Bodies of two ranks under mpiexec: DDP as one process trains, and an error."""
 
 from typing import Any
 
@@ -39,7 +39,7 @@ def by_ddp() -> list[list[float]]:
 
 
 def short_message() -> str:
-    """What rank 0 is told of a message that is shorter than what it is to receive."""
+    """Return rank 0's error for a message shorter than its receive buffer."""
     if dist.get_rank() == 1:
         dist.send(torch.ones(1), 0)
         return ""

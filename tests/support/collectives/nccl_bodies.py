@@ -22,7 +22,7 @@ from shoal.checkpoint.peers import GroupPeers
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 ABORTED: list[Any] = []
-"""Backends that were told to abort."""
+"""Backends whose abort was called."""
 
 
 class StandIn:
@@ -37,10 +37,10 @@ class StandIn:
         return f"GPU-{self._rank}"
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
-        """There is nothing to connect."""
+        """Do nothing: there is nothing to connect."""
 
     def synchronise(self) -> None:
-        """Nothing runs."""
+        """Do nothing: no work runs."""
 
     def fault(self) -> str:
         return ""
@@ -126,7 +126,7 @@ class LonelyGroup:
 
 
 class Connecting(StandIn):
-    """Its communicator is never made."""
+    """Stand-in whose communicator is never made."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -167,7 +167,8 @@ def on_one_gpu(report: Report, path: str, rank: int) -> None:
 
 
 def generations(report: Report, path: str, rank: int, num: int) -> None:
-    """How many descriptors and threads came between the third and the last."""
+    """Report how many descriptors and threads were added between the third generation and the
+    last."""
     found: list[tuple[int, int]] = []
     for number in range(1, num + 1):
         group = _group(path, rank, generation=number)

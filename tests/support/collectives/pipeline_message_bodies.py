@@ -1,4 +1,4 @@
-"""What stages of a pipeline run to send each other what memory that they share has room for."""
+"""Bodies of pipeline stages that send messages through shared memory."""
 
 import os
 import signal
@@ -50,8 +50,8 @@ def _passed(layout: PipelineLayout, size: int, loss: Any = models.squared) -> Te
 def passes(
     sizes: Sequence[int], schedule: str, *, shares: bool
 ) -> list[tuple[int, Tensor, dict[str, Tensor | None]]]:
-    """Of passes over so many samples: how many messages went over the group, the loss, and this
-    stage's gradients. Ranks that do not share memory send over the group."""
+    """Run passes over samples of these sizes. Returns the number of messages over the group, the
+    loss, and this stage's gradients. Ranks that do not share memory send over the group."""
     layout = _layout(schedule, shares=shares)
     sent: list[Tensor] = []
     p2p = layout._near.p2p
@@ -105,7 +105,7 @@ def passes_until_told(report: Report, path: str, rank: int, world_size: int, how
 
 
 def refused() -> str:
-    """What is raised where a message has another size than is expected, and for one too many."""
+    """Return the errors for a message of an unexpected size, and for one too many."""
     words = Words(dist.group.WORLD, 1)  # type: ignore[arg-type]
     sent_bytes = [256, 0]
     words.share(room_bytes(sent_bytes))

@@ -1,4 +1,4 @@
-"""What members do whose group goes from generation to generation."""
+"""Bodies of members whose group goes from generation to generation."""
 
 import time
 from dataclasses import replace
@@ -17,7 +17,7 @@ from shoal.torch_private.c10d import ReconfigurableGloo
 
 
 def train(report: Report, run: Elastic) -> None:
-    """As the members of an elastic run do; tells of each group that was reconfigured."""
+    """Train as the members of an elastic run; report each group that was reconfigured."""
     reconfigure = ReconfigurableGloo.reconfigure
 
     def told(live: ReconfigurableGloo, number: int, *arguments: Any, **limits: Any) -> None:
@@ -29,13 +29,13 @@ def train(report: Report, run: Elastic) -> None:
 
 
 def many_generations(report: Report, path: str, rank: int, world_size: int, number: int) -> None:
-    """Every second one ends in the middle of a step."""
+    """Run generations of which every second one ends in the middle of a step."""
     rank_bodies.many_generations(report, path, rank, world_size, number, reconfigures=True)
 
 
 def one_fails(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """Three generations; in the second one, rank 1 fails: before it tells its "handle", "before" it
-    connects, or "behind" it."""
+    """Run three generations; in the second one, rank 1 fails: before it writes its "handle",
+    "before" it connects, or "behind" that."""
     backend = GlooBackend(reconfigures=True)
     for generation in range(1, 4):
         if generation == 2 and rank == 1:

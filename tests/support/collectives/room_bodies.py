@@ -1,4 +1,4 @@
-"""What ranks of the tests of kept rooms run, in processes of their own."""
+"""Bodies of ranks in the tests of kept rooms, in processes of their own."""
 
 import os
 import signal
@@ -72,8 +72,8 @@ def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRooms) -> SharedM
 
 
 def _await_end(process_id: int) -> None:
-    """Until the process has let go of all that it had: its last thread does that, and its parent
-    may not have looked yet."""
+    """Wait until the process has released all its resources. Its last thread does that, maybe
+    before its parent has reaped it."""
     tasks, deadline_s = Path(f"/proc/{process_id}/task"), time.monotonic() + 60
     with suppress(FileNotFoundError):  # its parent has looked
         while any(map(_runs, tasks.glob("*/stat"))):

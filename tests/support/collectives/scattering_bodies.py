@@ -1,4 +1,4 @@
-"""What ranks of layouts/sharded/test_reduce_scatter.py run, in processes of their own."""
+"""Bodies of the ranks of layouts/sharded/test_reduce_scatter.py, in processes of their own."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part
 
 
 def sums_and_means() -> dict[str, Any]:
-    """How far each part is from what torch itself gives, and whether there is a better way."""
+    """Return how far each part is from torch's own result, and if there is a better way."""
     group = dist.group.WORLD
     assert group is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()

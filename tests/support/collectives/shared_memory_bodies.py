@@ -1,4 +1,4 @@
-"""What ranks of the tests of shared memory run, in processes of their own."""
+"""Bodies of ranks in the tests of shared memory, in processes of their own."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
 
 
 def met(num_meetings: int) -> int:
-    """Rounds in which each rank reads behind a meeting what all of them wrote before it."""
+    """Run rounds in which each rank reads after a meeting what all of them wrote before it."""
     memory = shared()
     numbers = memory.room.cast("Q")
     for number in range(num_meetings):
@@ -58,8 +58,8 @@ def met(num_meetings: int) -> int:
 
 
 def words_told(num_rounds: int, *, shares: bool) -> str:
-    """Rounds in which each rank hears what all have told; what is raised behind a round of which
-    nobody heard."""
+    """Run rounds in which each rank receives all ranks' words. Returns the error after a round that
+    no rank received."""
     words = Words(whole_world(), 3)
     if shares:
         words.share()
@@ -80,8 +80,8 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
 
 
 def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
-    """What a rank hears behind a cut, of words that all, or all but the last, told before it; and
-    what it gets for telling more."""
+    """Return what a rank receives after a cut, of words that all, or all but the last, sent before
+    it; and the error for sending more."""
     words = Words(whole_world(), 1)
     words.share()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -106,8 +106,8 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
 
 
 def gathered(most: int) -> list[bool]:
-    """Whether ranks hear one another's words in memory, which is of a page for each: short ones, of
-    several lengths, and one of `most` bytes of the last rank."""
+    """Return whether ranks receive one another's words in memory, which has a page for each: short
+    ones, of several lengths, and one of `most` bytes of the last rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     exchange = SharedExchange(shared(4096 * world_size))
     heard = []
@@ -121,14 +121,14 @@ def gathered(most: int) -> list[bool]:
 
 
 def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:
-    """With `apart`, that rank is told to share nothing."""
+    """True if memory is shared. The rank `apart` is configured to share none."""
     if dist.get_rank() == apart:
         os.environ["SHOAL_TRANSPORT"] = "tcp"
     return share_memory(whole_world(), num_bytes, LONG_S) is not None
 
 
 def meets_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """All ranks meet; at their fourth meeting one of them does not come, for this reason."""
+    """Let all ranks meet; at the fourth meeting one of them is missing, for the given reason."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     failing = 0 if how == "kill rank 0" else 1
@@ -153,7 +153,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
 
 
 def leaves_early() -> str:
-    """Rank 0 leaves in good order, and all others know of it; what they then are told."""
+    """Rank 0 leaves in good order, and all others know. Returns the error that they then get."""
     memory = shared()
     memory.meet()
     links = [each for each in threading.enumerate() if each.name == "shoal-links"]
@@ -186,8 +186,8 @@ def meets_after_a_fork() -> str:
 
 
 def descriptors_after(num_generations: int) -> list[int]:
-    """How many this process has once each layout is released and dropped, without help from the
-    collector of what refers to itself."""
+    """Count this process' descriptors after each layout is released and dropped, without help from
+    the cyclic garbage collector."""
     training, group = training_of(deep, sgd, num_steps=2), whole_world()
     counts = []
     gc.collect()
@@ -213,7 +213,7 @@ def descriptors_after(num_generations: int) -> list[int]:
 
 
 def meetings_of_steps(num_steps: int) -> tuple[int, list[int]]:
-    """Into how many groups the model is cut, and how often the ranks meet in each step."""
+    """Return the number of groups that the model is cut into, and of meetings in each step."""
     training, group = training_of(deep, sgd, num_steps=1), whole_world()
     world = World(
         rank=group.rank(), world_size=group.size(), device=torch.device("cpu"), group=group
@@ -237,8 +237,8 @@ def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:
 
 
 def sums(dtype: torch.dtype, num_rounds: int) -> list[tuple[bool, bool]]:
-    """For sums and means, of tensors in a slot and elsewhere: whether it was done, and gives the
-    same bits as over Gloo."""
+    """Return, for sums and means of tensors in a slot and elsewhere, whether they were reduced in
+    memory, and to the same bits as over Gloo."""
     opened, group = slots(), whole_world()
     world_size, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(rank)

@@ -1,4 +1,4 @@
-"""What ranks of the tests of state do: a module that their processes can import."""
+"""Bodies of ranks in the tests of state: a module that their processes can import."""
 
 from collections import Counter
 from typing import Any
@@ -26,7 +26,7 @@ DTYPES = {"model.wide": torch.bfloat16, "model.bias": torch.bool, "optim.embed/s
 
 
 def whole_state(step: int) -> dict[str, Tensor]:
-    """All tensors of a step, each element another number; without optimizer state at step 0."""
+    """Return all tensors of a step, with distinct elements; without optimizer state at step 0."""
     state = {}
     for number, (name, shape) in enumerate(SHAPES.items()):
         if step or name.startswith("model."):
@@ -50,7 +50,7 @@ def cut(shape: tuple[int, ...], how: str, rank: int, world_size: int) -> Chunk |
 
 
 def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: int) -> StateShard:
-    """What the rank holds of the state, as views of it."""
+    """Return the rank's part of the state, as views of it."""
     shards = {}
     for name, tensor in state.items():
         shape = tuple(tensor.shape)
@@ -62,7 +62,7 @@ def holding_of(state: dict[str, Tensor], step: int, how: str, rank: int, size: i
 
 
 def needs_of(how: str, rank: int, size: int) -> Needs:
-    """What a rank needs of any tensor; nothing if it is not among the first `size`."""
+    """Return a rank's needs of any tensor; none if it is not among the first `size`."""
 
     def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         assert dtype == DTYPES.get(name, torch.float32), name
@@ -92,7 +92,7 @@ class Places:
         return memory
 
     def all_taken(self, got: StateShard) -> bool:
-        """Whether each tensor lies where this said, and nowhere else."""
+        """True if each tensor is in the memory that this gave out, and in no other."""
         return self._given.keys() == got.shards.keys() and all(
             memory is None or got.shards[name].tensor is memory
             for name, memory in self._given.items()
@@ -110,7 +110,7 @@ def shared(num_bytes: int) -> SharedMemory:
 def reshard_all(
     changes: list[tuple[tuple[str, int], tuple[str, int]]], shared_bytes: int = 0
 ) -> dict[str, str]:
-    """For each change from one cut to another: what differs from what there should be."""
+    """Return, for each change from one cut to another, the differences from the expected state."""
     rank, state = dist.get_rank(), whole_state(7)
     memory = shared(shared_bytes) if shared_bytes else None
     found = {}
@@ -160,7 +160,7 @@ def reshard_large(shared_bytes: int = 0) -> bool:
 
 
 def count_calls() -> dict[str, dict[str, int]]:
-    """Which calls of torch.distributed it took when nothing had to travel."""
+    """Return the calls of torch.distributed that were made when nothing had to travel."""
     rank = dist.get_rank()
     long = {f"model.{index:04}.{index * 7919:x}": torch.zeros(3) for index in range(3000)}
     found = {}
@@ -236,7 +236,7 @@ def refused() -> dict[str, str]:
 
 
 def difference(got: StateShard, expected: StateShard) -> str:
-    """In words; empty if there is none."""
+    """Describe the difference; empty if there is none."""
     if (got.step, got.values) != (expected.step, expected.values):
         return f"{got.step} {got.values}"
     if got.shards.keys() != expected.shards.keys():

@@ -27,16 +27,17 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """How a step is computed where it is not one pass in the parameters' own dtype."""
+    """Way of computing a step, if it is not one pass in the parameters' own dtype."""
 
     passes: Sequence[int] = (1,)
     """Backward passes of each step, over and over; each takes a part of a member's samples."""
     max_norm: float = math.inf
-    """Gradients are scaled down to this norm."""
+    """Norm to which gradients are scaled down."""
     autocast: torch.dtype | None = None
-    """What layers compute in."""
+    """Dtype in which layers compute."""
     parts_of_session: Sequence[int] = ()
-    """Into how many parts `batch.parts` cuts each step, over and over, in place of `passes`."""
+    """Number of parts that `batch.parts` cuts each step into, over and over, in place of
+    `passes`."""
 
     def clips(self) -> bool:
         return math.isfinite(self.max_norm)
@@ -63,7 +64,7 @@ def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 
 class TheRunsOwn:
-    """The group that stands already in a run of ranks; the run ends it."""
+    """The default group of a run of ranks; the run ends it."""
 
     def open(self) -> dist.ProcessGroup:
         group = dist.group.WORLD
@@ -100,7 +101,8 @@ def generation_of(
     number: int = 1,
     states: Mapping[str, pb.StateAction] | None = None,
 ) -> Generation:
-    """As the coordinator would say it to `me`; `states` of those that do not receive."""
+    """Return the generation as the coordinator would send it to `me`; `states` are those of members
+    that do not receive."""
     states = states or {}
     entries = [
         pb.RosterEntry(member_id=name, rank=rank, state=states.get(name, pb.STATE_ACTION_RECEIVE))
@@ -119,7 +121,7 @@ def take_step(
     manner: Manner = PLAIN,
     acknowledged: Callable[[], None] = lambda: None,
 ) -> None:
-    """One step, as `with session.step():` takes it."""
+    """Take one step as `with session.step():` does."""
     strategy.begin_step()
     if manner.parts_of_session:
         _take_parts(strategy, batch, loss_function, manner)
@@ -137,7 +139,7 @@ def take_step(
 def _take_parts(
     strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: Manner
 ) -> None:
-    """As `for part in batch.parts(n)` goes over them in a session."""
+    """Pass over the parts as `for part in batch.parts(n)` does in a session."""
     of_step = MicroBatches(strategy, batch, 1 << 30)
     set_current(replace(current(), parts=of_step))
     for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
@@ -175,16 +177,16 @@ def take_step_alone(
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is trained, by whatever strategy."""
+    """Training to be run by any strategy."""
 
     build: Callable[[int], tuple[nn.Module, torch.optim.Optimizer]]
-    """Model and optimizer of a seed; that of the first rank is what all start from."""
+    """Returns model and optimizer of a seed; all start from the first rank's."""
     loader: Callable[[], Loader]
     loss: LossFunction
     num_steps: int = 50
     manner: Manner = PLAIN
     computing: Callable[[nn.Module], nn.Module] = lambda model: model
-    """How one process does by itself what a strategy does within the model."""
+    """Makes one process do what a strategy does within the model."""
 
 
 def by_one_process(run: Run) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The pages of the documentation, and what stands in them."""
+"""Pages of the documentation, and their contents."""
 
 import re
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def prose(page: Path) -> str:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a link to a heading of the page may end in."""
+    """Set of anchors that a link to a heading of the page may have."""
     found: set[str] = set()
     for heading in HEADING.findall(prose(page)):
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)

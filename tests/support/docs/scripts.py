@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def work(script: str, arguments: list[str], environment: Mapping[str, str], output: str) -> None:
-    """What `shoal run` has a worker do; what it prints goes to the end of a file."""
+    """Run a script as `shoal run` makes a worker do; its output is appended to a file."""
     os.chdir(Path(script).parent)
     os.environ.update(environment)
     sys.argv = [script, *arguments]

@@ -30,7 +30,7 @@ class Run:
     strategy: str = "ddp"
     num_members: int = 2
     hold_at: int = NEVER
-    """In the midst of this step the member waits until the gate is opened."""
+    """The member waits in the middle of this step until the gate is opened."""
     gate: str = ""
 
 
@@ -45,7 +45,7 @@ def joined(run: Run) -> shoal.Session:
 
 
 class Held:
-    """Tells the test of each attempt at a step, and waits in one of them."""
+    """Reports each attempt at a step to the test, and waits in one of them."""
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         self._session, self._told, self._run = session, report, run
@@ -84,7 +84,7 @@ def data() -> TensorDataset:
 def loop(
     make: Callable[[], Accelerator], on_part: Callable[[], None], behind: Callable[[], None]
 ) -> nn.Module:
-    """As its authors write it, for either accelerator."""
+    """Training loop as its authors write it, for either accelerator."""
     accelerator = make()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -141,4 +141,4 @@ def plain_accelerate() -> Mapping[str, Tensor]:
 
 
 def _nothing() -> None:
-    """Nobody looks on."""
+    """Do nothing: no test observes."""

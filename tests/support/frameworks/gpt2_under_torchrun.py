@@ -1,8 +1,8 @@
 """A GPT-2 of transformers, made from a config, trained in a script that knows nothing of Shoal.
 
 Run by torchrun with the name of a framework and a directory for checkpoints. A global batch has the
-same samples on any number of ranks, so the weights at the end are those of one process, from
-whatever checkpoint a start has gone on.
+same samples on any number of ranks, so the weights at the end are those of one process, whatever
+checkpoint a start has continued from.
 """
 
 import os
@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, RATE = 29, 12, 0.1
 
 
 def network() -> GPT2LMHeadModel:
-    """Its head shares the embedding's weight."""
+    """Model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -38,8 +38,8 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences() -> list[dict[str, Tensor]]:
-    """They count up, from anywhere and in steps of 1 to 3. What no token comes before is no label,
-    or Trainer would count it among those that a loss is the mean over."""
+    """Sentences that count up, from any start and in steps of 1 to 3. A token without a predecessor
+    is no label; otherwise Trainer would count it for the mean of a loss."""
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(VOCABULARY, (NUM_SENTENCES, 1), generator=generator)
     strides = torch.randint(1, 4, (NUM_SENTENCES, 1), generator=generator)

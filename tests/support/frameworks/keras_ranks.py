@@ -1,4 +1,4 @@
-"""What ranks do with Keras models; the same bodies run in one process."""
+"""Bodies of ranks with Keras models; the same bodies run in one process."""
 
 import copy
 import os
@@ -60,7 +60,7 @@ def compiled(name: str) -> Any:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """By place, for paths count the layers that a process has made so far."""
+    """Weights by position, as paths count the layers that a process has made so far."""
     return {str(i): v.detach().clone() for i, v in enumerate(whole_weights(model).values())}
 
 
@@ -72,7 +72,7 @@ def fit_alone(name: str) -> dict[str, Tensor]:
 
 
 def fit_each(names: list[str]) -> dict[str, list[Fitted]]:
-    """By optimizer: sharded, and split where that strategy takes the optimizer."""
+    """Fit by optimizer: sharded, and split if that strategy supports the optimizer."""
     kinds = {
         name: [fit_sharded] if name == "clipped" else [fit_sharded, fit_split] for name in names
     }
@@ -125,7 +125,7 @@ def words() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_words(model: Any) -> dict[str, Tensor]:
-    """In a loop of the user's own, with Keras's optimizer."""
+    """Train in a loop of the user's own, with Keras's optimizer."""
     x, y = (torch.as_tensor(part) for part in words())
     for start in range(0, 16, 8):
         model.zero_grad()
@@ -150,7 +150,7 @@ def own_loop_alone() -> dict[str, Tensor]:
 
 
 def torch_loop(strategy: str) -> dict[str, Tensor]:
-    """What a plain torch loop trains behind one line, and gives back to the Keras model."""
+    """Train in a plain torch loop after one line, and give the weights back to the Keras model."""
     model = dense_model()
     optimizer = momentum(model.parameters())
     trained, optimizer = shoal.distribute(model, optimizer, strategy=strategy)

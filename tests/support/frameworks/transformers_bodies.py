@@ -25,7 +25,7 @@ TRAINER_STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 def network() -> GPT2LMHeadModel:
-    """Its head shares the embedding's weight."""
+    """Model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -41,7 +41,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences(count: int = NUM_SENTENCES, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Of many lengths: a mean over tokens is not one over sentences."""
+    """Sentences of many lengths: a mean over tokens is not one over sentences."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -89,7 +89,7 @@ def inputs_of(**changes: Any) -> dict[str, Any]:
 
 
 class Watching(TrainerCallback):
-    """Tells of attempts at steps, and holds one of them."""
+    """Reports attempts at steps, and holds one of them."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -117,7 +117,7 @@ def train_with_trainer(report: Report, run: Run) -> None:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Those of the evaluations."""
+    """Losses of the evaluations."""
     return [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
 
 

@@ -19,7 +19,7 @@ def say(**what: Any) -> None:
 
 
 def weights_of(step: int) -> Any:
-    """As an actor's `get_per_tensor_param`."""
+    """Weights in the form of an actor's `get_per_tensor_param`."""
     for name, shape in (("embed.weight", (11, 4)), ("head.weight", (4, 11)), ("norm", (4,))):
         yield name, torch.full(shape, float(step), dtype=torch.bfloat16)
 
@@ -49,7 +49,7 @@ async def main(series: str) -> None:
 
 
 async def taken(rollout: Any, step: int | None) -> dict[str, torch.Tensor]:
-    """What a server adapter takes of the generator."""
+    """Weights that a server adapter takes from the generator."""
     found = {}
     async for name, tensor in ensure_async_iterator(rollout.receive_weights(global_steps=step)):
         found[name] = tensor.clone()

@@ -204,7 +204,7 @@ def completed(url: str, directory: Path) -> list[list[int]]:
 
 
 def tokenizer() -> Any:
-    """One of 256 words, `w0` to `w255`."""
+    """Tokenizer of 256 words, `w0` to `w255`."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 

@@ -92,7 +92,7 @@ def groups(model: nn.Module) -> list[dict[str, object]]:
 
 
 def trained(ranks: Iterable[Rank]) -> Counter[tuple[int, int]]:
-    """How often each sample of each epoch was in a step that was committed."""
+    """Count, for each sample of each epoch, the committed steps that it was in."""
     found: Counter[tuple[int, int]] = Counter()
     for rank in ranks:
         batch: list[tuple[int, int]] = []

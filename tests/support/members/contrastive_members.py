@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec
 
 BATCH, EPOCHS = 64, 2
 NUM_SAMPLES = 2 * BATCH + 2
-"""Of three members shares are 22, 21 and 21, and in the last batch of an epoch one has none."""
+"""Shares of three members are 22, 21 and 21; in the last batch of an epoch one has none."""
 
 
 class Towers(nn.Module):
@@ -37,7 +37,7 @@ class Towers(nn.Module):
 
 
 def build(seed: int = 0, dropped: float = 0.0) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """In float64, in which sums that are put together in another way differ by nothing to see."""
+    """Build in float64, in which another order of sums makes no visible difference."""
     model = Towers(dropped).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -92,9 +92,9 @@ class Contrastive(Elastic):
     """One member's part."""
 
     whole: bool = True
-    """The loss is one over all rows; else a mean over the member's own ones."""
+    """True if the loss covers all rows; else it is a mean over the member's own ones."""
     gathers: int = 1
-    """How often this member does so in step `at_step`."""
+    """Number of gathers by this member in step `at_step`."""
 
 
 def _dies(*_: object) -> None:
@@ -102,8 +102,8 @@ def _dies(*_: object) -> None:
 
 
 def train(report: Report, run: Contrastive) -> None:
-    """All steps; then the whole model. With a fault the member is gone before the others have its
-    rows ("forward"), or the gradients that it has of theirs ("backward")."""
+    """Train all steps; then report the whole model. With a fault the member dies before the others
+    have its rows ("forward"), or the gradients that it has of theirs ("backward")."""
     try:
         _train(report, run)
     except InvalidSpec as error:

@@ -23,10 +23,10 @@ from shoal.data.order import Order
 from shoal_client.local.cluster import LocalCluster
 
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
-"""Between the last step that the test has seen and the one at which members stop, at their pace.
+"""Margin between the last step that the test has seen and the stop, at the members' pace.
 
-At most so many steps, since each adds rounding: in float64, where it adds none that counts, a test
-may allow more.
+The number of steps is limited, since each adds rounding. In float64, where rounding does not count,
+a test may allow more.
 """
 PACED_STEPS = 10
 STOP_STEPS = 12
@@ -54,7 +54,7 @@ class Schedule:
         self._run = replace(run, stop_file=str(self._stop_file))
         self._names = iter(f"m{number}" for number in range(1000))
         self._gates: dict[Rank, Path] = {}
-        """Where members of local SGD wait for each other before they leave."""
+        """Gates at which members of local SGD wait for each other before they leave."""
         self.alive: list[Rank] = []
         self.all: list[Rank] = []
         self.done: list[str] = []
@@ -65,7 +65,7 @@ class Schedule:
 
     @property
     def run_of_all(self) -> Elastic:
-        """What all members do."""
+        """Run that all members share."""
         assert isinstance(self._run, Elastic)
         return self._run
 
@@ -77,7 +77,7 @@ class Schedule:
             rank.expect("committed")
 
     def add(self, **changes: Any) -> Rank:
-        """One more member, whose run has these changes."""
+        """Start one more member, whose run has these changes."""
         run = replace(self._run, member_id=next(self._names), **changes)
         gate = Path(f"{self._stop_file}.{run.member_id}")
         os.mkfifo(gate)
@@ -104,7 +104,7 @@ class Schedule:
         return self.alive[0]
 
     def join(self) -> None:
-        """One more member, which commits a step with the others."""
+        """Add a member, and wait until it has committed a step with the others."""
         before = self._generation()
         self.add().expect("committed")
         self._await_change(before)
@@ -155,7 +155,7 @@ class Schedule:
         return finished[0]
 
     def _margin_steps(self) -> int:
-        """About a second's steps, by how long the next ones take."""
+        """Measure the next steps; return the number of steps in about a second."""
         first = self.alive[0]
         first.catch_up()
         began_s = time.monotonic()
@@ -182,14 +182,14 @@ class Schedule:
                 rank.expect("committed")
 
     def committed(self) -> list[tuple[Rank, dict[str, Any]]]:
-        """What members have reported of their committed steps."""
+        """Reports of all members about their committed steps."""
         return [
             (rank, data) for rank in self.all for kind, data in rank.seen if kind == "committed"
         ]
 
 
 def elastic(cluster: LocalCluster, job: str, **changes: Any) -> Elastic:
-    """What the members of a job do that has this name and a number of its own."""
+    """Run for the members of a job whose name has a random number."""
     return Elastic(
         coordinator=cluster.coordinator,
         job=f"{job}-{secrets.token_hex(4)}",
@@ -228,9 +228,9 @@ def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: flo
 
 
 def check_each_sample_once(ranks: list[Rank], num_steps: int, order: Order) -> None:
-    """In the trajectory that counts, each step took exactly its own part of the epoch's order.
+    """Check that each step that counts took exactly its own part of the epoch's order.
 
-    A step that was rolled back comes again in a later generation; the latest one counts.
+    A step that was rolled back is repeated in a later generation; the latest one counts.
     """
     valid: dict[int, int] = {}
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""Sessions that fail in every place where a script can, and what is left of them in the process."""
+"""Sessions that fail at every point where a script can, and their traces in the process."""
 
 import gc
 import os
@@ -25,15 +25,15 @@ PLACES = (
     *("second loss", "own step", "between", "loading", "evaluate", "all_reduce", "checkpoint"),
 )
 BY_HANDS = ("loss", "interrupt", "between", "sample", "register", "twice")
-"""Those that every strategy meets."""
+"""Failures that every strategy can meet."""
 
 
 class Planned(Exception):
-    """What a test lets a script raise."""
+    """Error that a test makes a script raise."""
 
 
 class Failing(Dataset[Any]):
-    """No sample of it can be loaded."""
+    """Dataset of which no sample can be loaded."""
 
     def __len__(self) -> int:
         return 24
@@ -55,7 +55,7 @@ class FailingState:
         return {"count": 1}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """It has none."""
+        """Do nothing: it has no state."""
 
 
 class Remembering(torch.optim.Optimizer):
@@ -166,7 +166,7 @@ def _between(session: shoal.Session, place: str) -> None:
 
 
 def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
-    """Everything of the process, the model and the optimizer that a session may have changed."""
+    """State of the process, the model and the optimizer that a session may have changed."""
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
     }

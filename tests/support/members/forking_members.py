@@ -10,7 +10,7 @@ from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer
 
 
 def with_a_pool() -> None:
-    """Which ends its processes by SIGTERM, and waits for them."""
+    """Use a pool, which ends its processes by SIGTERM and waits for them."""
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(abs, [-1, 2]) == [1, 2]
 
@@ -27,7 +27,7 @@ WAYS: Mapping[str, Callable[[], None]] = {"pool": with_a_pool, "fork": with_a_fo
 
 
 def train(report: Report, run: Run, way: str) -> None:
-    """All steps, with processes of the script's own behind some."""
+    """Train all steps, with processes of the script's own after some."""
     model, optimizer = model_and_optimizer()
     trainer = os.getpid()
     try:

@@ -13,20 +13,20 @@ NUM_ABORTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a held job needs to go on, and what becomes of it."""
+    """A held job: its release, and the expected result."""
 
     cast: Cast
     release: Callable[[], object] = lambda: None
-    """Lets the members go on."""
+    """Releases the members."""
     trains: tuple[str, ...]
-    """Who trains in the end."""
+    """Members that train in the end."""
     unbroken: int = 0
-    """This generation trains; nothing may break it."""
+    """Generation that trains; nothing may break it."""
     decided: int = 0
-    """This generation is durable; it and no later one must come to run."""
+    """Generation that is durable; it and no later one must come to run."""
 
     def goes_on(self) -> None:
-        """Release it; fail unless all train in the end and were told the same."""
+        """Release it; fail unless all train in the end and received the same outcomes."""
         with self.cast.explained():
             self._goes_on()
 
@@ -42,13 +42,13 @@ class Held:
 
 
 def in_collect(cast: Cast) -> Held:
-    """One of two wanted is there."""
+    """Hold in COLLECT: one of two desired members is present."""
     cast.joins("a").told("admitted")
     return Held(cast=cast, release=lambda: cast.joins("b"), trains=("a", "b"))
 
 
 def in_prepare(cast: Cast) -> Held:
-    """One of two has not answered; nothing ran before."""
+    """Hold in PREPARE: one of two has not answered; nothing ran before."""
     cast.joins("a")
     b = cast.joins("b", ANSWER)
     b.has_withheld(ANSWER)
@@ -74,7 +74,7 @@ def in_committed(cast: Cast) -> Held:
 
 
 def before_the_boundary(cast: Cast) -> Held:
-    """A change is committed, and one of those who train has not said where it can stop."""
+    """Hold a committed change: one of the training members has not offered a step to stop at."""
     _, b = cast.training("a", "b")
     b.withhold(OFFER)
     c = cast.joins("c")
@@ -106,7 +106,7 @@ def running(cast: Cast) -> Held:
 
 
 def broken(cast: Cast) -> Held:
-    """One of three has left; of the others, one has settled and one has not."""
+    """Hold a break: one of three has left; of the others, one has settled and one has not."""
     a, b, c = cast.training("a", "b", "c")
     b.withhold(SETTLE)
     c.leave()
@@ -116,7 +116,7 @@ def broken(cast: Cast) -> Held:
 
 
 def in_prepare_after_a_loss(cast: Cast) -> Held:
-    """One of three has left; of the others, one has not answered."""
+    """Hold in PREPARE after a loss: one of three has left; of the others, one has not answered."""
     _, b, c = cast.training("a", "b", "c")
     b.withhold(ANSWER)
     c.leave()
@@ -134,7 +134,7 @@ def in_aborted(cast: Cast) -> Held:
 
 
 def between_the_boundarys_notices(cast: Cast) -> Held:
-    """The boundary is agreed, and one of those who train has not heard of it."""
+    """Hold an agreed boundary, of which one of the training members was not notified."""
     a, b = cast.training("a", "b")
     a.withhold(OFFER)
     cast.joins("c")

@@ -38,7 +38,7 @@ class HeldMembers:
             rank.expect("holds")
 
     def let_go(self, names: str = "") -> None:
-        """These, or all."""
+        """Release these members, or all."""
         for name in names or self._gates:
             self._gates[name].write_bytes(b"")
 
@@ -46,8 +46,8 @@ class HeldMembers:
 def replaced_in_step_6(
     cluster: LocalCluster, body: Callable[..., None], run: Any, directory: Path, back_to: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], Rank]:
-    """What "a" and "c" report at their end, and "a" itself. "b" was killed in the midst of step 6,
-    and "c", who had stood by, went on in its place with the step `back_to`."""
+    """Return the final reports of "a" and "c", and "a" itself. "b" was killed in the middle of step
+    6, and "c", on standby until then, took its place with the step `back_to`."""
     with Ranks() as ranks:
         held = HeldMembers(ranks, body, run, directory, at_step=6)
         a, b = held.crew
@@ -61,10 +61,10 @@ def replaced_in_step_6(
 
 
 def tried_without_the_lost(rank: Rank) -> dict[str, Any]:
-    """What a member reports of its first attempt at a step in a later generation than the first.
+    """Return a member's first attempt at a step in a later generation than the first.
 
     In the first it may go on until it meets the loss: with the other parts of the step, and with
-    the next step where all had agreed on that one before it was lost.
+    the next step if all had agreed on that one before the loss.
     """
     while (tried := dict(rank.expect("tried"))).pop("generation") == 1:
         pass

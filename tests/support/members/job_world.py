@@ -32,7 +32,7 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 @dataclass(kw_only=True)
 class SimMember:
-    """One worker process: its core decides, its trainer does at once what it is told."""
+    """One worker process: its core decides, its trainer obeys at once."""
 
     name: str
     incarnation: str
@@ -46,13 +46,13 @@ class SimMember:
     checkpoints: tuple[int, ...] = ()
     """Steps of the complete checkpoints that it sees."""
     has_state: bool = False
-    """Has been in a generation that ran: from then on it holds what all hold."""
+    """True once it has been in a generation that ran: from then on it holds the common state."""
     enough_for_call: int = 0
-    """Its script is in a call between two steps, which so many members can make; 0: in none."""
+    """Number of members needed for the call that its script is in between two steps; 0: in none."""
     finished: bool = False
-    """Has done its work, and stays."""
+    """True if it has done its work, and stays."""
     drained: bool = False
-    """Was let go: nothing is left for it to do."""
+    """True if it was drained: nothing is left for it to do."""
     records: dict[int, list[Record]] = field(default_factory=dict)
     _begun: int = -1
     _settled: int = 0
@@ -73,7 +73,7 @@ class SimMember:
         return {number for number in self.records if self.core.track.is_broken(number)}
 
     def comes_to_a_stand(self) -> bool:
-        """Whether its generation is over, of which it has not said so yet."""
+        """True if its generation is over, and it has not reported that yet."""
         over = self.core.track.is_broken(self.generation) and self._settled < self.generation
         self._settled = self.generation if over else self._settled
         return over
@@ -224,7 +224,7 @@ class World:
         self.send(member, events.Continued(**self._who(member)))
 
     def finish(self, name: str, *, closes: bool = False) -> None:
-        """One of torchrun's nodes has done its work and stays, or closes the job."""
+        """Report that one of torchrun's nodes has done its work and stays, or closes the job."""
         self.members[name].finished = not closes
         done = ev.WorkDone(reason="its workers are done", finished=not closes, closes=closes)
         self._step(self.members[name], done)
@@ -359,7 +359,7 @@ class World:
                 self._step(member, judged)
 
     def _train_on(self, member: SimMember) -> None:
-        """The trainer, which has no steps to finish: it stops where the members agreed to."""
+        """Act as a trainer without steps to finish: it stops at the agreed step."""
         if member.finished:
             return
         core, change = member.core, member.core.track.change
@@ -394,12 +394,12 @@ class World:
     # --- what tests ask ---
 
     def train(self, step: int) -> None:
-        """All members of the running generation have begun this step."""
+        """Begin this step on all members of the running generation."""
         for member in self.members.values():
             member.begun = step
 
     def beat(self, name: str, step: int) -> None:
-        """A heartbeat of the member, which has so many steps behind it."""
+        """Send a heartbeat of the member, which has committed this step."""
         self.job.heard_of_step(name, self.members[name].incarnation, Step(step))
 
     def roster(self) -> list[str]:

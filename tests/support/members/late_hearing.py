@@ -1,4 +1,5 @@
-"""Members of which one hears what the others said of a step only once their generation is over."""
+"""Members of which one receives the others' words for a step only after their generation is
+over."""
 
 import os
 import signal
@@ -14,7 +15,8 @@ LIMIT_S = 120.0
 
 
 def train(report: Report, run: Run, transport: str) -> None:
-    """Up to and with step `at_step`. Behind it one leaves, or is killed; one hears late in it."""
+    """Train up to and with step `at_step`. After it one leaves, or is killed; one receives late in
+    it."""
     os.environ["SHOAL_TRANSPORT"] = transport
     model, optimizer = model_and_optimizer()
     with session_of(run) as session:
@@ -34,7 +36,7 @@ def train(report: Report, run: Run, transport: str) -> None:
 
 
 def hear_late(strategy: Strategy) -> None:
-    """What the others tell of the present step is waited for only behind the cut."""
+    """Delay the wait for the others' words of the present step until after the cut."""
     anyhow: Any = strategy
     words, is_cut = anyhow._agreement._words, threading.Event()
     hear, cut = words.hear, anyhow.cut

@@ -17,19 +17,19 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class LeavingOut(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     left_out: frozenset[int] = frozenset()
     """Blocks that this member leaves out."""
     in_evaluation: bool = False
-    """It does so in an evaluation behind the step, not in the step."""
+    """True if it does so in an evaluation after the step, not in the step."""
 
 
 class Blocks(nn.Module):
-    """Blocks of one size behind each other."""
+    """Several blocks of one size in sequence."""
 
     left_out: frozenset[int] = frozenset()
-    """By all models of this process."""
+    """Blocks left out by all models of this process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def train_on(report: Report, host: Host, run: LeavingOut) -> None:
 
 
 def train(report: Report, run: LeavingOut) -> None:
-    """All blocks in all steps but one; an evaluation behind that, if it is to be there."""
+    """Train all blocks in all steps but one, with an evaluation after that if the run has one."""
     torch.manual_seed(3)
     model: nn.Module = Blocks()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.02)

@@ -28,7 +28,7 @@ class Logging(Elastic):
     """One member's part."""
 
     directory: str
-    """Where trackers write."""
+    """Directory that trackers write to."""
     trackers: tuple[str, ...] = ("tensorboard",)
 
 
@@ -42,7 +42,7 @@ def tracker(name: str, directory: Path) -> Tracker:
 
 
 def train(report: Report, run: Logging) -> None:
-    """Steps until the stop: a value in each step, one behind it, and one behind every tenth."""
+    """Train until the stop: log a value in each step, one after it, and one after every tenth."""
     os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
     model, optimizer = build(run.optimizer, "layers")
     trackers = [tracker(name, Path(run.directory)) for name in run.trackers]

@@ -26,18 +26,18 @@ class Losable:
     cast: Cast
     victim: MemberProcess
     trains: tuple[str, ...]
-    """Who trains in the end."""
+    """Members that train in the end."""
     comes: tuple[str, ...] = ()
-    """Who joins once the victim is lost."""
+    """Members that join once the victim is lost."""
     release: Callable[[], object] = lambda: None
     above: int = 0
     """The generation in which they do has a higher number."""
     desired: int = 2
     unbroken: int = 0
-    """This generation trains without the victim; nothing may break it."""
+    """Generation that trains without the victim; nothing may break it."""
 
     def goes_on(self) -> None:
-        """Fail unless the others train in the end, and were told the same on the way."""
+        """Fail unless the others train in the end, and received the same outcomes."""
         with self.cast.explained():
             self._goes_on()
 
@@ -58,7 +58,7 @@ class Losable:
 
 
 def in_collect(cast: Cast) -> Losable:
-    """It has proposed, and a third is awaited."""
+    """Victim that has proposed, while a third member is awaited."""
     cast.joins("a", desired=3)
     victim = cast.process(VICTIM, desired=3)
     victim.told("admitted")
@@ -66,7 +66,7 @@ def in_collect(cast: Cast) -> Losable:
 
 
 def in_prepare(cast: Cast) -> Losable:
-    """It has not answered; nothing ran before."""
+    """Victim that has not answered in PREPARE; nothing ran before."""
     cast.joins("a")
     victim = cast.process(VICTIM, ANSWER)
     victim.has_withheld(ANSWER)
@@ -74,7 +74,7 @@ def in_prepare(cast: Cast) -> Losable:
 
 
 def newcomer_in_prepare(cast: Cast) -> Losable:
-    """It would join two who train, and has not answered."""
+    """Victim that would join two training members, and has not answered."""
     cast.training("a", "b")
     victim = cast.process(VICTIM, ANSWER)
     victim.has_withheld(ANSWER)
@@ -82,7 +82,7 @@ def newcomer_in_prepare(cast: Cast) -> Losable:
 
 
 def trainer_in_prepare(cast: Cast) -> Losable:
-    """It trains, and the newcomer has not answered."""
+    """Victim that trains, while the newcomer has not answered."""
     cast.joins("a")
     victim = cast.process(VICTIM)
     cast["a"].trains_with("a", VICTIM)
@@ -92,7 +92,7 @@ def trainer_in_prepare(cast: Cast) -> Losable:
 
 
 def in_committed(cast: Cast) -> Losable:
-    """It is not ready for the first generation."""
+    """Victim that is not ready for the first generation."""
     cast.joins("a")
     victim = cast.process(VICTIM, READY)
     victim.has_withheld(READY)
@@ -100,7 +100,7 @@ def in_committed(cast: Cast) -> Losable:
 
 
 def before_the_boundary(cast: Cast) -> Losable:
-    """It trains, and has not said where it can stop for the newcomer."""
+    """Victim that trains, and has not offered a step to stop at for the newcomer."""
     cast.joins("a")
     victim = cast.process(VICTIM, OFFER)
     cast["a"].trains_with("a", VICTIM)
@@ -110,7 +110,8 @@ def before_the_boundary(cast: Cast) -> Losable:
 
 
 def newcomer_before_the_boundary(cast: Cast) -> Losable:
-    """It would join two who train; one of them has not said where it can stop."""
+    """Victim that would join two training members; one of them has not offered a step to stop
+    at."""
     a, b = cast.training("a", "b")
     b.withhold(OFFER)
     victim = cast.process(VICTIM)
@@ -136,7 +137,7 @@ def after_the_boundary(cast: Cast) -> Losable:
 
 
 def running(cast: Cast) -> Losable:
-    """It trains with two others."""
+    """Victim that trains with two others."""
     options = {"desired": 3}
     victim = cast.process(VICTIM, **options)
     for name in ("a", "b"):

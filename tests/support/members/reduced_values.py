@@ -11,7 +11,7 @@ from shoal.session.shared_calls import Reduction, named, reduce
 
 
 def reduced(op: Reduction, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """By name what this rank, which gives its entry, gets; tensors as (dtype, list)."""
+    """Reduce; return by name this rank's results, with tensors as (dtype, list)."""
     group = dist.group.WORLD
     assert group is not None
     names = [f"m{rank}" for rank in range(group.size())]

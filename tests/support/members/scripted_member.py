@@ -1,8 +1,8 @@
-"""A member that does all that the protocol asks of it, or withholds what a test tells it to.
+"""A member that does all that the protocol requires, or withholds acts as a test demands.
 
-The member's real core decides. It speaks with the real Membership service by the generated stubs
-and has no trainer: it does at once what a trainer would. So a test can hold a job in any phase, for
-as long as the coordinator's own time limits let it.
+The member's real core decides. It calls the real Membership service by the generated stubs and has
+no trainer: it does at once what a trainer would. So a test can hold a job in any phase, for as long
+as the coordinator's own time limits allow.
 """
 
 import os
@@ -37,7 +37,7 @@ PROPOSE, ANSWER, OFFER, READY, SETTLE = "Propose", "Answer", "Offer", "Ready", "
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Who a member is, and what it withholds."""
+    """Identity of a member, and the acts that it withholds."""
 
     job: str
     member_id: str
@@ -47,7 +47,7 @@ class Script:
     withholds: frozenset[str] = frozenset()
     """Names of the acts that are put off until the test releases them."""
     num_wrong_digests: int = 0
-    """So many rosters it accepts with a digest that is not theirs, which aborts them."""
+    """Number of rosters that it accepts with a wrong digest, which aborts them."""
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     pid: int = 1
 
@@ -123,7 +123,7 @@ class ScriptedMember:
         return self
 
     def close(self) -> None:
-        """Vanish without a word."""
+        """Disappear without a message."""
         self._closing.set()
         self._connected.set()
         if self._stream is not None:
@@ -160,7 +160,7 @@ class ScriptedMember:
                 self._has_done(act)
 
     def call(self, act: str, request: Any, timeout_s: float = WAIT_S) -> Any:
-        """One call to whoever leads. Raises what it refuses with."""
+        """Make one call to the leader. Raises its refusal."""
         return self._coordinators.call(
             lambda channel: getattr(MembershipStub(channel), act), request, timeout_s=timeout_s
         )
@@ -189,7 +189,7 @@ class ScriptedMember:
         self._await(lambda: self._missed[kind], f"it has missed {kind}")
 
     def hear_again(self) -> None:
-        """Attend anew, whereupon it is told what it missed."""
+        """Attend anew, and so receive what it missed."""
         with self._changed:
             self._missed.clear()
         self._connected.clear()
@@ -248,17 +248,17 @@ class ScriptedMember:
         return [n.outcome for k, n in list(self.notices) if k == "outcome"]
 
     def breaks(self) -> list[int]:
-        """The generations it was told are over."""
+        """Generations whose breaks it received."""
         return [getattr(n, "break").generation for k, n in list(self.notices) if k == "break"]
 
     def failed(self) -> ShoalError:
-        """What ended the membership, as soon as something has."""
+        """Wait for the error that ends the membership, within a limit."""
         self._await(lambda: self.failure is not None, "the end of its membership", fails=True)
         assert self.failure is not None
         return self.failure
 
     def ended(self) -> ShoalError:
-        """What ended the membership, however long that takes."""
+        """Wait for the error that ends the membership, without a limit."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure is not None)
             assert self.failure is not None
@@ -374,7 +374,7 @@ class ScriptedMember:
                 raise effect.error
 
     def _train_on(self) -> None:
-        """What a trainer would do: it has one step to finish, and that at once."""
+        """Act as a trainer that has one step to finish, and finishes it at once."""
         core, now_s, before = self.core, time.monotonic(), self.generation
         with self._changed:
             decision: object
@@ -426,7 +426,7 @@ class ScriptedMember:
 
 
 def live(report: Report, coordinators: Sequence[str], script: Script) -> None:
-    """The process' body: a member that tells of each notice and never ends by itself."""
+    """Process body: a member that reports each notice and never ends by itself."""
     member = ScriptedMember(
         coordinators,
         replace(script, pid=os.getpid()),

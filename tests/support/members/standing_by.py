@@ -1,4 +1,4 @@
-"""When a member stands by, as the status page shows it."""
+"""Wait until the status page shows a member on standby."""
 
 import json
 

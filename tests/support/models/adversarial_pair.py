@@ -25,7 +25,7 @@ or one of them learns in each step."""
 
 @dataclass(frozen=True, kw_only=True)
 class Adversarial(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     way: str = "in turn"
 
@@ -42,7 +42,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Deeds:
-    """What one step does: `backward(loss, optimizer)`, and `update(optimizer)` within the step."""
+    """Acts of one step: `backward(loss, optimizer)`, and `update(optimizer)` within the step."""
 
     backward: Callable[[Tensor, Optimizer], None]
     update: Callable[[Optimizer], None]
@@ -71,7 +71,7 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def learn(pair: Pair, batch: Batch, way: str, do: Deeds) -> None:
-    """One step, as GANs are commonly written."""
+    """Take one step, as GANs are commonly written."""
     noise, real, step = batch.inputs, batch.targets, batch.step
     fake = pair.generator(noise)
 
@@ -127,7 +127,7 @@ def train(report: Report, run: Adversarial) -> None:
 
 
 def one_process(way: str, num_steps: int, batch_size: int) -> dict[str, Tensor]:
-    """Both models after the same steps in plain torch."""
+    """Train the same steps in plain torch; return both models."""
     made = pair()
     schedule = ExponentialLR(made.of_generator, 0.99)
     loader = Loader(data(), order(batch_size))

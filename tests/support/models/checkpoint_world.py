@@ -28,7 +28,7 @@ from shoal_proto.errors import CheckpointFailed
 
 
 class Whole(Layout):
-    """A model that one process holds by itself."""
+    """A model that one process holds alone."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -62,7 +62,7 @@ def collected(model: nn.Module, own: OptimizerBinding, step: int) -> StateShard:
 
 
 def with_aliases(state_shard: StateShard) -> StateShard:
-    """As a reader of everything finds it: a tied parameter under each of its names."""
+    """Add a tied parameter's aliases, as a reader of everything finds them."""
     aliases = {
         MODEL + alias: state_shard.shards[MODEL + name]
         for alias, name in state_shard.values["tied"].items()  # type: ignore[union-attr]
@@ -73,8 +73,8 @@ def with_aliases(state_shard: StateShard) -> StateShard:
 
 
 def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Chunk:
-    """This rank's part of a tensor that is cut along a dimension (the last one, if it has fewer)
-    as evenly as it goes; a scalar is whole on all."""
+    """Cut a tensor along a dimension (the last one, if it has fewer) as evenly as possible, and
+    return this rank's part; a scalar is whole on all."""
     whole = Chunk.whole(tuple(shape))
     if not shape:
         return whole
@@ -86,7 +86,7 @@ def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Chunk
 
 
 def cut(whole: StateShard, dim: int, rank: int, world_size: int) -> StateShard:
-    """What one rank of a layout by rows (0) or columns (1) holds."""
+    """Return the part of one rank in a layout by rows (0) or columns (1)."""
     shards = {}
     for name, shard in whole.shards.items():
         chunk = cut_box(shard.shape, dim, rank, world_size)
@@ -105,7 +105,7 @@ def needs_cut(dim: int, rank: int, world_size: int) -> Callable[..., Chunk | Non
 
 
 def differences(one: StateShard, other: StateShard) -> list[str]:
-    """What is not the same, bit for bit."""
+    """Names that differ, bit for bit."""
     found = sorted(set(one.shards) ^ set(other.shards))
     for name in set(one.shards) & set(other.shards):
         a, b = one.shards[name], other.shards[name]
@@ -120,7 +120,7 @@ def names_in(directory: str | Path) -> list[str]:
 
 
 class Table:
-    """Ranks as threads of this process: what each says, all hear."""
+    """Ranks as threads of this process, which exchange messages."""
 
     def __init__(self, world_size: int) -> None:
         self._said: list[bytes] = [b""] * world_size
@@ -135,7 +135,7 @@ class Table:
         return heard
 
     def lose(self) -> None:
-        """A rank is lost: whoever waits for it, or will, gets an error."""
+        """Lose a rank: a present or later wait for it raises an error."""
         self._barrier.abort()
 
 
@@ -164,7 +164,8 @@ def write_on_all(path: Path, state_shards: Sequence[StateShard]) -> list[BaseExc
 
 
 def write_in_group(directory: str, steps: int) -> str:
-    """One rank of a process group: offers its rows; the name of what is complete on return."""
+    """Body of one rank of a process group: offers its rows; returns the name of the complete
+    checkpoint."""
     peers = GroupPeers(dist.new_group())
     state_shard = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
     with Checkpoints(directory, every_steps=1) as checkpoints:
@@ -175,7 +176,7 @@ def write_in_group(directory: str, steps: int) -> str:
 
 
 class MortalPeers(GroupPeers):
-    """The process dies when it would tell that it has written its share."""
+    """Peers of a process that dies when it would report that it has written its share."""
 
     num_gathered = 0
 
@@ -203,7 +204,7 @@ _TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdi
 
 def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: int) -> None:
     """Write a checkpoint of step `new` beside one of `old`, killed before the first call that
-    touches the directory, then before the second ... until one lives. Reports what is to be read
+    touches the directory, then before the second ... until one survives. Reports what can be read
     after each death."""
     first, second = (
         StateShard(step=step, shards={"model.a": TensorShard.whole(torch.full((3, 2), value))})

@@ -38,7 +38,7 @@ def refused_to(
     where: str,
     transport: str,
 ) -> str:
-    """With what a member is refused when these compute with other layers, behind a sound step."""
+    """Return a member's refusal when these ranks compute with other layers, after a sound step."""
     os.environ[TRANSPORT_VARIABLE] = transport
     with seeded(0):
         model = Twins()

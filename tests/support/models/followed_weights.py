@@ -20,8 +20,8 @@ RADIUS, DECAY = 0.5, 0.8
 
 
 class Followed(nn.Module):
-    """What is trained, weights that follow it, and a count of passes, all of which its outputs
-    depend on."""
+    """Trained weights, weights that follow them, and a count of passes; the outputs depend on all
+    of them."""
 
     count: Tensor
 
@@ -38,7 +38,7 @@ class Followed(nn.Module):
         return outputs
 
     def follow(self) -> None:
-        """Past what torch counts."""
+        """Update the following weights without torch's version counters."""
         for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
             own.data.mul_(DECAY).add_(other.data, alpha=1 - DECAY)
 
@@ -68,7 +68,8 @@ def move_back(model: Followed, changes: list[Tensor]) -> None:
 
 
 def train(report: Report, run: Elastic) -> None:
-    """One epoch of sharpness-aware minimisation. `fault`: killed in the midst of step `at_step`."""
+    """Train one epoch of sharpness-aware minimisation. `fault`: killed in the middle of step
+    `at_step`."""
     made, optimizer = build()
     with session_of(run) as session:
         model: Any
@@ -89,7 +90,7 @@ def train(report: Report, run: Elastic) -> None:
 
 
 def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
-    """The state behind as many steps in plain torch."""
+    """Train as many steps in plain torch; return the state."""
     model, optimizer = build()
     loader = Loader(data(), order(run.batch_size))
     for step in range(num_steps):

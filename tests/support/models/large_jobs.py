@@ -1,4 +1,4 @@
-"""What the largest jobs ask to be placed."""
+"""Placement requests of the largest jobs."""
 
 from shoal_proto.dtypes import DTYPE_BYTES
 from shoal_proto.v1.identity_pb2 import Token
@@ -45,7 +45,7 @@ def hundred_tables(job: str) -> PlaceRequest:
 
 
 def num_bytes(request: PlaceRequest) -> int:
-    """Of all parameters."""
+    """Bytes of all parameters."""
     total = 0
     for spec in request.parameters:
         elements = 1

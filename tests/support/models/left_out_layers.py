@@ -26,7 +26,7 @@ def loader() -> Loader:
 
 
 class Chain(nn.Module):
-    """Layers of different sizes, one after the other; leaves one out where it is told to."""
+    """Layers of different sizes in sequence; leaves out the layer named in `left_out`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def refused_to(
     where: str,
     transport: str = "auto",
 ) -> str:
-    """With what a member is refused when these leave a layer out, behind one sound step."""
+    """Return a member's refusal when these ranks leave a layer out, after one sound step."""
     os.environ[TRANSPORT_VARIABLE] = transport
     with seeded(0):
         model = Chain()
@@ -64,8 +64,8 @@ def refused_to(
 def refused_behind_a_step(
     model: nn.Module, strategy: LayoutStrategy, change: Callable[[Any], None], at: str
 ) -> str:
-    """With what a member is refused "a step" or something else, an evaluation, behind a sound step
-    and a change to the model as it stands there; empty: it is not."""
+    """Return a member's refusal in "a step" or in something else, an evaluation, after a sound step
+    and a change to the model; empty if there is none."""
     optimizer = SGD(model.parameters(), lr=0.05)
     run = Run(build=lambda _: (model, optimizer), loader=loader, loss=cross_entropy)
     share = entered(run, strategy)

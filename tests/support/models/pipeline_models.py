@@ -55,8 +55,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """As people write it: sizes of the input, an assertion, a mask in a buffer, and, if `tied`, an
-    output that shares the embedding's weight. The first block's output is used again at the end."""
+    """Model as people write it: sizes of the input, an assertion, a mask in a buffer, and, if
+    `tied`, an output that shares the embedding's weight. The first block's output is used again at
+    the end."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class ManyOutputs(nn.Module):
 
 
 class Dependent(nn.Module):
-    """Where it goes depends on a value."""
+    """Model whose control flow depends on a value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,7 +160,7 @@ def adamw(parameters: object) -> torch.optim.Optimizer:
 
 
 def normalised() -> nn.Module:
-    """Its weights are divided by norms that each forward pass comes closer to."""
+    """Model whose weights are divided by norms that each forward pass approaches."""
     layers = [spectral_norm(nn.Linear(5, 7)), nn.Tanh(), spectral_norm(nn.Linear(7, 6)), nn.Tanh()]
     return nn.Sequential(*layers, Recomputed(spectral_norm(nn.Linear(6, 6))), nn.Linear(6, 2))
 

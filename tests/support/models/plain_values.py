@@ -1,5 +1,5 @@
-"""Optimizers that keep more than tensors for a parameter, and notice what does not come back as it
-was: in the next step, in a newcomer, behind a checkpoint."""
+"""Optimizers that keep more than tensors for a parameter, and notice a changed value: in the next
+step, in a newcomer, after a checkpoint."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 LAST = 2
-"""So many gradients are averaged."""
+"""Number of gradients that are averaged."""
 
 
 def plain_values(count: int) -> dict[str, Any]:
-    """What is kept behind so many steps: beyond a double's digits, range and whole numbers, and of
-    another length behind each step."""
+    """Values kept after `count` steps: beyond a double's digits, range and whole numbers, and of
+    another length after each step."""
     return {
         "count": 2**70 + count,
         "seen": 2**53 + 1,
@@ -105,7 +105,7 @@ def _codes(parameter: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Slips(torch.optim.SGD):
-    """From a step on keeps for its last parameter what nobody can be given."""
+    """From a step on keeps, for its last parameter, a value that cannot be sent to anybody."""
 
     per_parameter = elementwise = True
 

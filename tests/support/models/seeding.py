@@ -11,7 +11,7 @@ _one_at_a_time = threading.Lock()
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """What is drawn within is drawn with this seed, whatever other threads draw this way."""
+    """Seed random draws within the block, independent of other threads that draw this way."""
     with _one_at_a_time, torch.random.fork_rng():
         torch.manual_seed(seed)
         yield

@@ -66,7 +66,8 @@ class Tangled(nn.Module):
 
 
 class Discarding(nn.Module):
-    """What the last of three neighbours computes is not used, so backward never comes to it."""
+    """Model in which the output of the last of three neighbours is unused, so backward never
+    reaches it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +106,7 @@ class Tied(nn.Module):
 
 
 class PartlyFrozen(nn.Module):
-    """What is frozen stands before, between and within what is trained."""
+    """Model with frozen parts before, between and within trained ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +127,8 @@ class PartlyFrozen(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """In every other step one of two layers, or one of two weights, gets no gradient."""
+    """Model in which one of two layers, or one of two weights, gets no gradient in every other
+    step."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -68,5 +68,5 @@ def look_up(shard: TableShard, ids: Any) -> tuple[Any, Any]:
 
 
 def live(session: str) -> bool:
-    """Everybody is."""
+    """True: every session lives."""
     return True

@@ -61,14 +61,15 @@ def residual() -> nn.Module:
 
 
 def uneven_mlp() -> nn.Module:
-    """No size divides by anything, and four ranks are as many as one dimension has elements."""
+    """Model with sizes that nothing divides; four ranks are as many as one dimension has
+    elements."""
     return nn.Sequential(
         nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)
     )
 
 
 class Gated(nn.Module):
-    """As in LLaMA: two linear modules whose outputs are multiplied, before a third."""
+    """Block as in LLaMA: two linear modules whose outputs are multiplied, before a third."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -82,7 +83,7 @@ class Gated(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """As people write it by hand: heads by view, sizes from the input's shape."""
+    """Attention as people write it by hand: heads by view, sizes from the input's shape."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -146,7 +147,8 @@ def tied_gpt() -> nn.Module:
 
 
 class DeclaredAttention(nn.Module):
-    """As in Hugging Face's models: `**kwargs`, heads by view, fewer of keys and values."""
+    """Attention as in Hugging Face's models: `**kwargs`, heads by view, fewer of keys and
+    values."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -183,7 +185,7 @@ class DeclaredLayer(nn.Module):
 
 
 class DeclaredModel(nn.Module):
-    """Without the head: what the names in the plan are relative to."""
+    """Model without the head: names in the plan are relative to it."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -21,7 +21,7 @@ class Gate:
         self.endpoint = ""
 
     def cut(self) -> None:
-        """Break what is connected, and hang up on whoever comes."""
+        """Break all connections, and refuse new ones."""
         self._refusing = True
         self._drop()
 

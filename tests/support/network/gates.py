@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 class Wire:
-    """What goes through one gate or several, as one wire that a test can take down."""
+    """Traffic through one gate or several, as one wire that a test can cut."""
 
     def __init__(self, network: "Network", gates: list[Gate]) -> None:
         self._network = network
@@ -45,7 +45,7 @@ class Network:
         self._open = AsyncExitStack()
 
     def wire(self, *targets: str, address: str = "127.0.0.1") -> Wire:
-        """A wire to these (host:port), each behind an endpoint of the wire's own."""
+        """Make a wire to these targets (host:port), each behind an endpoint of the wire's own."""
         return Wire(self, [self.run(self._gate(target, address)) for target in targets])
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:

@@ -1,8 +1,8 @@
-"""Hosts in network namespaces of their own, and a router that can drop what one sends another.
+"""Hosts in network namespaces of their own, and a router that can drop packets between two hosts.
 
-What a forwarder cannot do: the ways of a server to etcd, to other servers, to the coordinator and
-to workers are cut apart from each other, in one direction or both, and no socket of either end
-notices anything but that nothing comes. Needs root, veth devices and policy routing.
+A forwarder cannot do this: the connections of a server to etcd, to other servers, to the
+coordinator and to workers are cut apart from each other, in one direction or both, and the sockets
+at both ends notice only silence. Needs root, veth devices and policy routing.
 
 Nothing is left behind: a namespace lives as long as a process of ours in it, and so do its devices.
 """
@@ -27,16 +27,16 @@ START_S = 10.0
 CLONE_NEWNET = 0x40000000
 RULE_PRIORITY = "100"
 HERE = "here"
-"""This process' own host, in the namespace that it was started in."""
+"""Host of this process, in the namespace that it was started in."""
 
 
 class Loss(StrEnum):
-    """What becomes of a packet that does not get through."""
+    """Fate of a packet that does not get through."""
 
     DROPPED = "blackhole"
-    """Nobody hears of it."""
+    """Dropped without notice."""
     REFUSED = "unreachable"
-    """Its sender is told that there is no way."""
+    """Rejected: its sender is notified that there is no route."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Host:
     name: str
     address: str
     path: str
-    """Of the namespace, for `setns`."""
+    """Path of the namespace, for `setns`."""
 
     def enter(self) -> None:
         """Move this process, which has one thread as yet, into the namespace."""
@@ -166,7 +166,7 @@ class RoutedHosts:
         return Host(name=name, address=mine, path=path)
 
     def _addresses(self) -> tuple[str, str]:
-        """Of the next host, and the router's on the link to it."""
+        """Addresses of the next host, and of the router on the link to it."""
         first = 2 * len(self._hosts)
         assert first < 256, "as many hosts as a network of this size has"
         return f"{self._network}.{first}", f"{self._network}.{first + 1}"

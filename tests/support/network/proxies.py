@@ -26,7 +26,7 @@ class DeadProxy:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """All variables, in both spellings, without an exception for any host."""
+        """Proxy variables, in both spellings, without an exception for any host."""
         url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         named = dict.fromkeys(VARIABLES, url) | {"no_proxy": ""}
         return named | {name.upper(): value for name, value in named.items()}

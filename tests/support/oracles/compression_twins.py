@@ -41,7 +41,7 @@ class Twin:
 
 
 class Quantised(Twin):
-    """Every value through `rounding` on its way to the rank that serves it, and once more back."""
+    """Twin that rounds every value on its way to the rank that serves it, and once more back."""
 
     def __init__(self, world_size: int, rounding: Callable[[Array], Array], block: int) -> None:
         super().__init__(world_size)
@@ -132,7 +132,7 @@ class PowerSGD(Twin):
 
 
 def read_push(codec: GradientCodec, data: bytes, sizes: Sequence[int]) -> Array:
-    """The values that a pushed gradient stands for, read as `codec.proto` describes it."""
+    """Decode a pushed gradient as `codec.proto` describes it."""
     num_values, at = sum(sizes), 0
 
     def floats(number: int) -> Array:

@@ -19,7 +19,8 @@ EPOCHS = 10_000
 
 
 class Net(nn.Module):
-    """With running statistics, a counter, a mask that holds infinities, and what nothing uses."""
+    """Model with running statistics, a counter, a mask that holds infinities, and an unused
+    part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class _Replica:
 
 
 class Twin:
-    """What all members have together; `train` is one round."""
+    """State of all members together; `train` is one round."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Twin:
             self._outer = torch.optim.SGD(own, lr=0.7, momentum=0.9, nesterov=True)
 
     def joins(self, member: str, source: str | None = None) -> None:
-        """With the optimizer's state of `source`; without one, as at the start."""
+        """Add a member with the optimizer's state of `source`; without one, as at the start."""
         given = self._replicas[source] if source is not None else self._first
         self._replicas[member] = copy.deepcopy(given)
 

@@ -1,4 +1,4 @@
-"""Who may begin a round, by the plain definition: everybody is looked at for every question."""
+"""Members that may begin a round, by the plain definition: each question looks at all members."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class PlainClocks:
         )
 
     def behind(self, name: str) -> set[str]:
-        """Whom the member waits for, of whatever round."""
+        """Members that this member waits for, of whatever round."""
         own = self.members[name]
         return {
             other

@@ -1,7 +1,7 @@
-"""What somebody does with checkpoints who has torch and no Shoal.
+"""Use of checkpoints by a program that has torch and no Shoal.
 
 As a program: plain_torch.py READ WRITTEN, where READ/<optimizer> is a checkpoint. Loads each in
-every way that torch has, takes one more step, and leaves what came of it in WRITTEN.
+every way that torch has, takes one more step, and leaves the result in WRITTEN.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What trackers have of a job, read with their own packages."""
+"""Contents of a job's trackers, read with their own packages."""
 
 import json
 import time
@@ -14,11 +14,11 @@ from wandb.proto.wandb_internal_pb2 import Record
 from shoal.tracking.wandb_files import records
 
 Logged = Mapping[str, list[tuple[int, float]]]
-"""By name: step and value, in the order of steps, each as often as it stands there."""
+"""Step and value by name, in the order of steps, repeated as often as they were written."""
 
 
 def of_tensorboard(directory: Path, job: str) -> dict[str, Logged]:
-    """By run."""
+    """Read TensorBoard's values, by run."""
     runs: dict[str, dict[str, list[tuple[int, float]]]] = {}
     for path in sorted((directory / "tensorboard" / job).glob("run-*/events.*")):
         found = runs.setdefault(path.parent.name, defaultdict(list))

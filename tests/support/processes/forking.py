@@ -1,8 +1,8 @@
-"""Where tests fork their processes from: a server that has imported already what takes long.
+"""Fork server of the tests: it has already imported what takes long.
 
-A process has one such server, whichever module asks for it, and what is set last is preloaded: so
-the list stands here once, for ranks and for servers. Modules of the tests cannot be in it, as they
-are not on the server's path.
+A process has one such server, shared by all modules, and the last preload list wins: so the only
+list is here, for ranks and for servers. Modules of the tests cannot be in it, as they are not on
+the server's path.
 """
 
 import multiprocessing

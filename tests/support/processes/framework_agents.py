@@ -20,7 +20,7 @@ _EPOCH = re.compile(r"^epoch (\d+) on (\d+) ranks: loss ([\d.]+)$", re.MULTILINE
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """What rank 0 printed behind an epoch."""
+    """Line that rank 0 printed after an epoch."""
 
     number: int
     ranks: int
@@ -110,7 +110,7 @@ class Agents:
             self._kill(pid)
 
     def epochs(self) -> list[Epoch]:
-        """What was printed so far, over all restarts, in order."""
+        """Epochs printed so far, over all restarts, in order."""
         return [
             Epoch(number=int(number), ranks=int(ranks), loss=float(loss))
             for path in sorted(self.directory.glob("*.log"))

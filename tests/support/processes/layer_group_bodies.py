@@ -1,4 +1,4 @@
-"""What ranks of layouts/tensor/test_layer_group.py run, in processes of their own."""
+"""Bodies of the ranks of layouts/tensor/test_layer_group.py, in processes of their own."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ def split(model: nn.Module, world: World, *, sequence: bool = False) -> Layout:
 
 
 def opened(exchanges: LayerExchanges | None = None) -> TensorGroup:
-    """Of all ranks, which meet in memory if they can."""
+    """Open a group of all ranks, which meet in memory if they can."""
     ranks = TensorGroup(this_world().group, torch.device("cpu"), exchanges)
     ranks.begin()
     assert not ranks.num_met
@@ -50,7 +50,8 @@ def own(dtype: torch.dtype, number: int, *shape: int) -> Tensor:
 
 
 def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool, int]:
-    """Whether each collective gives what it gives over Gloo, and how often the ranks have met."""
+    """Return whether each collective gives the same result as over Gloo, and the number of
+    meetings."""
     layer_group.PLACE_BYTES = place_bytes
     in_memory, over_gloo = opened(), TensorGroup(this_world().group, torch.device("cpu"))
     layers = in_memory.of_layer("one"), over_gloo.of_layer("one")
@@ -80,7 +81,7 @@ def _close(one: Tensor, other: Tensor) -> bool:
 
 
 def trained(sequence: bool, transport: str = "auto") -> tuple[StateShard, int]:
-    """What a rank holds in the end, and how often it has met others in memory."""
+    """Return the final state of a rank, and the number of its meetings in memory."""
     os.environ[TRANSPORT_VARIABLE] = transport
     layout = functools.partial(split, sequence=sequence)
     done = LaidOutTraining(TRAINING, layout, this_world())
@@ -89,7 +90,7 @@ def trained(sequence: bool, transport: str = "auto") -> tuple[StateShard, int]:
 
 
 def different_sizes() -> str:
-    """What is raised behind a pass in which the last rank had a smaller value than the first."""
+    """Return the error after a pass in which the last rank had a smaller value than the first."""
     world = this_world()
     exchanges = LayerExchanges()
     exchanges.among(range(world.world_size))
@@ -105,7 +106,7 @@ def different_sizes() -> str:
 
 
 def cut_amid_a_collective() -> str:
-    """What the first rank is told that waits for others that do not come."""
+    """Return the error of the first rank, which waits for others that do not come."""
     ranks = opened()
     layer = ranks.of_layer("one")
     layer.all_reduce(torch.ones(1))

@@ -1,4 +1,4 @@
-"""How much longer things take on this machine just now: tight limits of tests are made here."""
+"""Factor by which this machine is slower just now, for tests with tight limits."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,8 @@ MOST = 10.0
 
 
 def unhurried(seconds: float) -> float:
-    """That long on an idle machine, and longer where more wants to run than there are cores."""
+    """Return the time for an idle machine, extended if more processes want to run than there are
+    cores."""
     return seconds * min(MOST, max(1.0, _wanted() / (os.cpu_count() or 1)))
 
 

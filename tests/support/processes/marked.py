@@ -1,4 +1,4 @@
-"""Processes that are found again by a variable of their environment, whatever started them."""
+"""Processes that are found again by an environment variable, however they were started."""
 
 import os
 import secrets
@@ -21,7 +21,7 @@ class Mark:
         return {VARIABLE: self._value}
 
     def processes(self) -> dict[int, str]:
-        """Every living process with the mark: pid and command line."""
+        """Living processes with the mark: pid and command line."""
         found = {}
         mark = f"{VARIABLE}={self._value}".encode()
         for entry in Path("/proc").iterdir():

@@ -1,6 +1,6 @@
 """One rank under mpiexec: `python mpi_rank.py DIRECTORY TIMEOUT_S MODULE.FUNCTION`.
 
-What the function returns, or what it raised, is left in the directory under the rank's number.
+The result or the error of the function is left in the directory under the rank's number.
 """
 
 import json

@@ -20,7 +20,7 @@ class Ended:
 
     code: int
     reports: dict[int, dict[str, Any]]
-    """By rank: "returned", or "raised" and "text"; a rank that was killed has none."""
+    """Reports by rank: "returned", or "raised" and "text"; a rank that was killed has none."""
     output: str
 
 

@@ -91,7 +91,7 @@ class Rank:
         return self.process.exitcode
 
     def stacks(self) -> str:
-        """What all threads of the process do now, for the message of a failure."""
+        """Stacks of all threads of the process, for the message of a failure."""
         pid = self.process.pid
         return self._stacks.of(pid) if pid is not None and self.process.is_alive() else "(ended)"
 

@@ -16,7 +16,7 @@ Found = TypeVar("Found")
 
 
 def awaited(look: Callable[[], Found | None], within_s: float, what: str) -> Found:
-    """What `look` finds in another process, which can only be asked again and again."""
+    """Poll `look` until it finds something in another process; fail after the limit."""
     deadline_s = time.monotonic() + within_s
     while not (found := look()):
         assert time.monotonic() < deadline_s, f"{what}: not within {within_s:g} s"
@@ -36,7 +36,7 @@ class ServedProcess:
         environment: Mapping[str, str] | None = None,
         under: Sequence[str] = (),
     ) -> None:
-        """`under`: what runs the command that follows it, such as a shell with other limits."""
+        """`under`: a command that runs the one after it, such as a shell with other limits."""
         self.name = name
         self.log_path = directory / f"{name}.log"
         self._ready_path = directory / f"{name}.json"

@@ -1,8 +1,7 @@
-"""What the threads of a process do that a test waits for in vain: for the message of its failure.
+"""Stacks of a process that a test waits for in vain: for the message of its failure.
 
-Python's own handler of the signal writes the stacks, so that a process tells them too in which a
-thread holds the interpreter and does not let go of it. Threads that are not Python's (Gloo's) are
-known to the kernel alone.
+Python's own handler of the signal writes the stacks, so it also works if a thread keeps the
+interpreter locked. Only the kernel knows threads that are not Python's (Gloo's).
 """
 
 import faulthandler
@@ -17,7 +16,7 @@ _WITHIN_S, _LOOK_S = 5.0, 0.05
 
 
 class Stacks:
-    """Those of one process, which is to call `tell` first of all."""
+    """Stacks of one process, which must call `tell` first of all."""
 
     def __init__(self) -> None:
         descriptor, path = tempfile.mkstemp(prefix="shoal-stacks-")
@@ -25,7 +24,8 @@ class Stacks:
         self._path = Path(path)
 
     def tell(self) -> None:
-        """In the process: write the stacks of all threads whenever `of` asks."""
+        """Install, in the process, the handler that writes the stacks of all threads whenever `of`
+        asks."""
         faulthandler.register(_ASK, file=self._path.open("w"), all_threads=True)
 
     def of(self, pid: int) -> str:
@@ -38,7 +38,7 @@ class Stacks:
         return "\n".join([self._written() or "(it does not answer)", *sorted(threads)])
 
     def _written(self) -> str:
-        """What it has written once that grows no more."""
+        """Return what it has written once that no longer grows."""
         give_up_s, seen = time.monotonic() + _WITHIN_S, -1
         while time.monotonic() < give_up_s:
             size = self._path.stat().st_size
@@ -49,12 +49,12 @@ class Stacks:
         return self._path.read_text(errors="replace")
 
     def close(self) -> None:
-        """May be called twice."""
+        """Delete the file. May be called twice."""
         self._path.unlink(missing_ok=True)
 
 
 def _thread(task: Path) -> str:
-    """Name, state, and where in the kernel it waits."""
+    """Describe a thread: name, state, and where in the kernel it waits."""
     try:
         state = (task / "stat").read_text().rpartition(")")[2].split()[0]
         name, place = (task / "comm").read_text().strip(), (task / "wchan").read_text()

@@ -66,7 +66,7 @@ class Nodes:
             self._kill_worker(pid)
 
     def steps(self) -> list[Step]:
-        """All steps of all ranks so far."""
+        """Steps of all ranks so far."""
         lines = [
             line
             for path in self.directory.glob("steps-*")

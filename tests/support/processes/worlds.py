@@ -26,7 +26,7 @@ torch.set_num_threads(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What is trained: every function is importable by name, so that a process can be sent it."""
+    """Training to run: every function is importable by name, so it can be sent to a process."""
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
@@ -36,9 +36,9 @@ class Training:
     num_steps: int = 10
     batch_size: int = 12
     accumulate: int = 1
-    """Backward passes a step; the batch is cut into so many parts."""
+    """Backward passes a step; the batch is cut into as many parts."""
     interleaved: bool = False
-    """Through `forward_backward`, for layouts that own the schedule."""
+    """True if steps use `forward_backward`, for layouts that own the schedule."""
     seed: int = 0
 
     def build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -115,19 +115,19 @@ class LaidOutTraining:
         layout.stepped()
 
     def run(self) -> StateShard:
-        """All steps; then what this rank holds, copied."""
+        """Run all steps; then return a copy of what this rank holds."""
         for step in range(self._training.num_steps):
             self.step(step)
         return self.binding.collect(self._training.num_steps).copied()
 
 
 def train_rank(training: Training, lay_out: LayOut) -> StateShard:
-    """The body of a rank whose torch.distributed stands."""
+    """Train in a rank whose torch.distributed is initialised."""
     return LaidOutTraining(training, lay_out, this_world()).run()
 
 
 def this_world() -> World:
-    """Of the rank whose torch.distributed stands."""
+    """World of the rank whose torch.distributed is initialised."""
     group = dist.group.WORLD
     assert group is not None
     return World(
@@ -139,7 +139,8 @@ def this_world() -> World:
 
 
 def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:
-    """The whole model of its pieces; fails where they contradict each other or do not cover it."""
+    """Assemble the whole model from its pieces; fails if they contradict each other or do not cover
+    it."""
     whole: dict[str, Tensor] = {}
     for state_shard in state_shards:
         for path, shard in state_shard.shards.items():
@@ -163,13 +164,14 @@ def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:
 
 
 def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Over all tensors of a model; both must have the same names."""
+    """Largest difference over all tensors of a model; both must have the same names."""
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     return max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs)
 
 
 def run_on_gloo(world_size: int, body: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """What `body(*arguments)` returns on each rank, in processes with a default Gloo group."""
+    """Run `body(*arguments)` on each rank, in processes with a default Gloo group; return the
+    results."""
     path = f"/tmp/shoal-world-{secrets.token_hex(8)}"
     try:
         with Ranks() as ranks:

@@ -1,10 +1,10 @@
-"""How a simulated call or wait fails: the kinds that the real client tells apart."""
+"""Failures of a simulated call or wait: the kinds that the real client distinguishes."""
 
 from shoal_server.core.membership.events import Refusal
 
 
 class Unavailable(Exception):
-    """Nobody who leads answered; asked again."""
+    """No leader answered; the caller retries."""
 
 
 class RefusedCall(Exception):

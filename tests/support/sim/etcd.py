@@ -32,13 +32,13 @@ from shoal_server.etcd.memory import MemoryStore
 
 LATENCY_S = 0.02
 LOST_ANSWERS = 0.01
-"""The part of all writes of which nobody hears whether they were made."""
+"""Fraction of writes whose answer is lost."""
 
 T = TypeVar("T")
 
 
 class _Until:
-    """What a coroutine awaits that a simulated thread runs."""
+    """Awaitable of a coroutine that a simulated thread runs."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
@@ -53,20 +53,21 @@ def awaited(work: Coroutine[Any, Any, T]) -> Steps[T]:
 
 
 class SimEtcd:
-    """Both what `DurableJobs` writes to, at its own pace, and what the test looks at."""
+    """etcd of a simulation, to which `DurableJobs` writes at its own pace, and which the test
+    inspects."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._memory = MemoryStore(clock=lambda: clock.now_s)
         self._elections = 0
         self.leader: object | None = None
-        """Whoever has the leader's key."""
+        """The holder of the leader's key."""
         self.back_s = 0.0
         self.loses_answers = True
         self.records: dict[Generation, list[Record]] = {}
-        """All that were written, by generation; the last of each stands."""
+        """All records written, by generation; the last of each counts."""
         self.was_marked = False
-        """Whether the next release has written the job's own record."""
+        """True if the next release has written the job's own record."""
         self.on_write: Callable[[Record], None] = lambda record: None
 
     # --- who leads ---
@@ -89,7 +90,7 @@ class SimEtcd:
         return SimConnection(self, process, release)
 
     def away_s(self) -> float:
-        """How long it takes to be answered, if one asks now."""
+        """Time until a call made now is answered."""
         return max(self.back_s - self._clock.now_s, 0.0) + self._clock.random.random() * LATENCY_S
 
     async def transact(
@@ -163,7 +164,7 @@ class SimEtcd:
     # --- what the test looks at ---
 
     def written(self, record: Record) -> Sequence[Record]:
-        """All that were written of that generation."""
+        """All records written of that generation."""
         return self.records.get(record.roster.generation, ())
 
     def state(self, job: str) -> Mapping[str, object]:
@@ -172,7 +173,7 @@ class SimEtcd:
         return dict(json.loads(item.value)) if item is not None else {}
 
     def incarnation_of(self, job: str, member_id: str) -> str:
-        """Of the process that is that member, as is durable; empty if nobody is."""
+        """Durable incarnation of the member; empty if there is no such member."""
         item = _done(self._memory.get(keys.member(job, member_id)))
         return codec.member_from_json(item.value)[0] if item is not None else ""
 
@@ -197,7 +198,7 @@ class SimConnection:
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """For real code that reads many keys at once; no time passes in it."""
+    """Loop for real code that reads many keys at once; no time passes in it."""
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
     return loop

@@ -1,6 +1,6 @@
-"""asyncio in virtual time: a loop for each process, so that the code that ships is what runs.
+"""asyncio in virtual time: a loop for each process, so that the shipped code runs.
 
-A process has a clock of its own, may be paused and woken, and dies without a word. Its loop runs
+A process has a clock of its own, may be paused and woken, and dies without notice. Its loop runs
 callbacks in the order in which they were due; while it is paused none of them.
 """
 
@@ -26,14 +26,15 @@ class LoopProcess(SimProcess):
         self.loop = SimLoop(self)
 
     def wake(self) -> None:
-        """Go on where it stopped: what was due meanwhile happens now, in order."""
+        """Resume: callbacks that became due meanwhile run now, in order."""
         self.paused_since_s = None
         parked, self._parked = self._parked, []
         for what in parked:
             self.act(0.0, what)
 
     def do(self, what: Act) -> None:
-        """Of a dead process nothing is done, but kept: its tasks are ended when it is closed."""
+        """Do it now, or keep it if the process is paused or dead: the tasks of a dead one end when
+        it is closed."""
         if self.alive and self.paused_since_s is None:
             what()
         else:
@@ -43,7 +44,7 @@ class LoopProcess(SimProcess):
         self.alive, self.paused_since_s = False, None
 
     def close(self) -> None:
-        """Cancel all of its tasks, those of a dead process too: none is left behind."""
+        """Cancel all of its tasks, those of a dead process too: none remains."""
         self.alive = True
         self.loop.cancel_all()
         self.wake()
@@ -79,7 +80,7 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as Shoal's own code needs, over a process in virtual time."""
+    """Event loop over a process in virtual time, with as much as Shoal's own code needs."""
 
     def __init__(self, process: LoopProcess) -> None:
         self._process = process
@@ -165,7 +166,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """At once: threads take no time here."""
+        """Run at once: threads take no time here."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -188,7 +189,7 @@ class SimLoop(asyncio.AbstractEventLoop):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """asyncio tells the loop so, that it may forget the handle."""
+        """Do nothing. asyncio calls this so that a loop may forget the handle."""
 
 
 class _Running:
@@ -211,10 +212,10 @@ async def remote(
     make: Callable[[], Coroutine[Any, Any, T]],
     timeout_s: float,
 ) -> T:
-    """A call over the network: the outcome of what is made on the target's loop.
+    """Call over the network; returns the outcome of the coroutine made on the target's loop.
 
-    Raises what that raises; Unavailable if the target is dead, cut off, or silent for too long.
-    What it began may go on then: it is cancelled once the target hears of it.
+    Raises its errors, and Unavailable if the target is dead, cut off, or silent for too long. The
+    coroutine may go on then; it is cancelled once the target learns of that.
     """
     answer: asyncio.Future[T] = caller.loop.create_future()
     task: list[asyncio.Task[T]] = []

@@ -1,7 +1,7 @@
 """Seeded runs in which the leader dies amid one change of a job, and nothing else fails.
 
-Whatever the old leader alone knew, its members say again. So the change comes about all the same,
-without waiting for any time limit.
+Members repeat whatever the old leader alone knew. So the change happens all the same, without
+waiting for any time limit.
 """
 
 import random
@@ -19,10 +19,10 @@ PAUSE_S = 40.0
 """Longer than any limit by which members wait for each other."""
 
 CRASHES = 8
-"""Of leaders, one after the other."""
+"""Number of leaders that crash, one after the other."""
 
 LATER_S = 10.0
-"""The same after an outage: nobody's launcher tells of a loss any more, silence does."""
+"""The same limit after an outage: no launcher reports a loss any more, only silence shows it."""
 
 
 def joins(world: SimWorld) -> None:
@@ -54,7 +54,7 @@ CHANGES: tuple[Callable[[SimWorld], None], ...] = (
 
 @contextmanager
 def _told(world: SimWorld, which: str) -> Iterator[None]:
-    """Whatever does not hold in the block is told with how it came to that."""
+    """Add the story to an assertion that fails in the block."""
     try:
         yield
     except AssertionError as error:
@@ -63,7 +63,7 @@ def _told(world: SimWorld, which: str) -> Iterator[None]:
 
 
 def simulate_failover(seed: int) -> None:
-    """One run. Raises AssertionError with the story."""
+    """Run one seed. Raises AssertionError with the story."""
     chance = random.Random(f"failover {seed}")
     change = CHANGES[seed % len(CHANGES)]
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
@@ -87,9 +87,9 @@ def simulate_failover(seed: int) -> None:
 
 
 def simulate_outage(seed: int) -> None:
-    """The same where nobody leads for longer than any member would wait for others.
+    """Run the same without a leader for longer than any member would wait for others.
 
-    No time passes for the members meanwhile: what they wait for nobody could tell them.
+    For the members no time passes meanwhile: only a leader could answer what they wait for.
     """
     chance = random.Random(f"outage {seed}")
     change = CHANGES[seed % len(CHANGES)]
@@ -115,9 +115,9 @@ def simulate_outage(seed: int) -> None:
 
 
 def simulate_crash_loop(seed: int) -> None:
-    """Each leader dies within seconds, for minutes, with more or less time before the next one.
+    """Each leader dies within seconds, for minutes, with various pauses before the next one.
 
-    Whoever trains does so in the same generation all along; who came meanwhile is in the next one.
+    Training members stay in the same generation all along; new members are in the next one.
     """
     chance = random.Random(f"crash loop {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
@@ -175,7 +175,7 @@ def simulate_pause(seed: int) -> None:
 
 
 def simulate_slow_start(seed: int) -> None:
-    """Somebody joins while those who train have come up and have not begun a step yet."""
+    """A member joins while the others have come up and have not begun a step yet."""
     chance = random.Random(f"slow start {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
@@ -199,7 +199,7 @@ def simulate_slow_start(seed: int) -> None:
 
 
 def simulate_state_lost(seed: int) -> None:
-    """All who hold the state die, and the leader with them; others come. None begins anew."""
+    """All members with the state die, and the leader too; others join. None starts from scratch."""
     chance = random.Random(f"state lost {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)

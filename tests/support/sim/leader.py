@@ -50,9 +50,9 @@ class Connection:
     inbox: list[events.Notice | Exception | None] = field(default_factory=list)
     """None: admitted."""
     broken: bool = False
-    """As the member sees it."""
+    """True if the member sees it broken."""
     ended: bool = False
-    """As the leader sees it."""
+    """True if the leader sees it ended."""
     leader: "Leader | None" = None
     _held: list[events.Notice] = field(default_factory=list)
     _admitted: bool = False
@@ -123,13 +123,13 @@ class Leader:
         self.check: Callable[[], None] = lambda: None
         self.log: Callable[[events.Log], None] = lambda log: None
         self.heard: Callable[[events.Event], None] = lambda event: None
-        """Told of each event that the job took in."""
+        """Called with each event that the job took in."""
         self.told: Callable[[events.Notice], None] = lambda notice: None
-        """Of each notice that leaves it."""
+        """Called with each notice that leaves it."""
         self.heartbeats: Callable[[], Iterable[tuple[events.Heartbeat, int]]] = lambda: ()
-        """Of all members whose processes run, with their steps."""
+        """Heartbeats of all members whose processes run, with their steps."""
         self.effects_left: int | None = None
-        """It crashes when it has done so many more actions."""
+        """Number of further actions before it crashes."""
         self.on_crash: Callable[[], None] = lambda: None
         self._actions: deque[Action[Connection, Box]] = deque()
         self._is_doing = False
@@ -169,7 +169,7 @@ class Leader:
 
     @property
     def writes(self) -> bool:
-        """Whether something that it decided is not durable yet."""
+        """True if some of its decisions are not durable yet."""
         return self.driver.is_writing
 
     # --- calls ---
@@ -312,7 +312,8 @@ class Leader:
     # --- what must hold ---
 
     def _watched(self, handle: Handle) -> Handle:
-        """A stranger's word counts for nothing, and what is refused changes nothing."""
+        """Check that events of strangers count for nothing, and that a refused event changes
+        nothing."""
 
         def watched(event: events.Event, now_s: float) -> list[events.Effect]:
             stranger = self._is_stranger(event)
@@ -340,7 +341,7 @@ class Leader:
         return not known and not isinstance(event, events.Joined)
 
     def _check_answer(self, event: events.Event, error: Exception | None) -> None:
-        """Whoever is admitted or fenced is so for good."""
+        """Check that a member, once admitted or fenced, stays so."""
         if self.etcd.leader is not self or self.job.lost is not None:
             return
         member = self.job.members.get(event.member_id)

@@ -1,7 +1,7 @@
-"""One worker process: the member's real core, and a trainer that does as the elastic controller.
+"""One worker process: the member's real core, and a trainer that acts as the elastic controller.
 
-`worker/shoal/session/elastic_controller.py` is what the trainer's part is a model of: it forms a
-generation, brings it up, trains, and recovers where a collective fails.
+The trainer's part models `worker/shoal/session/elastic_controller.py`: it forms a generation,
+brings it up, trains, and recovers after a failed collective.
 """
 
 from collections.abc import Callable
@@ -26,11 +26,11 @@ LEAVE_S = 3.0
 
 
 class Surroundings(Network, Protocol):
-    """What a member reaches: whoever leads, and its peers."""
+    """Network of a member: the leader, and its peers."""
 
     spec: JobSpec
     checkpoints: list[int]
-    """Steps of those that are complete: every member sees the same."""
+    """Steps of the complete checkpoints: every member sees the same."""
 
     def arrive(self, member: "SimMember", generation: int, key: str, box: Box) -> None: ...
     def part(self, member: "SimMember", generation: int) -> None: ...
@@ -45,11 +45,11 @@ class Surroundings(Network, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class OwnCode:
-    """What a script does between two steps, other than to train."""
+    """Code of a script between two steps, other than training."""
 
     for_s: float
     limit_s: float | None = None
-    """What it announces as a pause may take; None: it announces nothing."""
+    """Duration that it announces for a pause; None: it announces nothing."""
 
 
 class SimMember:
@@ -73,18 +73,18 @@ class SimMember:
         self._fields = fields
         self.step, self.has_state = step, step > 0
         self.num_failures = num_failures
-        """So many bring-ups fail by its own fault, as where memory is short."""
+        """Number of bring-ups that fail by its own fault, such as lack of memory."""
         self.is_clumsy = num_failures > 0
         self.end: Exception | str | None = None
-        """How the process ended, once it has."""
+        """Result of the process, once it has ended."""
         self.records: dict[int, list[Record]] = {}
         self.prepared: dict[int, tuple[float, Connection]] = {}
         self.crossed_at: int | None = None
-        """At which step it came into its generation by a planned change."""
+        """Step at which it entered its generation by a planned change."""
         self.own_code: list[OwnCode] = []
-        """What the script does before its next steps."""
+        """Code that the script runs before its next steps."""
         self.pause: OwnCode | None = None
-        """That which it is at, if it has announced it."""
+        """The code that it runs now, if it has announced it."""
         self.pause_begun_s = 0.0
         self._stands = False
         self._seen = 0
@@ -125,12 +125,12 @@ class SimMember:
 
     @property
     def all_own_code(self) -> list[OwnCode]:
-        """What it is at, and what is before it."""
+        """Code that it runs now or has yet to run."""
         return [*self.own_code, *([self.pause] if self.pause is not None else [])]
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by an error, not by anybody's will."""
+        """True if it ended by an error, not by request."""
         return isinstance(self.end, Exception) and not isinstance(self.end, MemberDrained)
 
     @property
@@ -305,7 +305,7 @@ class SimMember:
         yield from self.session.do(ev.BroughtUp(record=record))
 
     def _recover(self, error: CollectiveFailed | None) -> Steps[None]:
-        """Cut what is left of the generation; stand still once it is over for all."""
+        """Cut the rest of the generation; stop once it is over for all."""
         number, limits, since_s = self._seen, self.around.limits, self.around.clock.now_s
         self._stands = False
         self.around.part(self, number)

@@ -20,7 +20,7 @@ FAULTS = (
 
 
 def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
-    """One random fault or arrival."""
+    """Cause one random fault or arrival."""
     names = sorted(name for name, member in world.members.items() if member.living)
     name = chance.choice(names) if names else ""
     coin = chance.random() < 0.5
@@ -95,8 +95,8 @@ def _steps(world: SimWorld) -> dict[str, int]:
 
 
 def simulate(seed: int, *, mixed_releases: bool | None = None) -> None:
-    """One run. Raises AssertionError with the story. `mixed_releases`: in every fourth seed, unless
-    it is said."""
+    """Run one seed. Raises AssertionError with the story. `mixed_releases`: in every fourth seed,
+    unless given."""
     if mixed_releases is None:
         mixed_releases = seed % 4 == 3
     chance = random.Random(f"bounds {seed}")

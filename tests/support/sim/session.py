@@ -29,7 +29,7 @@ Decision = TypeVar("Decision")
 
 
 class Network(Protocol):
-    """Whoever leads, and the way there."""
+    """The leader, and the network to it."""
 
     clock: Clock
     limits: Limits
@@ -42,7 +42,7 @@ class Network(Protocol):
 
 
 def never_fetched(digest: str, timeout_s: float) -> bytes:
-    """Here a notice leaves out only a roster that its stream has shown."""
+    """Fail: here a notice leaves out only a roster that its stream has shown."""
     raise AssertionError(f"roster {digest} is not known")
 
 
@@ -175,7 +175,7 @@ class SimSession:
             self._leader = self._network.find_leader()
 
     def _error(self, error: Exception) -> ShoalError:
-        """What the client makes of what the server raised."""
+        """Translate a server's error as the client does."""
         if isinstance(error, RefusedCall):
             return codec.refusal_to_error(error.refusal, self._last_generation())
         assert isinstance(error, NobodyAnswers), error
@@ -220,7 +220,7 @@ class SimSession:
         return ev.StreamEnded(error=error, chance=clock.random.random())
 
     def _heard(self, notice: events.Notice | None) -> ev.NoticeCame:
-        """As coordinator/jobs/streams.py encodes it; None: admitted."""
+        """Encode a notice as coordinator/jobs/streams.py does; None: admitted."""
         if notice is None:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
             return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))

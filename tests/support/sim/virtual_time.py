@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wait:
-    """What a thread yields: go on once the condition holds or the time is over."""
+    """Wait that a thread yields: it ends once the condition holds or the time is over."""
 
     holds: Callable[[], bool]
     timeout_s: float = FOREVER_S
@@ -55,7 +55,7 @@ class Clock:
         heapq.heappush(self._queue, (self.now_s + delay_s, self._count, act))
 
     def soon(self, act: Callable[[], None], within_s: float = 0.001) -> None:
-        """In any order with all else that is due soon."""
+        """Act soon, in any order with all else that is due soon."""
         self.later(self.random.random() * within_s, act)
 
     def run(self, until_s: float) -> None:
@@ -94,7 +94,7 @@ class Process:
             what()
 
     def changed(self) -> None:
-        """Something that a thread may wait for has changed."""
+        """Notify threads of a change that they may wait for."""
         self._threads = [thread for thread in self._threads if not thread.ended]
         for thread in self._threads:
             thread.look()

@@ -29,7 +29,7 @@ LIMITS = Limits(heartbeat_s=0.2, join_s=20.0)
 LEADER_LEASE_S = 1.5
 CHECK_EVERY_S = 0.25
 KNOWN_WITHIN_S = 5.0
-"""A pause that begins is known to everybody by then, whatever gets lost on the way."""
+"""Time by which every member knows of a pause, even if messages are lost."""
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Group:
     parted: set[str] = field(default_factory=set)
     highest_begun: int = -1
     crossed_at: int | None = None
-    """Where members left it by a planned change."""
+    """Step at which members left it by a planned change."""
     source_step: int = 0
     up: bool = False
 
@@ -75,18 +75,18 @@ class SimWorld:
         self.has_committed = False
         self.checkpoints: list[int] = []
         self.checkpoint_every = 0
-        """Steps; 0: no checkpoints are written."""
+        """Interval in steps; 0: no checkpoints are written."""
         self.leaderless_times_s = [0.05, 0.5, 2.0]
-        """How long it may take until another leads."""
+        """Possible times until another leader leads."""
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
         self.leaderless_s = 0.0
-        """When the last trouble with leaders was over, as `troubled_s` for any."""
-        """When leader or store last were away."""
+        """Time at which the last trouble with leaders was over, as `troubled_s` for any."""
+        """Time at which the leader or the store was last away."""
         self.ready_reply_s = 0.0
-        """For so long the answer is on its way to who said that it is ready."""
+        """Time that the answer to a ready report is in transit."""
         self.paused_s = 0.0
-        """When somebody was paused last."""
+        """Time at which a member was paused last."""
         self._starts = 0
         self.leader = self._elect()
 
@@ -149,12 +149,12 @@ class SimWorld:
         self.clock.later(for_s, wake)
 
     def pause(self, name: str, for_s: float, limit_s: float) -> None:
-        """Its script announces what it does before its next step."""
+        """Make its script announce a pause before its next step."""
         self.note(f"{name} is to pause for {for_s:.2f} s, of {limit_s:.2f} s")
         self.members[name].own_code.append(OwnCode(for_s=for_s, limit_s=limit_s))
 
     def dawdle(self, for_s: float) -> None:
-        """All scripts do something before their next step that they do not announce."""
+        """Make all scripts run code before their next step that they do not announce."""
         self.note(f"all scripts do something else for up to {for_s:.2f} s")
         for member in self.members.values():
             member.own_code.append(OwnCode(for_s=for_s * self.random.uniform(0.5, 1.0)))
@@ -172,7 +172,8 @@ class SimWorld:
             member.drain("SIGTERM")
 
     def cut_off(self, name: str, newcomer: str, *, back: bool) -> None:
-        """Somebody comes who cannot reach a member, or (`back`) whom it cannot reach."""
+        """Let a member join that cannot reach another one, or (`back`) that the other cannot
+        reach."""
         self.cut.add((name, newcomer) if back else (newcomer, name))
         self.join(newcomer)
 
@@ -183,7 +184,7 @@ class SimWorld:
             leader.effects_left = after_effects
 
     def kill_leader(self) -> None:
-        """Whatever it is at, or if it is at nothing."""
+        """Kill the leader, whatever it is doing."""
         if self.leader.process.alive:
             self._crashed(self.leader)
 
@@ -212,7 +213,7 @@ class SimWorld:
         self.troubled_s = max(self.troubled_s, self.store.back_s)
 
     def calm(self) -> None:
-        """From now on nothing more fails; an outage of etcd runs its course."""
+        """Stop all faults; an outage of etcd runs its course."""
         self.note("all faults stop")
         self.faulty = self.store.loses_answers = False
         self.cut.clear()
@@ -226,7 +227,7 @@ class SimWorld:
                 self._report(events.Continued(**member.who))
 
     def _report(self, event: events.Event) -> None:
-        """What a launcher or an operator says of a member, until somebody hears it."""
+        """Report, as a launcher or an operator, about a member until a leader receives it."""
         tries = 0
 
         def say() -> None:
@@ -252,7 +253,7 @@ class SimWorld:
             self._accepted.add((event.generation, event.incarnation, event.digest))
 
     def _heartbeats(self) -> Iterator[tuple[events.Heartbeat, int]]:
-        """Of everybody whose process runs and has been admitted."""
+        """Heartbeats of every member that was admitted and whose process runs."""
         for member in self.members.values():
             beats = member.core.admitted and member.process.alive and not member.process.halted
             if beats and not self.lose():
@@ -404,7 +405,7 @@ class SimWorld:
         group.highest_begun = max(group.highest_begun, step)
 
     def committed(self, member: SimMember) -> None:
-        """A step is behind it: the job's state is not its initial values any more."""
+        """Record a committed step: the job's state is no longer its initial values."""
         self.has_committed = True
         if self.checkpoint_every and member.step % self.checkpoint_every == 0:
             self.checkpoints.append(member.step)
@@ -431,7 +432,7 @@ class SimWorld:
         group.crossed_at = step
 
     def _brought_up(self, group: Group) -> None:
-        """Every member is in the first collective: whose state do they start from?"""
+        """Check, once every member is in the first collective, whose state they start from."""
         group.up = True
         roster = group.record.roster
         here = [self.members[name] for name in roster.member_ids]
@@ -478,7 +479,7 @@ class SimWorld:
                 self.part(member, number)
 
     def _check_patience(self, member: SimMember) -> None:
-        """While somebody is paused nobody ends for having waited, but by its own pause."""
+        """Check that no member ends for a wait while another is paused, but by its own pause."""
         waited = isinstance(member.end, DeadlineExceeded)
         # Without a coordinator nobody knows of a pause.
         waited = waited and "no coordinator admitted" not in str(member.end)
@@ -533,7 +534,8 @@ class SimWorld:
             assert here, "a lost member is in it"
 
     def check_members(self) -> None:
-        """What members were told is what is written, and each PREPARE ends for all in time."""
+        """Check that members received what is written, and that each PREPARE ends for all in
+        time."""
         for member in self.everybody:
             for number, records in member.records.items():
                 for record in records:
@@ -564,7 +566,8 @@ class SimWorld:
     # --- how it ends ---
 
     def at_rest(self) -> bool:
-        """All who live train in one generation or stand by; or the job is finished."""
+        """True if all living members train in one generation or are on standby, or the job is
+        finished."""
         leader, living = self.leader, [m for m in self.members.values() if m.living]
         job = leader.job
         if not leader.leads or leader.writes or any(m.to_leave for m in living):

@@ -1,4 +1,4 @@
-"""What torchrun's agent does with a rendezvous handler, without its workers."""
+"""Use of a rendezvous handler as by torchrun's agent, without its workers."""
 
 import time
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def parameters(
 
 
 def together(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
-    """What each handler's next rendezvous says, all asked at the same time."""
+    """Ask all handlers for their next rendezvous at the same time."""
     with ThreadPoolExecutor(len(handlers)) as threads:
         return list(threads.map(lambda handler: handler.next_rendezvous(), handlers))
 

@@ -1,4 +1,4 @@
-"""What members at their own pace do in tests: a module that their processes can import."""
+"""Bodies of members at their own pace: a module that their processes can import."""
 
 from pathlib import Path
 
@@ -9,7 +9,8 @@ from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 
 
 def train_fresh_only(report: Report, run: Run) -> None:
-    """No gradient may be stale; who has a gate waits there once, with a gradient in hand."""
+    """Train without stale gradients; a member with a gate waits there once, with a gradient
+    computed."""
     model, optimizer = model_and_optimizer(seed=0)
     strategy = AsyncSGD(staleness="reject", reject_above=0)
     waits = bool(run.gate)

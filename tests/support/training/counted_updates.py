@@ -2,9 +2,10 @@
 
 
 def counting_script(epochs: int, steps_per_epoch: int, rate: float) -> str:
-    """Each gradient is one everywhere, so the weights tell of each update: none lost, none twice.
+    """Script in which each gradient is one everywhere, so the weights count the updates: none lost,
+    none twice.
 
-    Its argument is the strategy. It tells of each tenth step, takes its time until there is a file
+    Its argument is the strategy. It reports each tenth step, runs slowly until there is a file
     `done`, and at its end prints its steps, and the updates by its least and its largest weight.
     """
     return f"""

@@ -26,22 +26,23 @@ from shoal.strategies.base import Strategy
 NUM_SAMPLES = 101
 CHECKPOINT_STEPS = 7
 EPOCHS = 1000
-"""More than any test trains: `stop_file` says where it ends."""
+"""More than any test trains: `stop_file` defines the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elastic(Run):
-    """One member's part."""
+    """One member's run."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of the strategy."""
+    """Options of the strategy."""
     optimizer: str = "sgd"
     model: str = "layers"
-    """One of `MODELS`."""
+    """Name of a model in `MODELS`."""
     checkpoints: str = ""
     """Directory that a checkpoint goes to every few steps."""
     compiled: str = ""
-    """Where the script compiles its model: "before" it distributes it, "behind", or not at all."""
+    """Time at which the script compiles its model: "before" it distributes it, "behind", or not at
+    all."""
     stop_file: str = ""
     """Holds the step at which all members stop, once the test has decided on it."""
 
@@ -71,7 +72,7 @@ def sentences() -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, on what, for what."""
+    """Model, data and loss of a training."""
 
     make: Callable[[], nn.Module]
     data: Callable[[], tuple[Tensor, Tensor]]
@@ -107,7 +108,7 @@ def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optim
 
 
 def order(batch_size: int) -> Order:
-    """Of all samples of all steps."""
+    """Order of all samples of all steps."""
     return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
 
 
@@ -117,14 +118,14 @@ def strategy_of(run: Elastic) -> Strategy:
 
 
 def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
-    """Where the run writes, if it does."""
+    """Checkpoints that the run writes, if any."""
     if not run.checkpoints:
         return None
     return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
 
 
 def is_over(stop_file: str, step: int) -> bool:
-    """Whether the members stop before this step; fails if they should have stopped already."""
+    """True if the members stop before this step; fails if they should have stopped already."""
     stop = Path(stop_file) if stop_file else None
     if stop is None or not stop.exists():
         return False
@@ -134,7 +135,7 @@ def is_over(stop_file: str, step: int) -> bool:
 
 
 PLACES = ("forward", "backward", "optimizer", "hook", "gradient")
-"""Where a fault can be planted."""
+"""Points of a step at which a fault can be planted."""
 
 
 class Planted(Exception):
@@ -166,7 +167,7 @@ class Explodes(torch.autograd.Function):
 
 
 def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
-    """Let this process fail at that place of the step that now begins, whatever part it holds."""
+    """Make this process fail at that point of the step that now begins, whatever part it holds."""
 
     def bang(*_: Any) -> None:
         raise Planted(place)
@@ -273,7 +274,8 @@ def copy_when_waited_for() -> None:
 
 
 def train_to_the_end(report: Report, run: Elastic) -> None:
-    """All batches of two epochs, then the whole model. `fault`: where this member is killed."""
+    """Train all batches of two epochs, then report the whole model. `fault`: point at which this
+    member is killed."""
     model, optimizer = build(run.optimizer, run.model)
     task = MODELS[run.model]
     if run.fault == "in the first step":

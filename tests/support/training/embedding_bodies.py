@@ -1,4 +1,4 @@
-"""What member processes do that train a factorisation machine on synthetic clicks."""
+"""Bodies of members that train a factorisation machine on synthetic clicks."""
 
 import os
 import signal
@@ -55,7 +55,7 @@ def clicks() -> TensorDataset:
 
 
 def train(report: Report, training: Training) -> None:
-    """Train, tell how it went; die in the middle where that is asked for."""
+    """Train and report the result; die in the middle if the run asks for it."""
     model = FactorisationMachine()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

@@ -20,12 +20,12 @@ from shoal.data.batches import Batch
 from shoal_proto.errors import InvalidSpec
 
 BATCH = 5
-"""Of a member in an evaluation: does not divide anything."""
+"""Batch of a member in an evaluation: it divides nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating(Elastic):
-    """One member's part. `fault`: "kill in evaluation", "kill before state_dict"."""
+    """One member's run. `fault`: "kill in evaluation", "kill before state_dict"."""
 
 
 def measured(model: nn.Module, batch: Batch) -> dict[str, Any]:
@@ -36,7 +36,8 @@ def measured(model: nn.Module, batch: Batch) -> dict[str, Any]:
 
 
 def train(report: Report, run: Evaluating) -> None:
-    """One epoch; an evaluation and the whole model behind step `at_step` and behind the last."""
+    """Train one epoch, with an evaluation and the whole model after step `at_step` and after the
+    last."""
     model, optimizer = build(run.optimizer, "layers")
     fault = run.fault
 
@@ -89,7 +90,7 @@ def check(looked: dict[str, Any]) -> None:
 
 
 def train_until_joined(report: Report, run: Evaluating) -> None:
-    """An evaluation behind one step, as long as there is no gate; then until three are there."""
+    """Evaluate after one step until there is a gate; then train until there are three members."""
     model, optimizer = build(run.optimizer, "layers")
     looked = False
 
@@ -127,7 +128,7 @@ LONE_CALLS = {
 
 
 def train_with_a_lone_call(report: Report, run: Evaluating) -> None:
-    """Behind step `at_step` the first member makes the call named `fault`, and nobody else."""
+    """Train; after step `at_step` only the first member makes the call named `fault`."""
     model, optimizer = build(run.optimizer, "layers")
     try:
         with session_of(run) as session:

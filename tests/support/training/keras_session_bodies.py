@@ -33,7 +33,7 @@ class Fit:
     optimizer: str = "adamw"
     num_members: int = 1
     hold_at: int = NEVER
-    """In the midst of this step the member waits until the gate is opened."""
+    """The member waits in the middle of this step until the gate is opened."""
     gate: str = ""
 
 
@@ -82,7 +82,7 @@ def alone(optimizer: str) -> tuple[list[list[float]], float]:
 
 
 def weights_of(model: Any) -> list[list[float]]:
-    """By place, for paths count the layers that a process has made so far."""
+    """Weights by position, as paths count the layers that a process has made so far."""
     return [v.value.detach().flatten().tolist() for v in model.trainable_variables]
 
 

@@ -34,9 +34,9 @@ class Run:
     epochs: int = ORDER.num_epochs
     validates: bool = False
     scheduled: bool = False
-    """With Lightning's schedulers in the place of a rate that is set, and batches in parts."""
+    """Use Lightning's schedulers in place of a rate that is set, and batches in parts."""
     hold_at: int = NEVER
-    """In the midst of this step the member waits until the gate is opened."""
+    """The member waits in the middle of this step until the gate is opened."""
     gate: str = ""
 
 
@@ -60,12 +60,12 @@ def rate(step: int) -> float:
 
 
 def schedules_of(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """By every second step, and by the epoch."""
+    """Schedules by every second step, and by the epoch."""
     return ExponentialLR(optimizer, 0.9), StepLR(optimizer, 2, 0.5)
 
 
 class Net(LightningModule):
-    """Trains as a user's would; tells the test of each attempt at a step."""
+    """Module that trains as a user's would, and reports each attempt at a step to the test."""
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a member of a real job does under local SGD, and what one process makes of their reports."""
+"""Body of a member of a real job under local SGD, and the same result computed by one process."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -75,7 +75,7 @@ def train(report: Report, run: LocalRun) -> None:
 
 
 def seed_of(member_id: str) -> int:
-    """Of the weights that a member starts with: another one for each."""
+    """Seed of the weights that a member starts with: another one for each."""
     return int.from_bytes(member_id.encode())
 
 
@@ -134,5 +134,5 @@ def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:
 
 
 def num_steps_of(run: LocalRun) -> int:
-    """Of the whole job."""
+    """Number of steps of the whole job."""
     return -(-NUM_SAMPLES // run.batch_size) * run.epochs

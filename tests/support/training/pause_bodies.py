@@ -19,15 +19,15 @@ EPOCHS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Pausing(Run):
-    """One member's part; `gate` is a file that ends what it does at step `at_step`."""
+    """One member's run; `gate` is a file that ends what it does at step `at_step`."""
 
     pauses: bool = True
-    """Whether it says so."""
+    """True if it announces its code as a pause."""
     is_away: bool = False
-    """Whether it does something at that step at all."""
+    """True if it runs code of its own at that step at all."""
     limit_s: float = 600.0
     early: bool = False
-    """Does it before its first batch, not at the step."""
+    """True if it runs the code before its first batch, not at the step."""
     stop_file: str = ""
     """Holds the step at which all stop, once the test has decided on it."""
 
@@ -86,7 +86,7 @@ WIDTH = 512
 
 
 def train_slowly(report: Report, run: Slow) -> None:
-    """As `train`; what this member sends of its state goes at the rate of a slow link."""
+    """Train as `train` does, but send this member's state at the rate of a slow link."""
     _throttle(run.transfer_s)
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(6, WIDTH), torch.nn.Linear(WIDTH, 2 * WIDTH))
@@ -117,7 +117,7 @@ def _throttle(transfer_s: float) -> None:
 
 
 def refused(report: Report, run: Pausing) -> None:
-    """Trains until it is told that it is a member no more."""
+    """Train until this member learns that it is no longer one."""
     try:
         train(report, run)
     except DeadlineExceeded as error:

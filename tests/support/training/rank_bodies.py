@@ -1,4 +1,4 @@
-"""What member processes of the tests do: a module that these processes can import."""
+"""Bodies of member processes in tests: a module that these processes can import."""
 
 import os
 import signal
@@ -42,14 +42,15 @@ class AbortableFileStore(dist.FileStore):
 
 
 class MortalStore(AbortableFileStore):
-    """The process dies right after it told its address: its peers wait for it to connect."""
+    """Store of a process that dies right after it announced its address: its peers wait for it to
+    connect."""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 class LateStore(AbortableFileStore):
-    """Tells a peer's address only once the test has seen that peer die."""
+    """Store that returns a peer's address only once the test has seen that peer die."""
 
     def __init__(self, path: str, world_size: int, gate: str) -> None:
         super().__init__(path, world_size)
@@ -125,7 +126,7 @@ class CountingStore(AbortableFileStore):
 
 
 def counted_bring_up(report: Report, path: str, rank: int, world_size: int) -> None:
-    """Brings one group up and tells how often it waited for the store."""
+    """Bring one group up, and report how often it waited for the store."""
     store = CountingStore(path, world_size)
     group = _group(path, rank, world_size, store=store)
     group.open()
@@ -161,7 +162,8 @@ def outwaited_collective(report: Report, path: str, rank: int) -> None:
 
 
 def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -> None:
-    """Rank `dead` of two dies after it told its address; the other is cut while it connects."""
+    """Rank `dead` of two dies after it announced its address; the other is cut while it
+    connects."""
     store_path = f"{path}.bring-up"
     if rank == dead:
         _group(path, rank, 2, store=MortalStore(store_path, 2)).open()
@@ -183,7 +185,7 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
 
 
 def lone_group(path: str, rank: int) -> GlooGroup:
-    """That of one of two ranks, which nobody cuts by himself."""
+    """Group of one of two ranks, which nothing cuts."""
     return _group(path, rank, 2)
 
 
@@ -337,7 +339,7 @@ class Run:
     desired_members: int = 1
     max_members: int = 8
     fault: str = ""
-    """What happens to this member: "kill in forward", "nan", "raise" ..."""
+    """Fault of this member: "kill in forward", "nan", "raise" ..."""
     at_step: int = 7
     batch_size: int = BATCH_SIZE
     epochs: int = EPOCHS
@@ -366,7 +368,7 @@ class Elsewhere(JoinConfig):
 
 
 def session_of(run: Run) -> Session:
-    """As `shoal.join` makes it."""
+    """Session as `shoal.join` makes it."""
     config = JoinConfig(
         job=run.job,
         coordinators=(run.coordinator,),

@@ -18,12 +18,12 @@ from shoal.data.batches import Loader
 
 @dataclass(frozen=True, kw_only=True)
 class Registering(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     averages: bool = True
-    """Whether it keeps an average of the weights: for strategies that leave them whole."""
+    """True if it keeps an average of the weights: for strategies that leave them whole."""
     behind: bool = False
-    """Steps both behind the step, whether it was committed or not; else in it."""
+    """True if it steps both after the step, whether committed or not; else in it."""
 
 
 def made(run: Registering) -> tuple[Any, Any, Any, Any]:
@@ -81,7 +81,7 @@ def listed(module: torch.nn.Module) -> dict[str, Any]:
 
 
 def one_process(run: Registering, num_steps: int) -> dict[str, Any]:
-    """What `train` reports, of the same steps in plain torch."""
+    """Train the same steps in plain torch; return what `train` reports."""
     model, optimizer, schedule, average = made(run)
     loader = Loader(data(), order(run.batch_size))
     for step in range(num_steps):

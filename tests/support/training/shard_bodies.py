@@ -30,7 +30,7 @@ assert sum(LENGTHS) == NUM_SAMPLES
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Some of the samples, as their authors give them to several processes."""
+    """Dataset of some of the samples, as its authors divide it among several processes."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
@@ -58,7 +58,7 @@ def streams() -> shoal.Shards:
 
 
 def loader_of(batch_size: int) -> Loader:
-    """That of one process."""
+    """Loader of one process."""
     options = BatchOptions.of(
         global_batch_size=batch_size,
         epochs=EPOCHS,

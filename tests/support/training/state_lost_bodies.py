@@ -29,13 +29,13 @@ class Run:
     strategy: str = "ddp"
     desired: int = 2
     directory: str = ""
-    """Of checkpoints, one every 5 steps; empty: none are written."""
+    """Directory of checkpoints, one every 5 steps; empty: none are written."""
     low: int = 1
     """The job's minimum."""
     gives_nothing: str = ""
-    """While this file exists, it cannot hand its state to a member that comes."""
+    """While this file exists, it cannot hand its state to a new member."""
     num_failures: int = 0
-    """So many of its bring-ups fail for want of memory."""
+    """Number of its bring-ups that fail for lack of memory."""
     exchange: str = ""
     """State goes through memory that all share, however little it is; "stops": this member stops
     when it first comes to that."""

@@ -25,25 +25,24 @@ EPOCHS = elastic_bodies.EPOCHS
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     parts: str = ""
-    """How a share is cut into passes: "fixed size", "fixed number", "more on the first",
-    "by the session"."""
+    """Way of cutting a share into passes: "fixed size", "fixed number", "more on the first", "by
+    the session"."""
     dies_at: int = -1
     """The step in whose second part this member is gone."""
     scales: bool = False
     """Losses are scaled by a registered GradScaler."""
     in_one_call: bool = True
-    """Both passes of a part by `forward_backward`."""
+    """True if both passes of a part use `forward_backward`."""
     rates: str = ""
-    """Where the learning rate comes from: "schedule", "schedule if committed",
-    "schedule by its own count, if committed", "step", "own" (another one on the last member, from
-    step 5 on)."""
+    """Source of the learning rate: "schedule", "schedule if committed", "schedule by its own count,
+    if committed", "step", "own" (another one on the last member, from step 5 on)."""
     clips: str = ""
-    """To what gradients are clipped from step 5 on: "own" (to another norm on the last member),
-    "but one" (all members but the last do), "own by torch" (with torch's function),
-    "drops" (instead the last member drops a gradient)."""
+    """Clipping of gradients from step 5 on: "own" (to another norm on the last member), "but one"
+    (all members but the last do), "own by torch" (with torch's function), "drops" (instead the last
+    member drops a gradient)."""
 
 
 def rate(step: int) -> float:

@@ -66,7 +66,7 @@ class MemorySeries:
 
 
 class MemoryContributor:
-    """One rank's way to it."""
+    """One rank's access to it."""
 
     def __init__(self, series: MemorySeries, place: PublishingPlace) -> None:
         self._series, self._place = series, place
@@ -157,7 +157,7 @@ class MemoryReader:
         self._series.reports.append((installed, digest))
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 def _duplicate(segment: Segment) -> int:

@@ -4,10 +4,10 @@ RATE = 2.0**-10
 
 
 def publishing_script(epochs: int, steps_per_epoch: int) -> str:
-    """Each gradient is one everywhere, so every weight of the version of step n is -n * RATE: a
-    mixture of two versions shows. Its argument is the strategy.
+    """Script in which each gradient is one everywhere, so every weight of the version of step n is
+    -n * RATE: a mixture of two versions is visible. Its argument is the strategy.
 
-    It publishes behind each step, takes its time until there is a file `done`, and marks its last
+    It publishes after each step, runs slowly until there is a file `done`, and marks its last
     version.
     """
     return f"""

@@ -1,4 +1,4 @@
-"""Which backend carries a job: of a session, or of ranks that torchrun or mpiexec started."""
+"""Choice of the backend: for a session, or for ranks that torchrun or mpiexec started."""
 
 import os
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ _MPI_VARIABLES = (
 def backend_for(
     device_type: str, name: str | None = None, *, reconfigures: bool = False
 ) -> Backend:
-    """The backend of a session whose model is on this kind of device ("cpu", "cuda").
+    """Return the backend of a session whose model is on this kind of device ("cpu", "cuda").
 
-    `name`: "gloo", "nccl" or "in-memory"; by itself NCCL for CUDA and Gloo for all else.
-    `reconfigures`: each generation takes the group of the one before, connected anew.
-    Raises InvalidSpec for an unknown name, and if what it needs is not there.
+    `name`: "gloo", "nccl" or "in-memory"; the default is NCCL for CUDA and Gloo for all else.
+    `reconfigures`: each generation takes the group of the one before, connected anew. Raises
+    InvalidSpec for an unknown name, and if a requirement of the backend is missing.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
     if name not in ELASTIC:
@@ -45,7 +45,7 @@ def backend_for(
 
 
 def check_reconfigures(backend: str) -> None:
-    """Raise InvalidSpec where groups of this backend ("" for one not known yet) are not
+    """Raise InvalidSpec if groups of this backend ("" if it is not known yet) cannot be
     reconfigured."""
     if not CAN_RECONFIGURE:
         raise InvalidSpec(
@@ -86,15 +86,15 @@ class StaticWorld:
     rank: int
     world_size: int
     local_rank: int
-    """Place among the ranks of this host; which GPU is this rank's."""
+    """Index among the ranks of this host: it selects this rank's GPU."""
 
 
 def static_world(
     environment: Mapping[str, str], name: str | None, *, cuda: bool, mpi4py: bool
 ) -> StaticWorld:
-    """What torchrun's or mpiexec's environment says, and the backend that fits it.
+    """Read rank and world size from torchrun's or mpiexec's environment, and choose a backend.
 
-    Raises InvalidSpec for an unknown backend, for one that is not there, and where no launcher
+    Raises InvalidSpec for an unknown backend, for one that is not available, and if no launcher
     gave this process a rank.
     """
     if name is not None and name not in STATIC:
@@ -145,9 +145,9 @@ def _check_present(name: str, *, cuda: bool, mpi4py: bool) -> None:
 def init_static_world(backend: str | None = None) -> None:
     """Initialise torch.distributed's default group as torchrun or mpiexec started this process.
 
-    `backend`: "gloo", "nccl" or "mpi"; by itself "mpi" under mpiexec, else "nccl" where CUDA is
-    and "gloo" where not. Does nothing if the group is there already. Raises InvalidSpec if it is
-    there with another backend, and as `static_world`.
+    `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec, else "nccl" with CUDA
+    and "gloo" without. Does nothing if the group exists already. Raises InvalidSpec if the group
+    exists with another backend, and as `static_world`.
     """
     if dist.is_initialized():
         present = dist.get_backend()

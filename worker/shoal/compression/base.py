@@ -1,7 +1,7 @@
-"""What every compression is asked for, and what it promises.
+"""Interface of every compression, and its guarantees.
 
 A `Compression` is what a user chooses: a name and options, the same on all members. The
-`Compressor` that it makes is one member's own and holds what must outlive a step.
+`Compressor` that it makes belongs to one member and holds what must outlive a step.
 
 Every compressor promises:
 
@@ -35,21 +35,21 @@ class Compression(ABC):
 
     @abstractmethod
     def compressor(self) -> "Compressor":
-        """One member's own; it lives as long as the member trains."""
+        """Make a member's compressor; it lives as long as the member trains."""
 
     @abstractmethod
     def push_encoder(self) -> PushEncoder:
         """The same for gradients that are not averaged, but pushed to parameter servers."""
 
     def __str__(self) -> str:
-        """What members compare: the name and every option."""
+        """Name and every option, which members compare."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
         return f"{self.name}({options})"
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Tensors that lie one behind the other in one of a single dimension."""
+    """Several tensors concatenated into a flat one."""
 
     flat: Tensor
     """Values of this rank; once averaged, the averages."""
@@ -57,7 +57,7 @@ class Packed:
     shapes: Sequence[torch.Size]
 
     def slots(self) -> Iterator[tuple[str, slice]]:
-        """Each name with the place of its values in `flat`."""
+        """Yield each name with the slice of its values in `flat`."""
         start = 0
         for name, shape in zip(self.names, self.shapes, strict=True):
             yield name, slice(start, start + shape.numel())
@@ -92,7 +92,7 @@ class Compressor(ABC):
 
     @abstractmethod
     def _average(self, packed: Packed, wire: Wire) -> Averaging:
-        """As `averaging`, for two ranks or more."""
+        """Average as `averaging` does, for two ranks or more."""
 
     def _release(self, packed: Packed) -> None:  # noqa: B027 - not all hold something back
         """Add to the values all that was held back of them."""

@@ -26,7 +26,7 @@ class Code(Protocol):
         """P x B bytes of fp32 values. NaN and infinities reach every value of their block."""
 
     def decode(self, codes: Tensor, block: int) -> Tensor:
-        """The P x N values that the bytes stand for, in fp32."""
+        """Decode the bytes into P x N values, in fp32."""
 
 
 class Int8Code:
@@ -41,11 +41,11 @@ class Int8Code:
     def encode(self, values: Tensor, block: int) -> Tensor:
         blocks = values.view(-1, block)
         scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        # A block of zeros is not to be divided by its scale. One of tiny numbers, whose scale is
+        # A block of zeros must not be divided by its scale. One of tiny numbers, whose scale is
         # rounded, may exceed the range.
         divisors = torch.where(scales == 0, 1.0, scales)
         codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
-        # What a NaN becomes as an integer is up to the processor; its scale is NaN.
+        # A NaN's integer value depends on the processor; its scale is NaN.
         codes = codes.nan_to_num_(0.0).to(torch.int8)
         return _joined(scales, codes.view(torch.uint8), values.shape[0])
 
@@ -89,7 +89,7 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _signs(device: torch.device) -> Tensor:
-    """The eight signs that each byte stands for, its highest bit first."""
+    """Table of the eight signs in each byte, its highest bit first."""
     if device not in _tables:
         codes = torch.arange(256, device=device).unsqueeze(1)
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1

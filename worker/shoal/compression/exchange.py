@@ -20,15 +20,15 @@ class BucketAverage:
 
     averaging: Averaging
     completion: Completion
-    """What DDP waits for."""
+    """Completion that DDP waits for."""
 
 
 class CompressedExchange(GradientExchange):
-    """As its base, with each bucket made smaller by `compressor`.
+    """Exchange in which `compressor` makes each bucket smaller.
 
     A bucket's first collective begins as soon as its gradients are there, while backward goes on.
-    The further ones are begun when backward has reached the last bucket, in the order of buckets:
-    all ranks have to begin them in the same order, and each depends on what the last one brought.
+    The further ones begin when backward has reached the last bucket, in the order of buckets: all
+    ranks must begin them in the same order, and each depends on the result of the last one.
     """
 
     aborts_for_good = True

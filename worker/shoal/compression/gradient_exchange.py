@@ -1,4 +1,4 @@
-"""Gradients averaged over the members, and who is at fault when the average is not a number."""
+"""Average of gradients over the members, and the member at fault if it is not finite."""
 
 import math
 from collections.abc import Callable
@@ -22,12 +22,12 @@ class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
     DDP waits for completions of ours, so that an abort of `waiter` frees the trainer. With NCCL
-    these are set before the averages are there; so the backward pass ends with a wait for the works
-    themselves, and whoever reads gradients behind it reads averages.
+    these are set before the averages are there. So the backward pass ends with a wait for the works
+    themselves, and gradients read after it are averages.
     """
 
     aborts_for_good: ClassVar[bool] = False
-    """Whether collectives may still be begun by a thread that does not know of an abort."""
+    """True if a thread that does not know of an abort may still begin collectives."""
 
     def __init__(
         self,
@@ -39,17 +39,17 @@ class GradientExchange:
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
-        """Whether gradients are their own average, and have been looked at once that is made."""
+        """True if gradients are their own average; they were checked once that is made."""
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._underway: list[Underway] = []
-        """What the backward pass has begun and not waited for yet."""
+        """Collectives that the backward pass has begun and not waited for yet."""
         self.losses = UnseenLosses()
         """Losses of this member: one that is not finite makes the averages so too."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
-        """Of parameters on a GPU: the largest element of this member's own gradient."""
+        """The largest element of this member's own gradient, for parameters on a GPU."""
         self._complete = False
 
     def average(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -57,7 +57,7 @@ class GradientExchange:
         self._look(bucket)
         if self.losses.excess is not None:
             gradients[:1].add_(self.losses.excess)
-        # DDP sends its buckets in order, the last one only behind all others.
+        # DDP sends its buckets in order, the last one only after all others.
         self._complete = self._complete or bucket.is_last()
         if self._alone:
             done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -81,7 +81,7 @@ class GradientExchange:
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
 
     def _arrive(self) -> None:
-        """Let whoever goes on behind the backward pass find averages."""
+        """Wait for the averages, so that code after the backward pass finds them."""
         underway, self._underway = self._underway, []
         for each in underway:
             each.wait()
@@ -100,13 +100,13 @@ class GradientExchange:
 
     @property
     def complete(self) -> bool:
-        """Whether all gradients were averaged since `begin_pass`."""
+        """True if all gradients were averaged since `begin_pass`."""
         return self._complete
 
     def begin_pass(self) -> None:
-        """One more backward pass of the step: it has to bring all gradients again.
+        """Begin one more backward pass of the step, which has to produce all gradients again.
 
-        DDP reduces in the first one behind a forward pass, and leaves any other unreduced.
+        DDP reduces in the first pass after a forward pass, and leaves any other unreduced.
         """
         self._complete = False
 
@@ -122,15 +122,15 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """Whether all averages are finite; the same on all ranks. In place of `check`."""
+        """True if all averages are finite; the same on all ranks. Replaces `check`."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 
     def check(self, step: int) -> None:
         """Raise unless the averages are finite; the same members raise the same on all ranks.
 
-        NonFiniteGradient where the local gradient was at fault, or on all ranks if only the sum
-        was; GenerationBroken where another's was: it is about to leave.
+        NonFiniteGradient if the local gradient was at fault, or on all ranks if only the sum was;
+        GenerationBroken if another member's was: that member is about to leave.
         """
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()

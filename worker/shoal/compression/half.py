@@ -45,7 +45,7 @@ class HalfCompressor(Compressor):
         self._dtype = dtype
 
     def _average(self, packed: Packed, wire: Wire) -> Averaging:
-        # Divided first: the sum may be beyond what fp16 can hold where the mean is not.
+        # Divided first: the sum may exceed fp16's range even if the mean does not.
         values = (packed.flat / wire.world_size).to(self._dtype)
         yield wire.all_reduce(values)
         packed.flat.copy_(values)

@@ -119,7 +119,7 @@ class PowerSgdCompressor(Compressor):
         self._residuals.release(packed)
 
     def _parted(self, packed: Packed, values: Tensor) -> tuple[list[Matrix], list[slice]]:
-        """What is compressed, and the places of what is not."""
+        """Split the values into matrices to compress, and slices of the rest."""
         matrices, plain = [], []
         for (name, place), shape in zip(packed.slots(), packed.shapes, strict=True):
             if self.is_compressed(shape):
@@ -138,19 +138,19 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Of each parameter the whole rows that lie in the shard, as one matrix; what stands before and
-    behind them in their blocks as it is."""
+    """Encodes, of each parameter, the whole rows that lie in the shard as one matrix; values before
+    and after them in their blocks are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._factors: dict[tuple[str, int], Tensor] = {}
-        """By parameter and offset of its first block. Where a push was not applied, its factor is
-        as good a beginning for the next one."""
+        """Factors by parameter and offset of its first block. After a push that was not applied,
+        its factor is as good a start for the next one."""
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
         decoded = values.clone()
         places = self._places(blocks)
-        # Of each block: what stands before its rows, their left factor, what stands behind.
+        # Of each block: values before its rows, their left factor, values after them.
         sent = [[values[place]] for place in places.values()]
         codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
         codec.low_rank.extend(LowRankRows() for _ in blocks)
@@ -180,7 +180,7 @@ class LowRankEncoder(PushEncoder):
         return Encoded(codec=codec, data=data, decoded=decoded)
 
     def _places(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
-        """Where each block lies in the values."""
+        """Slices of the blocks in the values."""
         places, start = {}, 0
         for i, block in enumerate(blocks):
             places[i] = slice(start, start + block.num_elements)
@@ -216,7 +216,7 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
 
 
 def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
-    """Where the block has whole rows of its parameter; none of a vector."""
+    """Rows of its parameter that the block holds whole; none for a vector."""
     if len(block.shape) < 2 or not block.shape.numel():
         return LowRankRows()
     lead = -block.offset % block.columns

@@ -1,8 +1,8 @@
-"""What a compression makes of one member's own gradients, pushed to parameter servers.
+"""Encoding of one member's own gradients for a push to parameter servers.
 
-Nothing is averaged on the way: a shard's gradients are encoded here, and the server that holds the
-shard reads them (`shoal_proto/v1/codec.proto`). Encoders keep no residuals; whoever pushes does,
-as only that one knows what was applied.
+No average is made on the way: a shard's gradients are encoded here, and decoded by the server that
+holds the shard (`shoal_proto/v1/codec.proto`). Encoders keep no residuals. The sender does, as only
+it knows which pushes were applied.
 """
 
 from abc import ABC, abstractmethod
@@ -22,14 +22,14 @@ class PushBlock:
 
     parameter: str
     offset: int
-    """Of its first element, in the flattened parameter."""
+    """Offset of its first element in the flattened parameter."""
     num_elements: int
     shape: torch.Size
     """The parameter's."""
 
     @property
     def columns(self) -> int:
-        """Of the parameter as a matrix, whose rows its first dimension makes."""
+        """Columns of the parameter as a matrix, with its first dimension as rows."""
         return self.shape.numel() // self.shape[0]
 
 
@@ -37,16 +37,16 @@ class PushBlock:
 class Encoded:
     codec: GradientCodec
     data: Tensor
-    """What is sent, of one dimension."""
+    """The encoded values to send, a flat tensor."""
     decoded: Tensor
-    """What the server makes of it, in fp32: NaN or infinite where a value is beyond the codec."""
+    """Values as the server decodes them, in fp32: NaN or infinite beyond the codec's range."""
 
 
 class PushEncoder(ABC):
-    """One member's own; it lives as long as the member trains."""
+    """Encoder of one member; it lives as long as the member trains."""
 
     keeps_residuals: ClassVar[bool] = True
-    """Whether what the codec leaves out is to be added to the next gradients."""
+    """True if what the codec leaves out is to be added to the next gradients."""
 
     @abstractmethod
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:

@@ -67,18 +67,18 @@ def _check_block(block: int) -> None:
 
 @dataclass(frozen=True)
 class Debt:
-    """What the mean of some values of a parameter still lacks, by the rank that served them."""
+    """Error of the mean of some values of a parameter, kept by the rank that served them."""
 
     start: int
-    """The first of them, counted within the parameter."""
+    """Index of the first value within the parameter."""
     values: Tensor
 
 
 class QuantisedCompressor(Compressor):
     """An all-to-all and an all-gather of coded parts.
 
-    For S values on n ranks, 2 (n-1) B bytes, B those of one coded part: ceil(S / n) values, rounded
-    up to whole blocks. Blocks are shorter where a part is shorter than one.
+    S values on n ranks take 2 (n-1) B bytes. B is the size of one coded part: ceil(S / n) values,
+    rounded up to whole blocks. Blocks are shorter if a part is shorter than one.
     """
 
     def __init__(self, code: Code, block: int) -> None:
@@ -92,7 +92,7 @@ class QuantisedCompressor(Compressor):
         self._debts.begin(step)
 
     def part(self, num_values: int, world_size: int) -> tuple[int, int]:
-        """How many values each rank serves, and how many of them make a block."""
+        """Number of values that each rank serves, and number of values in a block."""
         share = -(-num_values // world_size)
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
@@ -124,10 +124,11 @@ class QuantisedCompressor(Compressor):
     def _collect_debts(
         self, packed: Packed, values: Tensor, served: slice, num_ranks: int
     ) -> Tensor:
-        """What the means of the served values lack, in as many numbers as are served.
+        """Collect the errors of the served values' means, one for each served value.
 
-        Another rank serves what this one did before the order of parameters or the roster changed:
-        such debts go with this rank's own values, of whose sum the mean is one part in so many.
+        Another rank may serve what this one did before the order of parameters or the roster
+        changed. Such debts are added to this rank's own values; they are scaled, since the mean
+        divides by the number of ranks.
         """
         owed = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, place in packed.slots():

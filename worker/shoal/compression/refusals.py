@@ -1,4 +1,4 @@
-"""What is not trained with compressed gradients."""
+"""Refusals of what cannot be trained with compressed gradients."""
 
 from torch import nn
 
@@ -7,7 +7,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 def refuse_compressed_weights(compression: object) -> None:
-    """Raise InvalidSpec for losses of weights of their own where gradients are compressed."""
+    """Raise InvalidSpec for losses with weights of their own if gradients are compressed."""
     if compression is not None:
         raise InvalidSpec(
             "losses with weights of their own are not trained with compressed gradients",
@@ -18,7 +18,7 @@ def refuse_compressed_weights(compression: object) -> None:
 
 
 def refuse_compressed_models(compression: object, model: nn.Module) -> None:
-    """Raise InvalidSpec for several models where gradients are compressed."""
+    """Raise InvalidSpec for several models if gradients are compressed."""
     if compression is not None and isinstance(model, SeveralModels):
         raise InvalidSpec(
             "several models are not trained with compressed gradients",

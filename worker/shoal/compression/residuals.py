@@ -1,4 +1,4 @@
-"""What is kept from one step to the next, by parameter, and only if the step was committed."""
+"""State kept from one step to the next, by parameter, and only if the step was committed."""
 
 from typing import Generic, TypeVar
 
@@ -52,7 +52,8 @@ class Residuals:
         self._carry.begin(step)
 
     def added_to(self, packed: Packed, length: int | None = None) -> Tensor:
-        """The values with what was left out before, in fp32; zeros behind them up to `length`."""
+        """Return the values plus what was left out before, in fp32, padded with zeros up to
+        `length`."""
         size = packed.flat.numel()
         total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)
         total[:size] = packed.flat

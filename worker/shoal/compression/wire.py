@@ -17,7 +17,7 @@ class Traffic:
     def __init__(self) -> None:
         self.sent_bytes = 0
         self.plain_bytes = 0
-        """What all-reduces of the same values would have sent, uncompressed."""
+        """Bytes that all-reduces of the same values would have sent, uncompressed."""
         self._before = (0, 0)
         self._step = (0, 0)
 
@@ -28,11 +28,11 @@ class Traffic:
         self.sent_bytes += _all_reduce_bytes(values, world_size)
 
     def begin_step(self) -> None:
-        """What is counted from here on is the next step's."""
+        """Begin the count of the next step."""
         self._before = (self.sent_bytes, self.plain_bytes)
 
     def end_step(self) -> None:
-        """What was counted since `begin_step` is one step's. May be called again as it goes on."""
+        """End the count of the step. May be called again as it goes on."""
         now = (self.sent_bytes, self.plain_bytes)
         self._step = (now[0] - self._before[0], now[1] - self._before[1])
 

@@ -1,1 +1,1 @@
-"""Which samples a step trains on: the order that all members share, and leased ranges of it."""
+"""Selection of a step's samples: the order that all members share, and leased ranges of it."""

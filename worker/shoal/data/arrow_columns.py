@@ -1,8 +1,8 @@
-"""What lies in the columns of Hugging Face's `datasets.Dataset`, without asking it for a sample.
+"""Contents of the columns of Hugging Face's `datasets.Dataset`, read without loading a sample.
 
 A sample would be decoded, formatted and put through the script's transform. Its fingerprint would
-not do: that is another one for the same samples where files have another age or a function could
-not be pickled. Its Arrow table is memory, or a file in memory, of which single rows can be read.
+not do: it differs for the same samples if files differ in age or a function could not be pickled.
+Its Arrow table is memory, or a file in memory, of which single rows can be read.
 """
 
 import sys
@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 MAX_BYTES = 4096
-"""The end of a longer text or file is read."""
+"""Bytes read from the end of a longer text or file."""
 MAX_ELEMENTS = 4
-"""Of a list within a row."""
+"""Elements read of a list within a row."""
 MAX_DEPTH = 4
 _CHOSEN = "_indices"
-"""Where a data set keeps which rows of the table it has; None: all of them."""
+"""Attribute in which a data set keeps the rows of the table that it has; None: all of them."""
 
 
 def is_arrow(dataset: object) -> bool:
-    """Whether it is one whose rows can be read here."""
+    """True if this is a data set whose rows can be read here."""
     library = sys.modules.get("datasets")
     kind = getattr(library, "Dataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
@@ -54,7 +54,7 @@ def _value(scalar: Any, depth: int) -> object:
         inner = [] if depth >= MAX_DEPTH else values.slice(0, MAX_ELEMENTS)
         return [len(values), *(_value(each, depth + 1) for each in inner)]
     if hasattr(scalar, "value"):
-        # Of an extension type what it is stored as; of a point in time its number.
+        # An extension type by its storage; a point in time by its number.
         stored = scalar.value
         return _value(stored, depth + 1) if hasattr(stored, "is_valid") else stored
     plain: object = scalar.as_py()
@@ -62,7 +62,7 @@ def _value(scalar: Any, depth: int) -> object:
 
 
 def _end_of(scalar: Any) -> object:
-    """Of text, or of bytes."""
+    """Return the end of a text, or of bytes."""
     content = scalar.as_buffer()
     end = content.slice(max(0, content.size - MAX_BYTES)).to_pybytes()
     is_text = "string" in str(scalar.type)

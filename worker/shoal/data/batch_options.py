@@ -1,4 +1,4 @@
-"""What a script says of its batches, by keywords or by a DataLoader that it has already."""
+"""Options of a script's batches, from keywords or from a DataLoader that it has already."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -28,12 +28,13 @@ _MEANT = {
     " in docs/data.md.",
     "num_epochs": "epochs= says how many.",
 }
-"""By what a script calls it: what it meant."""
+"""Hints by keyword: the equivalent here of a keyword that a script may try."""
 
 
 class LoadingOptions(TypedDict, total=False):
-    """How samples are loaded: the DataLoader's own keywords. What is not given is taken from the
-    DataLoader that was given, or is as in `shoal.data.loading.Loading`."""
+    """Options for loading samples: the DataLoader's own keywords. An option that is not given is
+    taken from the DataLoader that was given, else from the defaults of
+    `shoal.data.loading.Loading`."""
 
     num_workers: int
     prefetch_factor: int | None
@@ -128,20 +129,20 @@ class BatchOptions:
             order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
         if isinstance(dataset, tuple):
-            # Its items are samples then, for whoever loads them one by one.
+            # Its items are then samples, for code that loads them one by one.
             dataset = TensorDataset(*dataset)
         return Loader(
             dataset,
             order,
             self.collate,
-            # By default whole tensors are indexed where they are.
+            # By default whole tensors are indexed in place.
             loading=None if loading == Loading() else loading,
             seed_samples=self.seed_samples,
         )
 
 
 def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
-    """What members must have alike."""
+    """Fields of the proposal that must be the same on all members."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     told = {
         "global_batch": str(order.global_batch_size),
@@ -158,7 +159,7 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """With what the DataLoader says where the script says nothing."""
+    """Fill options that the script did not give from the DataLoader's."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
@@ -194,7 +195,8 @@ def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
 
 
 def own_collate(loader: "DataLoader[Any]") -> Collate | None:
-    """None for torch's default, with which whole tensors can be indexed where they are."""
+    """Return the loader's collate function; None for torch's default, with which whole tensors can
+    be indexed in place."""
     return None if loader.collate_fn is default_collate else loader.collate_fn
 
 

@@ -15,7 +15,7 @@ from shoal.data.shards import Shards
 from shoal_proto.errors import InvalidSpec, SampleFailed
 
 MAX_SAMPLES_NAMED = 8
-"""Of a batch that could not be made."""
+"""Number of samples named in the error for a batch that could not be made."""
 MAX_COLUMNS_IN_LIST = 8
 """A longer list of tensors is one of samples."""
 
@@ -28,8 +28,8 @@ class Batch:
     part of samples that are dicts."""
 
     inputs: Any
-    """All parts of a sample but the last, a tuple where they are several; the whole of one that is
-    no tuple, such as a dict."""
+    """All parts of a sample but the last, as a tuple if there are several; the whole sample if it
+    is no tuple, such as a dict."""
     targets: Any
     """The last part. None if the dataset has one part only."""
     indices: list[int]
@@ -45,17 +45,16 @@ class Batch:
 
     @property
     def num_samples(self) -> int:
-        """How many samples of the step are in this batch: what a script counts by. 0 if it is a
-        stand-in."""
+        """Number of the step's samples in this batch, for a script's counts; 0 for a stand-in."""
         return len(self.indices)
 
     @property
     def is_stand_in(self) -> bool:
-        """True if this member, or this part, has no samples of the step: there are fewer than
-        members, or fewer in the share than parts.
+        """True if this member, or this part, has no samples of the step: there are fewer samples
+        than members, or fewer in the share than parts.
 
-        `inputs` and `targets` then hold another's sample once more, the first of the step, or of
-        the share: forward passes need one where members compute together. It has weight 0.
+        `inputs` and `targets` then repeat another's sample, the first of the step or of the share:
+        members that compute together all need a forward pass. It has weight 0.
         """
         return not self.indices
 
@@ -73,19 +72,19 @@ class Batch:
         return self.inputs[name]
 
     def parts(self, num_parts: int) -> Iterator["Batch"]:
-        """This batch as so many micro-batches, on every member as many:
+        """Split this batch into micro-batches, the same number on every member:
 
             with session.step():
                 for part in batch.parts(4):
                     session.backward(loss_fn(model(part.inputs), part.targets))
 
-        Each part's loss is the mean over its samples; the session weights it, so that gradients
-        are those of the whole global batch. They are reduced once, in the last part. Parts differ
-        by one sample at most; where a share has fewer samples than there are parts, some parts are
-        empty: they hold one sample all the same, which gets weight 0.
+        Each part's loss is the mean over its samples; the session weights it, so that gradients are
+        those of the whole global batch. They are reduced once, in the last part. Parts differ by
+        one sample at most. If a share has fewer samples than there are parts, some parts are empty:
+        they still hold one sample, which gets weight 0.
 
-        Raises InvalidSpec outside a step, for fewer than one part or more than a global batch
-        has samples, and where a part has no backward pass or more than one.
+        Raises InvalidSpec outside a step, for fewer than one part or more than a global batch has
+        samples, and if a part has no backward pass or more than one.
         """
         return of_step().parts(self, num_parts)
 
@@ -112,11 +111,11 @@ class Loader:
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
         self._origin = order.origin
-        """Of the order, or one that equals it: as it was given last."""
+        """Origin of the order, or the last equal position that was given."""
 
     @property
     def num_columns(self) -> int | None:
-        """Tensors that batches are rows of; None where samples are collated."""
+        """Number of tensors that batches are rows of; None if samples are collated."""
         return None if self._columns is None else len(self._columns)
 
     def begin_at(self, origin: Position) -> None:
@@ -128,8 +127,8 @@ class Loader:
             self._origin = origin
 
     def start(self) -> None:
-        """Start the processes that load, where there are any. Before there are connections that
-        they would inherit."""
+        """Start the loading processes, if there are any, before connections exist that they would
+        inherit."""
         if self._samples is not None:
             self._samples.start()
 
@@ -144,7 +143,7 @@ class Loader:
             self._samples.close()
 
     def synchronous(self, step: int, index: int, count: int) -> Batch:
-        """One of `count` shares of a step that all members take together."""
+        """Return one of `count` shares of a step that all members take together."""
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
 
@@ -222,7 +221,7 @@ class Loader:
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """The failure by its step and its samples, where it is one of all of them together."""
+    """Return the failure with its step and samples if it concerns all of them together."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
@@ -247,11 +246,11 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
 
 
 def _loaded(own: Span, start: int) -> Span:
-    """What is loaded for a share of the batch that begins at `start`.
+    """Samples to load for a share of the batch that begins at `start`.
 
-    A model need not cope with no samples: a member without any computes what the first one does,
-    with weight 0. A sample from elsewhere might take a path through the model that none of the
-    batch takes, and would give parameters of it a gradient.
+    A model need not handle an empty batch. So a member without samples computes the batch's first
+    one, with weight 0. A sample from elsewhere might take a path through the model that none of the
+    batch takes, and give parameters on that path a gradient.
     """
     return own if own.stop > own.start else Span(own.epoch, start, start + 1)
 
@@ -290,7 +289,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def describe(dataset: Dataset) -> str:
-    """What members compare to see that they train on the same data."""
+    """Describe the data set; members compare this to see that they train on the same data."""
     columns = _columns(dataset)
     if isinstance(dataset, Shards):
         return dataset.description
@@ -306,8 +305,9 @@ def _is_iterable(dataset: object) -> bool:
 
 
 def _tensors_beside(dataset: Any) -> str | None:
-    """What is in a dict, or a short list, that was meant as columns: tensors of one length. Samples
-    of as many numbers of dimensions could not be collated, and a dict of names has no item 0."""
+    """Describe the contents of a dict, or of a short list, that was meant as columns: tensors of
+    one length. As samples such tensors could not be collated if their dimensions differ in number;
+    and a dict of names has no item 0."""
     if isinstance(dataset, Mapping) and 0 not in dataset:
         named: Mapping[Any, Any] = dataset
     elif isinstance(dataset, list) and len(dataset) <= MAX_COLUMNS_IN_LIST:
@@ -339,8 +339,8 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """(inputs, targets): the last part of a tuple is the target, if it has more than one. A list is
-    inputs as a whole, whatever its length, which may be that of the share."""
+    """Split into (inputs, targets): the last part of a tuple is the target if it has more than one
+    part. A list is inputs as a whole, whatever its length, which may be that of the share."""
     if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:

@@ -1,16 +1,16 @@
-"""A digest of what is in a data set, so that members see that they train on the same samples.
+"""Digest of a data set's contents, so that members see that they train on the same samples.
 
-Each member makes its data set itself: with a split or a sampler that is not seeded they have the
-same type, size and dtypes, and other samples. The digest is of few values at positions that depend
-on sizes alone. No data set is asked for an item: that may be slow, random, or leave traces. torch's
-own are looked into, and Hugging Face's, and of other classes the public attributes that have one
-entry for each sample.
+Each member makes its data set itself. With a split or sampler that is not seeded, members have data
+sets of the same type, size and dtypes with different samples. The digest covers few values at
+positions that depend on sizes alone. No data set is asked for an item: that may be slow, random, or
+have side effects. torch's and Hugging Face's data sets are read inside; of other classes, the
+public attributes that have one entry for each sample are read.
 
-Of a path the name counts, and nothing of where it lies: hosts may have one data set in different
-places, or over different disks.
+Of a path only the name counts: hosts may keep one data set in different folders, or spread over
+different disks.
 
-Floating-point values count by their magnitude only, in steps of about a factor e: what members
-compute on their own (a normalised column) may differ in its last bits from host to host.
+Floating-point values count by their magnitude only, in steps of about a factor e: the last bits of
+values that members compute on their own (a normalised column) may differ from host to host.
 """
 
 import math
@@ -33,22 +33,22 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""So many are looked at, in each data set that this one is made of."""
+"""Number of samples read in each data set that this one consists of."""
 NUM_EXACT, NUM_ROUGH = 16, 4
-"""Elements of each sample's part: of integers, and of floating-point numbers."""
+"""Elements read of each sample's part: of integers, and of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
-"""Of an Arrow table, and of the numbers of those rows of it that are samples."""
+"""Rows read of an Arrow table, and numbers read of the list of rows that are samples."""
 NUM_INDICES = 1 << 12
-"""Of a Subset: all of as many, else as many of them."""
+"""Indices read of a Subset: all if there are no more, else this many."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
-"""Of a sample, or of what a data set is made of."""
+"""Parts read of a sample, or data sets read of a composite one."""
 MAX_DEPTH = 8
 MAX_WORDS = 1 << 14
 SMALLEST = 1e-3
-"""Values far below are all alike: what is zero on one host may be a rounding error on another."""
+"""Values far below are all alike: a zero on one host may be a rounding error on another."""
 OFFSET = 0.371
-"""No value that stands out, such as 0 or 1, is where two steps meet."""
+"""Keeps common values such as 0 or 1 away from the border between two steps."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
@@ -64,16 +64,16 @@ class Rough(int):
 
 
 def content_of(dataset: Dataset) -> str:
-    """The same on all members whose data sets hold the same samples, in the same order. Empty where
-    it is not known without loading samples.
+    """Digest that is equal on all members with the same samples in the same order. Empty if the
+    contents are unknown without loading samples.
 
-    Members with other samples have another one, but for data sets that differ in few samples.
+    Members with other samples have another digest, unless the data sets differ in few samples.
     """
     return _digest_of(_words_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """What members compare where they have it, and the listings of what of it is a digest."""
+    """Fields that members compare if they have them, and listings of what their digests cover."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
     words = _words_of(samples)
@@ -94,7 +94,8 @@ def _digest_of(words: Sequence[Word]) -> str:
 
 
 def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
-    """Of one that holds its samples, or looks them up in another. `size`: its samples, if known."""
+    """Read a data set that holds its samples, or finds them in another. `size`: its number of
+    samples, if known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
@@ -123,7 +124,8 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
-    """Of what a class of the script's own holds: one entry for each sample, or another data set."""
+    """Read attributes of a script's own class: those with one entry per sample, or another data
+    set."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -159,7 +161,7 @@ def _of_arrow(dataset: Any) -> Iterator[Word]:
 
 
 def _is_being_filled(column: Any) -> bool:
-    """Whether it lacks entries, as a cache does of samples that nobody has asked for yet."""
+    """True if the column lacks entries, as a cache does for samples that were not loaded yet."""
     if not isinstance(column, list | tuple):
         return False
     return any(column[place] is None for place in _places(len(column), NUM_SAMPLES))
@@ -184,7 +186,7 @@ def _of_indices(indices: Any) -> Iterator[Word]:
 
 
 def _of_value(value: object, depth: int) -> Iterator[Word]:
-    """Of a sample, or a part of one. Of what is not known its type counts."""
+    """Read a sample, or a part of one. Of an unknown value only the type counts."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
@@ -209,7 +211,7 @@ def _of_scalar(value: object) -> Iterator[Word]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # Of a path the name: where data lie may differ from host to host.
+        # Of a path the name: data may lie in different folders on different hosts.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):
@@ -219,7 +221,7 @@ def _of_scalar(value: object) -> Iterator[Word]:
 
 
 def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
-    """Of some elements of some of its rows; nothing else of it is read."""
+    """Read some elements of some of the array's rows, and nothing else."""
     if isinstance(array, Tensor) and not _is_plain(array):
         return
     sizes = tuple(array.shape)
@@ -242,8 +244,8 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
 
 
 def _elements(array: "Tensor | np.ndarray[Any, Any]", places: Sequence[Sequence[int]]) -> list[Any]:
-    """Those at these places, given by dimension."""
-    # Of NumPy's, which knows no default device.
+    """Return the elements at these positions, given by dimension."""
+    # Built with NumPy, which knows no default device.
     index = tuple(np.asarray(each, dtype=np.int64) for each in places)
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
@@ -262,7 +264,7 @@ def _is_exact(array: "Tensor | np.ndarray[Any, Any]") -> bool:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether its elements can be had one by one."""
+    """True if the tensor's elements can be read one by one."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.layout is torch.strided
@@ -274,7 +276,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _places(size: int, most: int) -> Sequence[int]:
-    """All of so many, or `most` of them over the whole length."""
+    """Return all positions up to `size`, or `most` of them spread over the whole length."""
     if size <= most:
         return range(size)
     return [k * (size - 1) // (most - 1) for k in range(most)]

@@ -1,8 +1,8 @@
-"""What a process that loads batches does before it loads.
+"""Preparation of a process that loads batches, before it loads.
 
-It is forked from a trainer as a rule, and has what a trainer has: connections, and a handler of
-signals. Peers notice a trainer's death, or that it has cut its group, by connections that end; so
-none may stay open here.
+The process is forked from a trainer as a rule, and inherits the trainer's connections and signal
+handler. Peers notice a trainer's death, or its cut of a group, by connections that end; so none may
+stay open here.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _SOCKET_PATH_BYTES = 107
 """The longest path that a socket may have on Linux (unix(7)); 103 on macOS."""
 _NAME_BYTES = len("/listener-01234567")
-"""What multiprocessing calls a socket by which tensors travel."""
+"""Name that multiprocessing gives to a socket that carries tensors."""
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -57,12 +57,12 @@ class Beginning:
 
 
 def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
-    """Let this process end when the trainer does, however that ends. torch's own look for their
-    parent every five seconds, and that is not the trainer where a server forks them for it."""
+    """End this process when the trainer ends, for whatever reason. torch's own loading processes
+    check their parent every five seconds; if a server forks them, that is not the trainer."""
     assert trainer is not None, "what a DataLoader starts has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # What a later process has forked with it holds the sentinel too: not enough by itself there.
+    # Not enough alone: a process that is forked later holds the sentinel too.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 
@@ -72,7 +72,7 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """In place of a batch that `_Feed` has loaded: why it does not come."""
+    """Replace a batch that `_Feed` has loaded but that cannot be sent, by the reason."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded
@@ -80,10 +80,10 @@ def _unsent(loaded: Any, error: BaseException) -> Any:
 
 
 def keep_socket_paths_short() -> None:
-    """Have multiprocessing put sockets where their paths are short enough, if those in TMPDIR
-    would not be. Before processes that load are started: they have the directory from the trainer.
+    """Make multiprocessing use a directory with short enough paths for its sockets if TMPDIR's
+    would be too long. Called before loading processes start: they inherit the directory.
 
-    Raises LoadingFailed if there is no such place.
+    Raises LoadingFailed if there is no such directory.
     """
     longest = _SOCKET_PATH_BYTES - _NAME_BYTES
     own = "/pymp-01234567"
@@ -107,7 +107,7 @@ def keep_socket_paths_short() -> None:
 
 
 def open_sockets() -> frozenset[str]:
-    """Names of this process' sockets, as the system tells them; none where it does not."""
+    """Names of this process' sockets, as the system lists them; none if it does not."""
     return frozenset(link for _, link in _descriptors() if link.startswith("socket:"))
 
 

@@ -39,7 +39,7 @@ from shoal_proto.numbers_given import convert_fields
 log = structlog.get_logger(__name__)
 
 TELLS_S = 2.0
-"""Within so long of its end a process is known to have ended."""
+"""Time within which the end of a process is known after it ended."""
 LOOK_S = 1.0
 """A trainer that waits for a batch looks so often at the processes that load it."""
 WORK_SHARE = 0.001
@@ -57,10 +57,10 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """How batches are loaded; each field as in torch's DataLoader."""
+    """Options for loading batches; each field as in torch's DataLoader."""
 
     num_workers: int = 0
-    """Processes that load. 0: the trainer does, when it needs a batch."""
+    """Number of loading processes. 0: the trainer loads a batch when it needs one."""
     prefetch_factor: int | None = None
     """Batches loaded ahead by each of them; None: 2."""
     pin_memory: bool = False
@@ -76,8 +76,8 @@ class Loading:
     """Seconds that a batch may take; 0: any."""
     silence_s: float = 600.0
     """Seconds in which the processes may begin no sample and use no processor while the trainer
-    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver,
-    as behind a deadlock: one that works, however slowly, is not silent."""
+    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver, as
+    in a deadlock: one that works, however slowly, is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -103,7 +103,7 @@ class Loading:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """One batch, as the processes that load hear of it."""
+    """Request for one batch, as sent to the loading processes."""
 
     run: int
     epoch: int
@@ -132,8 +132,8 @@ class _Feed(Dataset[Any]):
 
 
 class Signs:
-    """How long ago processes that load gave a sign that they work: a sample that was begun, or time
-    of a processor."""
+    """Time since loading processes last showed a sign of work: a sample begun, or processor time
+    used."""
 
     def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
         self._processes = processes
@@ -157,8 +157,8 @@ class Signs:
 
 
 def _processor_s(process: int) -> float:
-    """Time of processors that it used, and those of its children that have ended; 0 where the
-    system does not say."""
+    """Processor time of the process and of its children that have ended; 0 if the system does not
+    say."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -167,12 +167,12 @@ def _processor_s(process: int) -> float:
 
 
 class _FetchWatch:
-    """Ends a fetch that hangs: a batch is fetched from the process that loaded it, and one that
-    stands still answers nothing, so that the trainer's thread would wait for ever."""
+    """Ends a fetch that hangs. A batch is fetched from the process that loaded it; if that process
+    hangs, the trainer's thread would wait for ever."""
 
     def __init__(self, is_over: Callable[[Signs], bool], signs: Callable[[], Signs]) -> None:
-        """`is_over`: asked each LOOK_S in a fetch that takes longer, on a thread of its own; it
-        makes the fetch raise if nobody is to wait any more."""
+        """`is_over`: called each LOOK_S of a long fetch, on a separate thread. It makes the fetch
+        raise if the wait is to end."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -260,11 +260,11 @@ class BatchLoader:
         self._asked.clear()
 
     def take(self, span: Span, after: Callable[[], Iterator[Span]]) -> Any:
-        """The batch of a span; `after` gives those that are likely to follow it.
+        """Return the batch of a span; `after` yields the spans that are likely to follow.
 
-        Where a process that loads has ended, all are started anew, once for each batch. Raises
-        SampleFailed where a sample cannot be loaded, LoadingFailed where a process has ended once
-        more or takes too long.
+        If a loading process has ended, all are started anew, once for each batch. Raises
+        SampleFailed if a sample cannot be loaded, LoadingFailed if a process has ended once more or
+        takes too long.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
@@ -291,7 +291,7 @@ class BatchLoader:
         self.start()
         while True:
             delivered: tuple[int, Any, bool] | None = self._next()
-            # Empty: asked for before the first run, or behind the last batch.
+            # None: requested before the first run, or after the last batch.
             if delivered is not None and delivered[0] == int(self._run):
                 return delivered
 
@@ -320,8 +320,9 @@ class BatchLoader:
             self._look(signs)
 
     def _look(self, signs: Signs) -> None:
-        """A batch has not come yet. Raises LoadingFailed where it has taken too long, and what
-        `looks` raises: the processes are killed then, since they may hear of nothing."""
+        """Check a batch that has not arrived yet. Raises LoadingFailed if it took too long, and
+        what `looks` raises. The processes are killed then, since they may not react to a request.
+        """
         try:
             self._check(signs)
         except BaseException:
@@ -352,7 +353,7 @@ class BatchLoader:
         return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
-        """What came, and whether anything did, within LOOK_S."""
+        """Return what arrived within LOOK_S, and whether anything did."""
         assert self._iterator is not None, "it was started"
         try:
             if ended := ended_processes_of(self._iterator):
@@ -366,9 +367,9 @@ class BatchLoader:
                 raise refusal from error
             if has_timed_out(error):
                 return None, False
-            # Nothing of a dataset's own is raised here: that is a FailedSample. A batch is fetched
-            # from the process that loaded it, which may end in the midst of that: a connection
-            # tells so before the process that started it does.
+            # A dataset's own errors are not raised here: they arrive as a FailedSample. A batch is
+            # fetched from the process that loaded it, which may end in the middle of that. The
+            # connection shows this before the process's parent does.
             within_s = 0.0 if isinstance(error, RuntimeError) else TELLS_S
             ended = ended_processes_of(self._iterator, within_s)
             self.close()
@@ -384,7 +385,7 @@ class BatchLoader:
         return self._watch
 
     def _wanted(self) -> Iterator[_Wanted | None]:
-        """What is to be loaded next; the DataLoader asks on the trainer's thread."""
+        """Yield the next batches to load; the DataLoader asks on the trainer's thread."""
         while True:
             span = next(self._upcoming, None)
             if span is None:
@@ -413,7 +414,7 @@ class BatchLoader:
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
             pin_memory=loading.pin_memory,
-            # Else the processes' seed would be drawn from the generator of the training.
+            # Otherwise the processes' seed is drawn from the generator of the training.
             generator=torch.Generator().manual_seed(0),
             **more,
         )

@@ -18,14 +18,14 @@ from shoal_proto.numbers_given import as_index
 CONTENT_FIELD = "dataset_content"
 """Field of a proposal: the digest of some samples of the data set."""
 LARGEST_KEPT_ORDER = 1 << 20
-"""Of more samples no array of all indices is made."""
+"""Largest number of samples for which an array of all indices is made."""
 BLOCK = 8192
-"""So many indices are computed at a time then."""
+"""Number of indices computed at a time beyond that."""
 
 
 @dataclass(frozen=True)
 class Position:
-    """Where in the samples of a job a step begins."""
+    """Position in the samples of a job at which a step begins."""
 
     step: int = 0
     epoch: int = 0
@@ -46,7 +46,7 @@ class Order:
     """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
     others in each epoch."""
     origin: Position = Position()
-    """Where the first step with batches of this size begins: the steps before were of another."""
+    """Position of the first step with batches of this size; earlier steps had another size."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
@@ -72,7 +72,7 @@ class Order:
 
     @property
     def name(self) -> str:
-        """Of the order, as checkpoints and members tell it."""
+        """Name of the order in checkpoints and in members' proposals."""
         return str(self.rule)
 
     @cached_property
@@ -84,7 +84,7 @@ class Order:
 
     @cached_property
     def num_steps(self) -> int:
-        """Of the whole job."""
+        """Number of steps of the whole job."""
         whole_epochs = self.num_epochs - self.origin.epoch - 1
         if whole_epochs < 0:
             return self.origin.step
@@ -98,7 +98,7 @@ class Order:
         return whole if self.drop_last or not rest else whole + 1
 
     def position(self, step: int) -> Position:
-        """Where that step begins; of the last one of an epoch it is known where the next begins."""
+        """Return where the step begins; after an epoch's last step, in the next epoch."""
         since = step - self.origin.step
         if since < 0:
             raise InvalidSpec(
@@ -139,7 +139,7 @@ class Order:
 
 @lru_cache(maxsize=8)
 def _permutation(num_samples: int, seed: int, epoch: int) -> Tensor:
-    """Some are kept: at the end of an epoch batches of the next one are loaded ahead."""
+    """Permutation of one epoch, cached: batches of the next epoch are loaded ahead."""
     generator = torch.Generator().manual_seed(_mix(seed, epoch))
     return torch.randperm(num_samples, generator=generator)
 
@@ -159,7 +159,7 @@ def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """One seed of two numbers, such that neighbouring pairs have nothing in common (splitmix64)."""
+    """Mix two numbers into one seed; neighbouring pairs give unrelated seeds (splitmix64)."""
     mixed = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -42,17 +42,18 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def has_all_rows(values: Any, size: int) -> bool:
-    """Whether this is a tensor with a row for each of so many samples: then `rows_of_fewer` has
-    nothing to find, which takes ten times as long."""
+    """True if this is a tensor with a row for each of `size` samples. Then `rows_of_fewer`, which
+    takes ten times as long, has nothing to find."""
     return type(values) is Tensor and not values.is_nested and values.shape[:1] == (size,)
 
 
 def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
-    """How many samples are in a batch of which a collate function has left out some, as it does
-    with those that could not be read; None where it has all of `size`, or another form.
+    """Number of samples in a batch from which a collate function left some out, such as unreadable
+    ones; None if it has all of `size`, or another form.
 
-    All tensors have a row for each sample then. In those with the fewest dimensions no other is as
-    long as there are samples: one is where the samples are along another than the first.
+    In such a batch all tensors have a row for each remaining sample. The form is another one if a
+    tensor with the fewest dimensions has a later dimension of length `size`: the samples lie along
+    it.
     """
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}
@@ -65,7 +66,7 @@ def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
 
 
 def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
-    """Of all tensors; so many items in a list are one a sample."""
+    """Shapes of all tensors; a list of `size` items counts as one item a sample."""
     if isinstance(values, Tensor):
         if values.ndim:
             yield (len(values),) if values.is_nested else tuple(values.shape)
@@ -81,7 +82,7 @@ def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
 
 
 class OnePerSample(tuple[Any, ...]):
-    """What a collate function made of a batch, as far as it is known to hold one item a sample."""
+    """Output of a collate function, as far as it is known to hold one item a sample."""
 
 
 class ListPerSample(list[Any]):
@@ -93,11 +94,10 @@ class PerColumn(list[Any]):
 
 
 def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
-    """What a collate function made of so many samples, where tuples and lists say what their items
-    are.
+    """Tell whether tuples and lists in a collated batch hold one item a sample, and mark them.
 
-    Of three images with three channels, `tuple(images)` looks like three tensors that have a row
-    for each sample. `of_one()`, what the function makes of a single sample, has one image then.
+    With three images of three channels, `tuple(images)` looks like three tensors that have a row
+    for each sample. `of_one()`, the collated batch of a single sample, then has one image.
     """
     if size < 2 or not _in_doubt(collated, size):
         return collated
@@ -133,7 +133,7 @@ def _told_apart(values: Any, one: Any, size: int) -> Any:
 
 
 def _are_columns(values: Any, size: int) -> bool:
-    """Whether each of some items has something for each sample."""
+    """True if each of some items has something for each sample."""
     return bool(values) and all(_is_column(value, size) for value in values)
 
 
@@ -159,7 +159,7 @@ def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def _is_column(value: Any, size: int) -> bool:
-    """Whether a value has something for each sample."""
+    """True if a value has something for each sample."""
     if isinstance(value, Tensor):
         return bool(value.ndim) and len(value) == size
     if isinstance(value, Mapping):

@@ -1,9 +1,9 @@
-"""A permutation of n numbers that is computed where it is asked for, and never kept as a whole.
+"""Permutation of n numbers that is computed on demand and never stored as a whole.
 
 A Feistel network over the bits of n - 1, whose keys follow from the seed, permutes the numbers
-below the next power of two. What comes out at n or above goes through it again until it comes out
-below n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), twice in
-the mean at most.
+below the next power of two. An output of n or above goes through it again until the output is below
+n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), twice in the
+mean at most.
 """
 
 from torch import Tensor
@@ -39,7 +39,7 @@ class KeyedPermutation:
     def _once(self, numbers: Tensor) -> Tensor:
         low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
         low, high = numbers & low_mask, numbers >> self._low_bits
-        # What one half is combined with depends on the other alone: each round can be undone.
+        # Each round changes one half by a function of the other alone: it can be undone.
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_scrambled(high, key) & low_mask)

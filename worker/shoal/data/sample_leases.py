@@ -1,4 +1,4 @@
-"""Batches for members that train at their own pace: the coordinator leases who trains on what."""
+"""Batches for members that train at their own pace, from ranges that the coordinator leases."""
 
 import threading
 import time
@@ -14,24 +14,24 @@ from shoal_proto.errors import JobFinished, RejoinError
 log = structlog.get_logger(__name__)
 
 ASK_AGAIN_S = 0.5
-"""Where others have their share of what is left."""
+"""Interval of requests while other members hold their share of the remaining samples."""
 TALK_EACH_S = 2.0
-"""Without anything to say: others may have come, which lack what is held here."""
+"""Interval of requests without news: members may have joined that lack samples held here."""
 MAX_HELD_RANGES = 96
-"""With so many its trainer is to have some acknowledged first. Coordinators refuse 128."""
+"""At this number the trainer waits until some are acknowledged. Coordinators refuse 128."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
 
 class Leases:
-    """Yields ranges to train on until every sample of every epoch is done, by whomever.
+    """Yields ranges to train on until every sample of every epoch is done, by any member.
 
-    A thread keeps a reserve of them, and tells what is done. Where there is none now, since others
-    are still at work or no coordinator is there, it yields None now and then.
+    A thread keeps a reserve of ranges and reports completed ones. Yields None now and then while
+    there is no range, because others are still at work or no coordinator answers.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
-        """`round_batches`: so many are acknowledged together."""
+        """`round_batches`: number of batches that are acknowledged together."""
         self._samples = samples
         self._batch_size = batch_size
         self._reserve = SampleReserve(
@@ -65,8 +65,8 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # Nobody answers, maybe for long, or others are still at work: the trainer looks
-                # after itself now and then.
+                # No coordinator answers, maybe for long, or others are still at work: the trainer
+                # gets None now and then, to attend to other matters.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()
@@ -92,7 +92,7 @@ class Leases:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report what is done and let go of the rest. A coordinator that is away is logged."""
+        """Report what is done and give the rest back. An unreachable coordinator is logged."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -121,7 +121,8 @@ class Leases:
                 self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """Wait until there is something to ask for or tell, or for a moment; False: it is over."""
+        """Wait until there is something to request or report, or for a moment; False if it is
+        over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_to_say, TALK_EACH_S)
             return not self._is_over
@@ -152,7 +153,8 @@ class Leases:
                 )
 
     def _attempt(self) -> SampleLease:
-        """What was done goes along with the first attempt, and is kept for the next ones."""
+        """Lease once. Completed ranges go along with the first attempt, and are kept for the next
+        ones."""
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []

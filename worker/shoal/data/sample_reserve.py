@@ -1,8 +1,8 @@
-"""What a member that trains at its own pace holds ahead, so that it goes on while nobody answers.
+"""Samples that a member at its own pace holds ahead, to go on while no coordinator answers.
 
-Pure: ranges and times are arguments. A member wants to hold what it trains on in `AHEAD_S` seconds,
-at the pace that it has. It asks for more once a quarter of that is used up, so that it holds few
-ranges, and gives back what the coordinator says is beyond its share.
+Pure: ranges and times are arguments. A member wants to hold as many samples as it trains on in
+`AHEAD_S` seconds at its pace. It asks for more once a quarter of them is used up, so it holds few
+ranges. It gives back what exceeds its share according to the coordinator.
 """
 
 from collections import deque
@@ -16,9 +16,9 @@ AHEAD_S = 900.0
 REFILL_BELOW = 0.75
 PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
-"""Asked for at a time; a coordinator gives no more."""
+"""Samples asked for at a time; a coordinator gives no more."""
 MAX_RANGES = 64
-"""Beyond so many pieces no more is asked for. Coordinators refuse more than 128."""
+"""Number of ranges beyond which no more are asked for. Coordinators refuse more than 128."""
 
 
 class Pace:
@@ -58,23 +58,23 @@ class SampleReserve:
 
     @property
     def begins_per_s(self) -> int:
-        """No more than so many samples are begun in a second, as things are."""
+        """Largest number of samples that are begun in a second, at the present pace."""
         return int(2 * self.pace.samples_per_s) + self.step_samples
 
     @property
     def _least(self) -> int:
-        """What is trained on now, and as much after it."""
+        """Samples trained on now, and as many after them."""
         return 2 * self._round_samples
 
     @property
     def wanted(self) -> int:
-        """How many samples to hold in all, whole steps of them."""
+        """Number of samples to hold in all, in whole steps."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """How many samples to ask for: whole steps, 0 while there are enough."""
+        """Number of samples to ask for, in whole steps; 0 while there are enough."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0
@@ -96,18 +96,19 @@ class SampleReserve:
         self._ready = deque(joined([*self._ready, span]))
 
     def lost(self, ranges: Iterable[SampleRange]) -> None:
-        """These are this member's no more."""
+        """Remove ranges that this member no longer holds."""
         self._ready = deque(without(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
-        """What to give back, the newest of it: it leaves the reserve. `share`: of all that it
-        holds, which is `num_held`, so much leaves the others theirs; 0: that is not known."""
+        """Remove from the reserve, and return, the newest ranges to give back. `num_held` is what
+        it holds in all. `share` is the part of it that leaves the others theirs; 0 if that is not
+        known."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []
 
     def all(self) -> list[SampleRange]:
-        """What to give back of a member that ends: it leaves the reserve."""
+        """Empty the reserve and return its ranges, for a member that ends."""
         ranges, self._ready = list(self._ready), deque()
         return ranges
 

@@ -1,9 +1,8 @@
-"""Loads the samples of one batch, wherever that is done: in a DataLoader's process or in the
-trainer's own.
+"""Loading of the samples of one batch, in a DataLoader's process or in the trainer's own.
 
-What a dataset draws at random for a sample (augmentation) follows from seed, epoch and the sample's
-index: it does not depend on who loads it, on how many members there are, or on whether it is loaded
-once more.
+Random draws of a dataset for a sample (augmentation) follow from seed, epoch and the sample's
+index. They do not depend on the process that loads it, on the number of members, or on whether it
+is loaded once more.
 """
 
 import errno
@@ -26,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 
 _LARGEST_TRACE = 20_000
 _OF_THE_BATCH = 1 << 62
-"""In the place of an index: no dataset has as many samples."""
+"""Used instead of an index: no dataset has as many samples."""
 
 
 REMEDY = (
@@ -42,7 +41,7 @@ _TORCH_LACKS = (
     *("can't allocate memory", "Cannot allocate memory", "No space left on device"),
     *("Too many open files", "out of memory", "unable to resize file", "can't start new thread"),
 )
-"""Words of the RuntimeErrors by which torch and Python tell that something ran out."""
+"""Messages of the RuntimeErrors by which torch and Python report that a resource ran out."""
 
 
 def lacks_resources(error: BaseException) -> bool:
@@ -61,14 +60,14 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class FailedSample:
-    """What is told of a sample that could not be loaded."""
+    """Report of a sample that could not be loaded."""
 
     index: int | None
-    """None: the samples are there, and could not be made a batch of."""
+    """None: the samples were loaded, but not collated into a batch."""
     error: str
     trace: str
     may_pass: bool
-    """Whether it may be loaded another time: storage or memory failed, not the dataset's code."""
+    """True if a later attempt may succeed: storage or memory failed, not the dataset's code."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
     """The batch was loaded, and could not be sent to the trainer."""
@@ -83,7 +82,7 @@ class FailedSample:
         return cls(index, text, trace, may_pass, is_unsent=is_unsent, **fix)
 
     def raised(self) -> SampleFailed | LoadingFailed:
-        """For the trainer."""
+        """Return the error to raise in the trainer."""
         where = "the samples of a batch" if self.index is None else f"sample {self.index}"
         done = "collated" if self.index is None else "loaded"
         if self.is_unsent:
@@ -161,8 +160,8 @@ def _seed_generators(number: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Within, samples are loaded by the trainer's own process; its generators are behind it as
-    they were."""
+    """Restore the generators of the trainer's process after the block, in which it loads samples
+    itself."""
     numpy_random: Any = sys.modules.get("numpy.random")
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()
     numpy_state = None if numpy_random is None else numpy_random.get_state()

@@ -1,17 +1,17 @@
-"""The order of samples that lie in shards: one in which each member walks through few shards.
+"""Order of samples that lie in shards, in which each member reads few shards.
 
-An epoch puts the shards one behind the other, in an order of its own, and cuts that line into
+An epoch concatenates the shards in an order of its own, and cuts the result, the line, into
 `columns` x `turns` streams of the same length. The j-th part of a batch comes from the j-th column,
 and batches take turns: with 4 columns and 2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
 where each number is a stream, which gives its next samples. So a member that has the first half of
-each batch reads half of the streams, and a process that loads every second batch half of those. It
-depends on nothing but the position which sample comes: whoever reads it, it is the same one. What
-is left over at the end of the line, less than a batch, is the last batch.
+each batch reads half of the streams, and a process that loads every second batch half of those. The
+sample at a position depends on nothing but the position, whoever reads it. The rest at the end of
+the line, less than a batch, is the last batch.
 
-Beforehand, the line is shuffled in windows of `window` samples.
+The line is shuffled beforehand, in windows of `window` samples.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""In the place of a window's number: no data set has as many."""
+"""Used instead of a window's number: no data set has as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOrder(Order):
-    """Pure, as every order. Not shuffled, samples come one behind the other."""
+    """Order over shards; pure, as every order. Unshuffled, samples follow one after the other."""
 
     lengths: tuple[int, ...]
     """Samples of each shard."""
@@ -71,8 +71,8 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """With all that decides which sample comes when: batches of another size are cut from
-        other streams."""
+        """Name with all options that decide the order. The batch size is one: batches of another
+        size are cut from other streams."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"
@@ -91,7 +91,7 @@ class ShardOrder(Order):
         return places + (self._ends[shards] - ends)[which]
 
     def _in_line(self, positions: Tensor) -> Tensor:
-        """Where in the line the samples stand that come at these positions of the epoch."""
+        """Return positions in the line of the samples at these positions of the epoch."""
         size = self.global_batch_size
         each, extra = divmod(size, self.columns)
         sizes = each + (torch.arange(self.columns) < extra).long()

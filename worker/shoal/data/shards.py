@@ -100,16 +100,17 @@ class Shards(Dataset[Any]):
         turns: int = 1,
         shuffle_buffer: int = 128,
     ) -> None:
-        """`lengths`: how many samples each shard holds, as `Shards.count` tells once; a shard that
-        holds others is an error when its end is read. `read`: by default tar files are read as
-        WebDataset has them, and anything that is no path is iterated over. `decode` makes of what
-        was read what is collated; it is called for samples that are trained on, with their own
-        random numbers, and not for those that are read past.
+        """`lengths`: the number of samples of each shard, as `Shards.count` computes once; a shard
+        of another length is an error when its end is read. `read`: by default tar files are read in
+        WebDataset's format, and anything that is no path is iterated over. `decode` turns what was
+        read into what is collated. It is called for samples that are trained on, with their own
+        random numbers, not for samples that are skipped.
 
-        `columns`: as many parts of a batch come from streams of their own: about the largest
-        number of members. `turns`: as many batches after one another do: `num_workers`, so that
-        each process reads streams of its own. `shuffle_buffer`: samples that each stream is
-        shuffled among; a process keeps up to twice as many of each of its streams, not decoded.
+        `columns`: number of parts of a batch that come from separate streams: about the largest
+        number of members. `turns`: number of consecutive batches with separate streams:
+        `num_workers`, so that each process reads streams of its own. `shuffle_buffer`: samples that
+        each stream is shuffled among; a process keeps up to twice as many of each of its streams,
+        not decoded.
 
         Raises InvalidSpec for no shards, or lengths that are not theirs.
         """
@@ -139,8 +140,8 @@ class Shards(Dataset[Any]):
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """A sample by its index: those of the first shard come first. Reads its shard from where
-        it was left off, or from the beginning for one that is behind what is kept."""
+        """Return a sample by its index, counted from the first shard. Continues to read its shard,
+        or starts over for a sample before those that are kept."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -149,13 +150,13 @@ class Shards(Dataset[Any]):
 
     @property
     def description(self) -> str:
-        """What members compare to see that they train on the same shards."""
+        """Description that members compare to see that they train on the same shards."""
         digest = blake2b(repr((self._names, self.lengths)).encode(), digest_size=8).hexdigest()
         return f"{len(self)} samples in {len(self.shards)} shards {digest}"
 
     @property
     def listing(self) -> Iterator[str]:
-        """What the digest in `description` is of, by shard."""
+        """Lines that the digest in `description` covers, one a shard."""
         for number, (name, length) in enumerate(zip(self._names, self.lengths, strict=True)):
             yield f"shard {number}: {f'{name!r} of ' if name else ''}{length} samples"
 
@@ -164,7 +165,7 @@ class Shards(Dataset[Any]):
         return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
-        """Those of one shard, from its first."""
+        """Samples of one shard, from its first."""
         return iter(self._read(self.shards[number]))
 
     def named(self, number: int) -> str:
@@ -173,8 +174,7 @@ class Shards(Dataset[Any]):
 
 
 class _OpenShards:
-    """What this process reads of some shards at a time. Forked with a trainer, or pickled for
-    another process, it is empty there."""
+    """The shards that this process reads at present. Empty after a fork or after pickling."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -199,19 +199,19 @@ class _OpenShards:
         # Kept only if it was read without an error: the next attempt begins anew.
         sample = shard.sample(offset)
         self._open[number] = shard
-        # What is made of it must not change what is kept.
+        # A caller that changes the sample must not change the kept one.
         return copy(sample) if isinstance(sample, dict | list) else sample
 
 
 class _OpenShard:
-    """One shard, read as far as it was asked for."""
+    """One shard, read up to the last sample that was asked for."""
 
     def __init__(self, shards: Shards, number: int, keep: int) -> None:
         self._name, self._length = shards.named(number), shards.lengths[number]
         self._keep = keep
         self._num_read = 0
         self._kept: dict[int, Any] = {}
-        """By offset, in their order: no more than `keep`."""
+        """Samples by offset, in their order: no more than `keep`."""
         with hidden_worker_info(), generators_kept():
             self._samples = shards.samples_of(number)
 

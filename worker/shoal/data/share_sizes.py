@@ -78,7 +78,7 @@ class ShareSizes:
 
 
 def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
-    """What keeps BatchNorm from a share of one sample."""
+    """Remedies against a share of one sample, for a model with BatchNorm."""
     synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
     return (
         "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"

@@ -12,8 +12,8 @@
                 optimizer.zero_grad()
 
 The loop is accelerate's own. The batch of the script's DataLoader, times
-`gradient_accumulation_steps`, is the global one: members take their shares of it. What is within
-`accumulate` is taken again, with the samples of the step, where a member was lost.
+`gradient_accumulation_steps`, is the global one: members take their shares of it. If a member is
+lost, the code within `accumulate` runs again, with the samples of the step.
 """
 
 from collections.abc import Iterator
@@ -70,7 +70,7 @@ class SessionAccelerator(Accelerator):
     # --- what a script calls ---
 
     def prepare(self, *given: Any, device_placement: list[bool] | None = None) -> Any:
-        """What was given, distributed, in the same order."""
+        """Return the given objects, distributed, in the same order."""
         models = [each for each in given if isinstance(each, nn.Module)]
         optimizers = [each for each in given if isinstance(each, Optimizer)]
         loaders = [each for each in given if isinstance(each, DataLoader)]
@@ -101,7 +101,7 @@ class SessionAccelerator(Accelerator):
         return result if len(result) > 1 else result[0]
 
     def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
-        """One part of a step; behind the last, the step is committed, or comes again."""
+        """Run one part of a step; after the last part, the step is committed or repeated."""
         return self._prepared("accumulate")
 
     def backward(self, loss: Tensor, **options: Any) -> None:
@@ -118,7 +118,7 @@ class SessionAccelerator(Accelerator):
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this member has rank 0; to be asked from the first batch on."""
+        """True if this member has rank 0. Valid from the first batch on."""
         return self._session.is_first
 
     @property
@@ -158,7 +158,7 @@ class SessionAccelerator(Accelerator):
 
 
 class AcceleratedSteps(AbstractContextManager[None]):
-    """The steps of the loop: opened with the first part of a batch, ended behind the last."""
+    """Steps of the loop: a step opens with the first part of a batch and ends after the last."""
 
     def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
         self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
@@ -168,7 +168,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._num_given = 0
         self._within = False
         self.committed = False
-        """Whether the step was that ended last; False while one is open."""
+        """True if the step that ended last was committed; False while one is open."""
 
     def begin(self, batch: Batch) -> None:
         """Open the step on a batch."""
@@ -194,7 +194,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
     @property
     def may_count(self) -> bool:
-        """Whether this is the last part of a step, or behind one that was committed."""
+        """True in the last part of a step, and after it if the step was committed."""
         return self._num_given == self.num_parts and (self._within or self.committed)
 
     def check_within(self, call: str) -> None:
@@ -283,9 +283,9 @@ class PreparedLoader:
         return next(self._batches, None)
 
     def _collated(self, samples: list[Any]) -> dict[str, Any]:
-        """As the script's DataLoader gives it, inputs and targets together."""
+        """Collate as the script's DataLoader does, with inputs and targets together."""
         collated = self._collate(samples)
-        # Of a list it could not be told whether it holds a tensor a sample.
+        # In a list it would be unclear if each item is a tensor for one sample.
         return {"batch": tuple(collated) if isinstance(collated, list) else collated}
 
 
@@ -296,7 +296,7 @@ class PreparedOptimizer:
         self.optimizer = optimizer
 
     def step(self, closure: Any = None) -> None:
-        """Done by the session behind the last part of the step."""
+        """Do nothing: the session steps after the last part."""
         if closure is not None:
             raise _refused("optimizer.step", "a closure", "accelerator.backward before it")
 
@@ -308,7 +308,7 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Steps once a committed step where it is called within `accumulate`."""
+    """Scheduler that steps once per committed step if it is called within `accumulate`."""
 
     def __init__(self, scheduler: LRScheduler, steps: AcceleratedSteps) -> None:
         self.scheduler, self._steps = scheduler, steps

@@ -49,9 +49,9 @@ class AgreedStopping:
 
 
 class AgreedCheckpoints:
-    """Lets the callback choose by a value, and by names, that all members have in common: whoever
-    has rank 0 writes next. What it has kept is state of the job: a member that joins knows which
-    checkpoint is the best. Paths are told relative to its folder, which members have anywhere."""
+    """Makes members agree on the callback's choices, as any member may have rank 0 and write next.
+    The choices are state of the job: a member that joins knows which checkpoint is the best. Paths
+    are relative to the callback's folder, which may differ between members."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
@@ -68,7 +68,8 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """As the member of rank 0 finds it: others may look when it has written already."""
+        """Return the finding of the member of rank 0: other members may look after it has
+        written."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
             return found  # a checkpoint of a member that ends
@@ -92,7 +93,8 @@ class AgreedCheckpoints:
         callback.best_model_path = self._own(state_dict["best"])
         callback.kth_best_model_path = self._own(state_dict["worst"])
         callback.last_model_path = self._own(state_dict["last"])
-        # Without it, who comes would write a last one at the end, and ask the others of its name.
+        # Without it, a new member would write a last one at the end, and ask the others for its
+        # name.
         callback._last_checkpoint_saved = self._own(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)

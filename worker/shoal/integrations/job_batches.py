@@ -60,16 +60,16 @@ class JobBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """Whether the step committed last was the last of its epoch."""
+        """True if the step committed last was the last of its epoch."""
         return self._session.step_number % self._order.steps_per_epoch == 0
 
     @property
     def last_is_done(self) -> bool:
-        """Whether this member has committed the job's last step."""
+        """True if this member has committed the job's last step."""
         return self._session.step_number >= self._order.num_steps
 
     def take(self) -> Batch | None:
-        """This member's part of the job's next step; None after the last."""
+        """Return this member's part of the job's next step; None after the last."""
         if self._batches is None:
             self._batches = self._session.batches(self._dataset, **self._said, **self._loading)
         return next(self._batches, None)

@@ -2,8 +2,8 @@
 
 Three ways. `distribute` keeps `model.fit` and Keras's own optimizers, over a fixed set of ranks as
 torchrun starts them. `KerasModule` makes a plain torch module of a Keras model, which trains with a
-torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`. On it
-stands `shoal.integrations.keras_session`: `fit` in a session.
+torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`.
+`shoal.integrations.keras_session` is built on it: `fit` in a session.
 """
 
 import copy
@@ -96,7 +96,7 @@ class KerasModule(nn.Module):
         track_values(self.keras_model)
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
-        """What the Keras model returns; whether it trains is what `train()` and `eval()` say."""
+        """Run the Keras model, in the mode that `train()` or `eval()` has set."""
         model = self.keras_model
         kept = list(self._values(model.non_trainable_variables))
         outputs, updated = model.stateless_call(
@@ -136,15 +136,15 @@ class KerasModule(nn.Module):
 def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = None) -> Any:
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
-    `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as they did.
-    Every rank calls it with the same model before the first step; the weights are those of rank 0.
+    `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
+    rank calls it with the same model before the first step; the weights are those of rank 0.
 
     "zero2": ranks take shares of each batch (`GlobalBatches`); gradients are reduce-scattered, each
     rank's optimizer updates and keeps state for its part of every weight, and the weights are
     gathered. "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
     Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
-    UnsupportedOptimizer for one that does not treat each element by itself.
+    UnsupportedOptimizer for one that is not elementwise.
     """
     _check_backend()
     refuse_unbuilt(model)
@@ -174,7 +174,7 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
 
 
 def whole_weights(model: Any) -> Mapping[str, Tensor]:
-    """All weights of a distributed model by path, whole, on every rank. Called by all ranks."""
+    """Return all weights of a distributed model by path, whole. Collective."""
     return {variable.path: whole_value(variable).detach().clone() for variable in model.variables}
 
 

@@ -7,8 +7,8 @@
         model.fit(batches, epochs=batches.epochs)
 
 Each member runs `fit` on its own; what it shows and logs is of the member's own samples. A step
-that a lost member breaks, and those that are gone back on after it, are trained again within the
-batch that Keras has in hand: it counts each step of the job once.
+that fails with a lost member, and steps rolled back after it, are trained again within Keras's
+present batch: Keras counts each step of the job once.
 """
 
 import types
@@ -38,7 +38,7 @@ _MARK = "shoal_fitting"
 
 
 class SessionBatches(DataLoader[Any]):
-    """What `fit` trains on in a session: this member's part of each batch, up to the job's last.
+    """Batches for `fit` in a session: this member's part of each one, up to the job's last.
 
     `model` is the one that the session distributed, the other arguments are those of
     `session.batches`. `fit` gets `epochs=batches.epochs`; a member that joins later ends sooner.
@@ -70,21 +70,22 @@ class SessionBatches(DataLoader[Any]):
         self._present: tuple[Any, ...] | None = None
         self.epochs = epochs
         self.ended = False
-        """Whether the job's last step is done."""
+        """True once the job's last step is done."""
 
     def __len__(self) -> int:
         """Steps of a whole epoch."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[tuple[Any, ...]]:  # type: ignore[override]
-        """To the end of the job's epoch. What was looked at and not trained on comes again."""
+        """Yield batches to the end of the job's epoch. A batch that was read but not trained on is
+        repeated."""
         while (pair := self._present or self.take()) is not None:
             yield pair
             if self._job.epoch_is_done:
                 return
 
     def take(self) -> tuple[Any, ...] | None:
-        """This member's part of the job's next step, as Keras takes it; None after the last."""
+        """Return this member's part of the job's next step in Keras's form; None after the last."""
         batch = self._job.take()
         self.ended = batch is None
         if batch is None:
@@ -101,7 +102,7 @@ class SessionBatches(DataLoader[Any]):
 
     @property
     def last_is_done(self) -> bool:
-        """Whether this member has committed the job's last step."""
+        """True if this member has committed the job's last step."""
         return self._job.last_is_done
 
 
@@ -133,7 +134,7 @@ class FittedModule(KerasModule):
 
 
 class Fitting:
-    """How one Keras model trains in one session."""
+    """Training of one Keras model in one session."""
 
     def __init__(self, session: "Session", module: FittedModule, steps: KerasSteps) -> None:
         self.session = session
@@ -144,11 +145,11 @@ class Fitting:
         self._forgotten = False
 
     def train_step(self, data: Any) -> Any:
-        """One step of the job, however many attempts it takes, and others behind it, if members go
-        back. Returns Keras's logs."""
+        """Train one step of the job, in as many attempts as it takes, and steps rolled back with
+        it. Returns Keras's logs."""
         batches = self._present_batches()
         if not self._shared and not self._forgotten:
-            # From here on the members hold them, in a generation that stands.
+            # From here on the members hold them, in a running generation.
             self._forgotten = True
             self._module.forget_weights()
         target = self.session.step_number + 1
@@ -177,7 +178,7 @@ class Fitting:
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _end(self) -> None:
-        """All members are here: the model shows what was trained."""
+        """End on all members: give the trained weights back to the model."""
         self._model.stop_training = True
         self._module.give_back(self.session.state_dict())
 
@@ -191,7 +192,7 @@ class Fitting:
 
     @property
     def _shared(self) -> bool:
-        """Whether what is trained is what the Keras model shows."""
+        """True if the trained weights are the Keras model's own."""
         return self.session.strategy.name in IN_PLACE
 
     def check_shown(self) -> None:
@@ -207,12 +208,12 @@ class Fitting:
 
 
 def distribute(session: "Session", model: Any, strategy: str | Strategy, **options: Any) -> Any:
-    """Let a compiled Keras model's `fit` train with the session; see the module.
+    """Make a compiled Keras model's `fit` train with the session; see the module.
 
-    `options` are those of `Session.distribute`. The model keeps its own optimizer, whose state
-    lies where the strategy puts it. Raises InvalidSpec for a model that is not built and compiled,
-    has constraints on its weights, or under a strategy whose members do not step together or need
-    both passes in one call; and UnsupportedOptimizer, see `KerasSteps`.
+    `options` are those of `Session.distribute`. The model keeps its own optimizer; the strategy
+    places its state. Raises InvalidSpec for a model that is not built and compiled, or has
+    constraints on its weights; also under a strategy whose members do not step together or need
+    both passes in one call. Raises UnsupportedOptimizer, see `KerasSteps`.
     """
     chosen = find_strategy(strategy)
     _refuse(model, chosen)

@@ -33,7 +33,7 @@ class _Sharded:
     """Goes before an optimizer's own class; outside it is an optimizer of whole weights."""
 
     num_samples = 0
-    """Of this rank in the step to come; 0: as many as every other rank has."""
+    """Samples of this rank in the next step; 0: as many as every other rank has."""
 
     def build(self: Any, variables: Any) -> None:
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -82,14 +82,14 @@ class _Sharded:
                 whole.assign(whole.constraint(whole))
 
     def _shoal_weight(self: Any, device: torch.device) -> Tensor:
-        """This rank's share of the global batch."""
+        """Share of this rank in the global batch."""
         counts = torch.tensor(float(self.num_samples or 1), device=device)
         total = counts.clone()
         dist.all_reduce(total)
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """As Keras clips, by norms over all ranks' parts."""
+        """Clip as Keras does, by norms over all ranks' parts."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -108,7 +108,7 @@ class _Sharded:
 def shard_optimizer(optimizer: Any) -> None:
     """Make each rank's optimizer update its own part of the weights. It must have no state yet.
 
-    Raises UnsupportedOptimizer if it does more than treat each element by itself.
+    Raises UnsupportedOptimizer for an optimizer that is not elementwise.
     """
     check_elementwise(optimizer)
     own = type(optimizer)

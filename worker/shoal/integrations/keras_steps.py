@@ -1,9 +1,9 @@
-"""A Keras optimizer where a torch one is expected: its rules, on whatever a member holds.
+"""A Keras optimizer as a torch optimizer: its rules, on whatever parts a member holds.
 
-A strategy gives a torch optimizer new parameters in each generation, which may be parts, and hands
-its state from member to member by the parameters' names. So the state lives here, as torch keeps
-it; a Keras optimizer is made anew over the parameters of each generation, with that memory for its
-variables.
+A strategy gives a torch optimizer new parameters in each generation, which may be parts, and passes
+its state from member to member by the parameters' names. So the state is kept here in torch's form.
+A Keras optimizer is made anew over the parameters of each generation, and its variables use that
+memory.
 """
 
 import json
@@ -35,7 +35,7 @@ class KerasSteps(Optimizer):
     """See `shoal.model.elementwise_optimizers`."""
 
     def __init__(self, optimizer: Any, parameters: Sequence[tuple[Any, nn.Parameter]]) -> None:
-        """`parameters`: each behind the model's variable that it stands for."""
+        """`parameters`: pairs of the model's variable and the parameter that represents it."""
         _refuse(optimizer)
         self._own = optimizer
         self._variables = [variable for variable, _ in parameters]
@@ -43,7 +43,7 @@ class KerasSteps(Optimizer):
         config = optimizer.get_config()
         self._config = {**config, "global_clipnorm": None}
         self._rate = _rate_of(optimizer)
-        # In a group of its own each, by which it is known; members compare what a group says.
+        # Each in a group of its own, by which it is known; members compare a group's settings.
         rate = {} if self._rate is None else {"lr": self._rate}
         groups: list[dict[str, Any]] = [{"params": [p], **rate} for _, p in parameters]
         groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)
@@ -51,7 +51,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._twin: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # Else `fit` would make it state of its own, of whole weights.
+        # Otherwise `fit` makes it state of its own, for whole weights.
         optimizer.built = True
 
     @overload
@@ -62,7 +62,7 @@ class KerasSteps(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step of every parameter that has a gradient."""
+        """Take one step of every parameter that has a gradient."""
         held = {
             group["params"][0]: variable
             for group, variable in zip(self.param_groups, self._variables, strict=True)
@@ -131,7 +131,8 @@ class KerasSteps(Optimizer):
             state[name] = placed_like(parameter, slot.value.detach())
 
     def _take_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """What the optimizer counts for all parameters together is kept beside each of them."""
+        """Load state that the optimizer shares between all parameters; it is stored with each of
+        them."""
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
         state: Mapping[str, Any] = stepped[0] if stepped else {}
         self._twin._iterations.assign(state.get(_STEPS, 0))
@@ -155,7 +156,7 @@ class KerasSteps(Optimizer):
 
 
 class _Bindable:
-    """Goes before a Keras optimizer's class; tells which of its variables belong to which part."""
+    """Mixin before a Keras optimizer's class; it maps the optimizer's variables to parts."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -193,7 +194,8 @@ def _refuse(optimizer: Any) -> None:
 
 
 def _rate_of(optimizer: Any) -> float | None:
-    """The learning rate, if it is a number and no schedule: that follows the steps by itself."""
+    """The learning rate, if it is a number; None for a schedule, which follows the steps by
+    itself."""
     rate = optimizer._learning_rate
     return float(rate) if isinstance(rate, keras.Variable) else None
 

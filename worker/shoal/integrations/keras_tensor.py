@@ -20,7 +20,7 @@ _ELEMENTWISE = frozenset(
 
 
 class _ColumnDense:
-    """Each rank computes some of the units."""
+    """Dense layer of which each rank computes some of the units."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = enter(inputs, self.shoal_cut) @ self._kernel.value
@@ -32,7 +32,8 @@ class _ColumnDense:
 
 
 class _RowDense:
-    """Each rank computes its summand of all units, from the units of the layer before."""
+    """Dense layer to which each rank adds a summand of all units, from the units of the layer
+    before."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = summed(inputs @ self._kernel.value, self.shoal_cut)
@@ -42,7 +43,7 @@ class _RowDense:
 
 
 class _ColumnEmbedding:
-    """Each rank looks up some of the columns."""
+    """Embedding of which each rank looks up some of the columns."""
 
     def call(self: Any, inputs: Any) -> Any:
         part = nn.functional.embedding(inputs.long(), self._embeddings.value)
@@ -88,7 +89,7 @@ def track_values(model: Any) -> None:
 
 
 class LayerSplits:
-    """How a Keras model's layers are split over the ranks of a generation, and the next one's.
+    """Splits of a Keras model's layers over the ranks of a generation, and of the next one.
 
     The layers compute with parts from `over` to `undo`; the values of their variables come in from
     outside, see `keras.StatelessScope`.
@@ -143,7 +144,7 @@ class _Split:
         self._part, self._size, self._paired = part, size, paired
         self._before = type(layer), layer.input_spec
         self.cuts: list[tuple[Any, int]] = []
-        """Its variables, and along which dimension each is cut."""
+        """Its variables, and the dimension along which each is cut."""
 
     def begin(self, group: dist.ProcessGroup) -> None:
         layer, own = self.layer, type(self.layer)
@@ -167,7 +168,7 @@ def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
 
 
 def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
-    """For the first layer of each pair (by id) the id of the second."""
+    """Map the first layer of each pair (by id) to the id of the second."""
     pairs: dict[int, int] = {}
     for part in model._flatten_layers():
         layers = part.layers if type(part) is keras.Sequential else []
@@ -179,7 +180,7 @@ def _rows_of_pairs(model: Any, ranks: int) -> dict[int, int]:
 
 
 def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
-    """How one layer is split, if it can be."""
+    """Return the split of one layer; None if it cannot be split."""
     if type(layer) is keras.layers.Embedding and layer.lora_rank is None:
         if layer.output_dim < ranks or layer.embeddings_constraint is not None:
             return None

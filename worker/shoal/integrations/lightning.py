@@ -100,9 +100,10 @@ class SessionStrategy(SingleDeviceStrategy):
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> LightningBatches:
-        """What `trainer.fit` trains on: as `session.batches`, each as a DataLoader would give it.
+        """Batches for `trainer.fit`: as `session.batches`, each in the form that a DataLoader
+        gives.
 
-        Without `epochs`, the Trainer's `max_epochs` or `max_steps` say when the training ends.
+        Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end of the training.
         """
 
         def job(epochs: int, collate: Collate | None) -> JobBatches:
@@ -149,7 +150,8 @@ class SessionStrategy(SingleDeviceStrategy):
         if batches.is_over:
             return
         self._session.stop("Lightning stopped the training")
-        # Members meet in the step that is not taken: others may not have been told to stop.
+        # Members meet in the step that is not taken: others may not know yet that they have to
+        # stop.
         batch = batches.take()
         if batch is not None:
             batch = self.batch_to_device(batch)
@@ -163,7 +165,7 @@ class SessionStrategy(SingleDeviceStrategy):
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
             refuse_parts_of_epochs(trainer)
-            # Now, when the Trainer has told by its own choice what precision it was asked for.
+            # Not earlier: the Trainer's own choice shows the precision that was asked for.
             mixed = isinstance(trainer.precision_plugin, MixedPrecision)
             dtype = torch.bfloat16 if mixed else None
             self.precision_plugin = _SessionPrecision(
@@ -235,7 +237,7 @@ class SessionStrategy(SingleDeviceStrategy):
         self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []
 
     def _step_schedules(self) -> None:
-        """Behind a committed step: with it they are given to members that join."""
+        """Step schedules after a committed step: members that join get them with it."""
         batches, module = self._present_batches(), self.lightning_module
         assert module is not None, "Lightning connects it before it trains"
         for config in self._schedules:
@@ -291,7 +293,7 @@ class SessionStrategy(SingleDeviceStrategy):
         model: Any = None,
         **options: Any,
     ) -> Any:
-        """One committed step, however many attempts it takes."""
+        """Take one committed step, in as many attempts as it takes."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
         self._again = result = None
         while True:
@@ -303,7 +305,8 @@ class SessionStrategy(SingleDeviceStrategy):
                 self._step_schedules()
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
-            # The same step, cut for who is left; or none, when all members have the last one.
+            # The same step, cut for the remaining members; or none, when all members have the last
+            # one.
             again = batches.take_again()
             if again is None:
                 self._trainer().should_stop = True
@@ -407,7 +410,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _leave_metrics_alone(module: LightningModule | None) -> None:
-    """They would gather over the members by themselves, and end each of them if one is lost."""
+    """Turn off the metrics' own gathering: it would end each member if one is lost."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):

@@ -19,7 +19,7 @@ class CollatedWhole:
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # Of a list it could not be told whether it holds a tensor a sample.
+        # In a list it would be unclear if each item is a tensor for one sample.
         return {"whole": tuple(collated) if isinstance(collated, list) else collated}
 
 
@@ -42,22 +42,22 @@ class LightningBatches:
         self._ahead: Batch | None = None
         self._counters: JobCounters | None = None
         self.is_over = False
-        """Whether all members have come to the job's end."""
+        """True if all members have reached the job's end."""
 
     def decide(self, trainer: Trainer) -> int:
-        """How many epochs are trained. Raises InvalidSpec where that is said in two ways."""
+        """Decide the number of epochs. Raises InvalidSpec if two settings contradict each other."""
         epochs = epochs_of(trainer, self._epochs, len(self))
         self._job = self._job_of(epochs, self._collate)
         return epochs
 
     def begin(self, counters: JobCounters) -> None:
-        """Wait for the job; the counters are of where it stands from then on."""
+        """Wait for the job; from then on the counters follow its position."""
         self._counters, self._ahead = counters, self._job.take()
         self.is_over = self._ahead is None
         counters.stand_at(self._job.step_number if self._ahead is None else self._ahead.step)
 
     def end(self) -> None:
-        """No step is taken any more: what was tried last does not count."""
+        """End the steps: the last attempt does not count."""
         assert self._counters is not None, "it was begun"
         self._counters.count_steps(self._job.step_number)
 
@@ -74,7 +74,7 @@ class LightningBatches:
                 return
 
     def take(self) -> Any:
-        """This member's part of the job's next step; None after the last."""
+        """Return this member's part of the job's next step; None after the last."""
         self._batch, self._ahead = self._ahead or self._job.take(), None
         self.is_over = self._batch is None
         return None if self._batch is None else self._content(self._batch)
@@ -87,13 +87,14 @@ class LightningBatches:
         return content
 
     def parts(self, num_parts: int) -> Iterator[Any]:
-        """What was taken last, as so many micro-batches: within the step on it."""
+        """Split the batch taken last into micro-batches, within its step."""
         assert self._batch is not None, "a step is taken on a batch"
         for part in self._batch.parts(num_parts):
             yield self._content(part)
 
     def _content(self, batch: Batch) -> Any:
-        """As a DataLoader gives it: all parts of the samples in a row, or what they are."""
+        """Form the batch as a DataLoader does: all parts of the samples in a row, or the collated
+        value."""
         if self._is_collated:
             return batch.inputs["whole"]
         if self._job.num_columns == 1:
@@ -103,15 +104,15 @@ class LightningBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """Whether the step committed last was the last of its epoch."""
+        """True if the step committed last was the last of its epoch."""
         return self._job.epoch_is_done
 
     @property
     def is_last(self) -> bool:
-        """Whether the step of the batch taken last is the job's last."""
+        """True if the step of the batch taken last is the job's last."""
         return self._batch is not None and self._batch.step + 1 == self._job.num_steps
 
     @property
     def last_is_done(self) -> bool:
-        """Whether this member has committed the job's last step."""
+        """True if this member has committed the job's last step."""
         return self._job.last_is_done

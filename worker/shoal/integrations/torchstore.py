@@ -72,8 +72,8 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 
 def series_of(key: str, store_name: str) -> str:
-    """The series of a key: of the job SHOAL_JOB, or of one that is called as the store is. Keys
-    with other characters than a series may have are told apart by a digest."""
+    """Name the series of a key: of the job SHOAL_JOB, or of a job with the store's name. A digest
+    keeps keys apart whose characters a series may not have."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"

@@ -1,4 +1,4 @@
-"""How long Lightning's Trainer is asked to train, and what its counters say: those of the job.
+"""Length of the training by Lightning's Trainer, and its counters, which follow the job.
 
 Lightning counts what its own process does. A member that joins would begin at epoch 0, and scripts
 read the count: `self.current_epoch` for a weight that rises, `trainer.estimated_stepping_batches`
@@ -14,13 +14,13 @@ from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
 NOT_SAID = 1000
-"""What Lightning puts in the place of a `max_epochs` that is not given."""
+"""Lightning's value for a `max_epochs` that was not given."""
 
 
 def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
-    """For how many epochs of the data the job trains: as the batches say, else as the Trainer does.
+    """Number of epochs of the data that the job trains: from the batches, else from the Trainer.
 
-    Raises InvalidSpec where both do, and not the same.
+    Raises InvalidSpec if both give one and they differ.
     """
     limit = trainer.max_epochs
     if said is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
@@ -38,7 +38,7 @@ def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
 
 
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
-    """Raise InvalidSpec for what lets Lightning end an epoch before the job's ends."""
+    """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
     refused = {
         # These set the third.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
@@ -71,7 +71,7 @@ class JobCounters:
         self._steps_per_epoch = steps_per_epoch
 
     def stand_at(self, step: int) -> None:
-        """Before an epoch: the one that is trained next is that of this step."""
+        """Set the counters before an epoch: the next one trained is that of this step."""
         epoch = step // self._steps_per_epoch
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
@@ -81,7 +81,7 @@ class JobCounters:
         self._take(step, ready=step % self._steps_per_epoch)
 
     def count_steps(self, step: int) -> None:
-        """So many steps were taken, whatever Lightning has tried since."""
+        """Set the number of steps taken, whatever Lightning has tried since."""
         self._set_steps(step)
 
     def again(self, step: int) -> None:

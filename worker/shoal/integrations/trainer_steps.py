@@ -1,4 +1,4 @@
-"""A job's steps for a trainer whose loop calls for each phase of a step by itself."""
+"""Steps of a job for a trainer whose loop calls each phase of a step separately."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -18,11 +18,11 @@ from shoal_proto.errors import InvalidSpec
 
 
 class TakenAgain(Exception):
-    """The step did not happen: go on with the one that the job stands at now."""
+    """The step did not happen: continue with the job's present step."""
 
 
 class TrainerSteps:
-    """Each is begun with a batch, passes through its parts, and is committed."""
+    """Steps that begin with a batch, pass through its parts, and are committed."""
 
     def __init__(self, session: Session, batches: Batches) -> None:
         self._session, self._batches = session, batches
@@ -31,14 +31,14 @@ class TrainerSteps:
         self._parts: Iterator[Batch] = iter(())
         self._step: Step | None = None
         self.skip = 0
-        """So many steps of the epoch were taken before this member came to it."""
+        """Number of steps of the epoch taken before this member reached it."""
         self.weight: float | None = None
-        """Of the loss that is passed backward next; None: by samples."""
+        """Weight of the next loss that is passed backward; None: by samples."""
         self.is_over = False
-        """Whether all members have come to the job's end."""
+        """True if all members have reached the job's end."""
 
     def position(self) -> int:
-        """The step that the job stands at; waits for the others, after a loss."""
+        """Return the job's present step; waits for the others after a loss."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 
@@ -81,7 +81,8 @@ class TrainerSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within, a lost member ends the step: TakenAgain once this one stands ready."""
+        """End the step in the block if a member is lost. Raises TakenAgain once this member is
+        ready."""
         try:
             yield
         except BaseException as error:
@@ -102,7 +103,7 @@ class TrainerSteps:
 
     @property
     def is_done(self) -> bool:
-        """Whether this member has committed the job's last step."""
+        """True if this member has committed the job's last step."""
         return self.is_over or self._session.step_number >= len(self._batches)
 
     def finish(self) -> None:
@@ -130,9 +131,9 @@ class CountedSmoother(LabelSmoother):
         return loss
 
     def weight(self, num_parts: int) -> float | None:
-        """Of the loss that was computed last; None where it is a mean over samples.
+        """Weight of the loss that was computed last; None if it is a mean over samples.
 
-        Raises InvalidSpec where it is a mean over something else, of each part for itself.
+        Raises InvalidSpec if it is a mean over something else, taken for each part separately.
         """
         labels, self._labels = self._labels, None
         if labels is None:
@@ -188,7 +189,7 @@ class WholeBatches(Dataset[list[Any]]):
 
 
 class CollatedWhole(Collated):
-    """One of them, and how many samples it has."""
+    """A collated batch, with its number of samples."""
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         (batch,) = samples
@@ -196,7 +197,7 @@ class CollatedWhole(Collated):
 
 
 class EpochLength:
-    """What Trainer is told of the batches: as many an epoch as there are parts of steps."""
+    """Length of an epoch for Trainer: the number of parts of all steps."""
 
     def __init__(self, loader: DataLoader[Any], args: Any) -> None:
         self.dataset = loader.dataset
@@ -210,12 +211,12 @@ class EpochLength:
         return self._num_steps * self._num_parts
 
     def __iter__(self) -> Any:
-        """Nothing: the parts come from `get_batch_samples`."""
+        """Yield nothing: the parts come from `get_batch_samples`."""
         return iter(())
 
 
 class SessionOptimizer:
-    """Its step is the session's; all else is the optimizer's."""
+    """Optimizer whose step is the session's; all else is the wrapped optimizer's."""
 
     def __init__(self, optimizer: Optimizer, commit: Any) -> None:
         self.optimizer, self._commit = optimizer, commit

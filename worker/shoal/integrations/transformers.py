@@ -4,9 +4,9 @@
         trainer = SessionTrainer(session, model=model, args=args, train_dataset=dataset)
         trainer.train()
 
-What one process does with these arguments is what the job does: its global batch is
+The job does what one process does with these arguments: its global batch is
 `per_device_train_batch_size` times `gradient_accumulation_steps` samples, of which members take
-their shares. When a member is lost, Trainer's loop goes back to the step that the job stands at.
+their shares. When a member is lost, Trainer's loop goes back to the job's present step.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 
 
 MAX_STEPS_BACK = 256
-"""So many losses are kept; a job goes back by two copies of its state at most."""
+"""Number of losses that are kept; a job rolls back by two copies of its state at most."""
 
 
 class SessionTrainer(Trainer):
@@ -72,7 +72,7 @@ class SessionTrainer(Trainer):
         self._steps: TrainerSteps | None = None
         self._samples: DataLoader[Any] | None = None
         self._counted: dict[int, Tensor] = {}
-        """What the losses since the last log came to, before each step that may be taken again."""
+        """Sum of the losses since the last log, before each step that may be repeated."""
         super().__init__(*arguments, **options)
         _refuse(self)
         self.add_callback(_Position(self))
@@ -82,7 +82,7 @@ class SessionTrainer(Trainer):
     # --- what a script calls ---
 
     def train(self, resume_from_checkpoint: Any = None, *positional: Any, **options: Any) -> Any:
-        """As Trainer's; a member that joins later begins at the job's step."""
+        """Train as Trainer does; a member that joins later begins at the job's step."""
         if resume_from_checkpoint:
             raise refused(
                 "continuing from a checkpoint of Trainer's",
@@ -101,22 +101,22 @@ class SessionTrainer(Trainer):
             self._save(output_dir, state_dict=state)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
-        """Not in a session."""
+        """Refuse: a session trains one job."""
         raise refused("a search over many trainings", "hyperparameter_search", "a job for each")
 
     def is_world_process_zero(self) -> bool:
-        """Whether this member has rank 0; true on all of them before the training."""
+        """True if this member has rank 0; true on all members before the training."""
         return self._session.is_first if self._steps is not None else True
 
     # --- what Trainer calls ---
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        # What Trainer's own `training_step` calls with the loss.
+        # Trainer's own `training_step` calls this with the loss.
         self.accelerator.backward = self._backward
 
     def get_train_dataloader(self) -> "EpochLength":
-        """Of which the session takes the samples."""
+        """Return the length of an epoch. The session takes the samples from Trainer's loader."""
         self._samples = super().get_train_dataloader()
         return EpochLength(self._samples, self.args)
 
@@ -146,7 +146,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._kept
         )
         self.model = self.model_wrapped = model
-        # So that an evaluation takes the model as it is.
+        # Makes an evaluation use the model unchanged.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -158,7 +158,8 @@ class SessionTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[nn.Module, Any]:
-        """It is done: the job's step has to be known before the first epoch is chosen."""
+        """Return what was prepared already: the job's step must be known before the choice of an
+        epoch."""
         self.callback_handler.train_dataloader = train_dataloader
         return self.model_wrapped, train_dataloader
 
@@ -184,7 +185,7 @@ class SessionTrainer(Trainer):
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
-        """Trainer's loop over an epoch, taken again from where the job stands after a loss."""
+        """Run Trainer's loop over an epoch, again from the job's present step after a loss."""
         steps, control, number = self._present(), self.control, epoch
         while True:
             try:
@@ -208,7 +209,7 @@ class SessionTrainer(Trainer):
                     )
 
     def _go_back(self) -> None:
-        """To the step that the job stands at, with what is counted of the steps behind it."""
+        """Go back to the job's present step, and discard what was counted of later steps."""
         steps, state = self._present(), self.state
         state.global_step = steps.position()
         self.control.should_training_stop = steps.is_over
@@ -219,13 +220,13 @@ class SessionTrainer(Trainer):
             self._tr_loss.zero_()
 
     def _end_job(self) -> None:
-        """No further step is taken; returns once that is so on all members.
+        """End the job's steps; returns once all members have ended theirs.
 
-        Raises TakenAgain where one was lost meanwhile, and steps are to be taken again.
+        Raises TakenAgain if a member was lost meanwhile, and steps must be repeated.
         """
         steps = self._present()
         if not steps.is_done:
-            # As a callback wished it. All members meet in the step that is not taken.
+            # A callback asked for it. All members meet in the step that is not taken.
             self._session.stop("Trainer's callbacks stopped the training")
             num_parts = self.args.gradient_accumulation_steps
             try:
@@ -281,7 +282,7 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec where it is not known what the loss is a mean over."""
+        """Raise InvalidSpec if it is unknown what the loss is a mean over."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -298,7 +299,7 @@ class SessionTrainer(Trainer):
         self._session.backward(loss, weight=weight)
 
     def compute_loss_context_manager(self) -> ExitStack:
-        """With autocast to bfloat16, where that is asked for."""
+        """Return Trainer's context, with autocast to bfloat16 if the arguments ask for it."""
         stack: ExitStack = super().compute_loss_context_manager()
         if self.args.bf16:
             stack.enter_context(torch.autocast(self.args.device.type, dtype=torch.bfloat16))
@@ -390,7 +391,7 @@ class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
 
 
 class TrainerCounts:
-    """What Trainer counts for the whole job: the best metric, and what callbacks export."""
+    """Counts of Trainer that hold for the whole job: the best metric, and what callbacks export."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

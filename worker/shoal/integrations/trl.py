@@ -54,7 +54,7 @@ class _Publisher:
 
     @property
     def init_info(self) -> dict[str, Any]:
-        """What vLLM's engines are told."""
+        """Settings that are sent to vLLM's engines."""
         return {"series": self.series, "coordinator": self.coordinator}
 
     def publish(self, named: Iterable[tuple[str, Tensor]]) -> WeightVersion:
@@ -78,12 +78,12 @@ class VLLMClient(_VLLMClient):
         """The one that was published last."""
 
     def init_communicator(self, device: Any = 0) -> None:
-        """Tell the engines which series to follow."""
+        """Send the series to the engines, which follow it."""
         info = self._publisher.init_info
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
 
     def close_communicator(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
@@ -146,4 +146,4 @@ class WeightTransferClient(_WeightTransfer):
         self.vllm.finish_weight_update(timeout=limit)
 
     def destroy(self) -> None:
-        """The series is let go of when the process ends."""
+        """Do nothing: the series is released when the process ends."""

@@ -27,12 +27,12 @@ log = structlog.get_logger(__name__)
 
 SERIES_VARIABLE = "SHOAL_SERIES"
 WAIT_S = 600.0
-"""How long a rollout waits for a step's version, and an actor for the commit of its own."""
+"""Time that a rollout waits for a step's version, and an actor for the commit of its own."""
 
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """One process' end of a series: rank 0 of the actors publishes, rollouts read."""
+    """Part of one process in a series: rank 0 of the actors publishes, rollouts read."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return {}, {}
 
     def init_process_group(self, **kwargs: Any) -> None:
-        """There is none."""
+        """Do nothing: there is no group."""
 
     def finalize(self) -> None:
-        """Nothing was allocated."""
+        """Do nothing: no memory was allocated."""
 
     # --- versions ---
 

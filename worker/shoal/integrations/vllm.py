@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 BACKEND = "shoal"
 COMMIT_S = 600.0
-"""How long a trainer waits for its version to be committed."""
+"""Time that a trainer waits for its version to be committed."""
 
 
 def register() -> None:
@@ -52,19 +52,19 @@ def register() -> None:
 
 @dataclass
 class ShoalInitInfo(WeightTransferInitInfo):
-    """Which series an engine follows."""
+    """Settings of the series that an engine follows."""
 
     series: str
     """JOB/NAME."""
     coordinator: str | None = None
     """host:port of the coordinators, separated by commas; None: SHOAL_COORDINATOR."""
     reader: str | None = None
-    """Name in `shoal status`, with the worker's rank behind it; None: one is made up."""
+    """Name in `shoal status`, followed by the worker's rank; None: a name is made up."""
 
 
 @dataclass
 class ShoalUpdateInfo(WeightTransferUpdateInfo):
-    """Which version an update installs."""
+    """Selection of the version that an update installs."""
 
     version: int | None = None
     """None: the newest one."""
@@ -97,10 +97,10 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         )
 
     def start_weight_update(self) -> None:
-        """Nothing yet: the layers stay as they are until a whole version is staged."""
+        """Do nothing: the layers stay as they are until a whole version is staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own waits for a device behind it, which it does not have on a CPU.
+        # vLLM's own method waits for a device afterwards, which it does not have on a CPU.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
@@ -167,7 +167,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return self._subscription
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do: what is staged is installed as a whole."""
+        """Do nothing: what is staged is installed as a whole."""
 
     def _load(self, weights: Load) -> None:
         # Frees and refills layer by layer: nothing between these three lines may fail to be there.
@@ -213,7 +213,8 @@ def _all_have(own: bool) -> bool:
 
 @dataclass
 class ShoalTrainerInit(TrainerInitInfo):
-    """For `WeightTransferTrainerFactory.trainer_init`: which series a trainer publishes."""
+    """Settings for `WeightTransferTrainerFactory.trainer_init`: the series that a trainer
+    publishes."""
 
     backend: ClassVar[str] = BACKEND
     series: str = ""
@@ -269,7 +270,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
         install(self.client, version)
 
     def shutdown(self) -> None:
-        """The series is let go of when the process ends."""
+        """Do nothing: the series is released when the process ends."""
 
 
 # --- engines that follow a series by themselves ---

@@ -1,15 +1,15 @@
-"""Randomness that does not depend on who trains: drawn from seed, step and sample.
+"""Randomness that does not depend on membership: drawn from seed, step and sample.
 
-What comes out of a running generator depends on what was drawn before it, and so on how a batch is
-cut. What is computed from the position of a sample does not: one process, any number of ranks,
-micro-batches and a step that is taken again get the same.
+The output of a running generator depends on earlier draws, and so on how a batch is cut. A value
+computed from the position of a sample does not: one process, any number of ranks, micro-batches and
+a repeated step get the same one.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-The samples are set for their forward and backward passes: activation checkpointing computes forward
-passes again within the latter.
+The samples are set for their forward and backward passes: activation checkpointing repeats forward
+passes within the latter.
 
 Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch's generators:
 `seed_torch` makes them the same when a step is redone.
@@ -47,12 +47,12 @@ class _At:
 
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
-    """Within, samples `first` to `first + count - 1` of the global batch are computed on."""
+    """Set the block's samples: `first` to `first + count - 1` of the global batch."""
     return _At(PresentSamples(seed=seed, step=step, first=first, count=count))
 
 
 def part(start: int, stop: int) -> AbstractContextManager[None]:
-    """Within, only [start, stop) of the present samples are computed on; no effect without any.
+    """Restrict the block to [start, stop) of the present samples; no effect without any.
 
     For micro-batches, also those that a training script cuts itself.
     """
@@ -70,7 +70,7 @@ def put(samples: PresentSamples | None) -> PresentSamples | None:
 
 
 def mix(*numbers: int) -> int:
-    """One seed of several numbers, such that neighbours have nothing in common; below 2**63.
+    """Mix several numbers into one seed below 2**63; neighbours give unrelated seeds.
 
     The finaliser of splitmix64 (Steele et al. 2014) over each in turn.
     """
@@ -89,8 +89,8 @@ def seed_torch(seed: int, step: int, share: int) -> None:
     So what draws from them repeats itself if the step is redone by as many members.
     """
     number = mix(seed, step, share)
-    # Not torch.manual_seed: where CUDA has not begun, that one writes down the caller's stack,
-    # which takes longer than all else that a step costs here.
+    # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which takes
+    # longer than all else that a step costs here.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)

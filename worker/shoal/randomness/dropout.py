@@ -1,13 +1,13 @@
-"""Dropout whose masks do not depend on who trains.
+"""Dropout whose masks do not depend on membership.
 
-Each element's number is computed from where it stands: one hash of (seed, step, layer, call, the
+Each element's number is computed from its position: one hash of (seed, step, layer, call, the
 sample's position in the global batch, the element in the sample), see `shoal.randomness`. On a CPU
-that is no slower than drawing it (0.2 ms to 2.8 ms for 32 x 4096 elements), a generator for each
+that is no slower than drawing it (0.2 ms to 2.8 ms for 32 x 4096 elements). A generator for each
 sample takes as long as drawing, and on a GPU a loop; so all samples are hashed at once.
 
-Under torch.compile a mask is plain tensor code of the graph, which a compiler fuses with what it is
-multiplied with. Only its key, four numbers, comes from an operator of Shoal's when the graph runs,
-so nothing is compiled anew for another step, place or generation.
+Under torch.compile a mask is plain tensor code of the graph, which a compiler fuses with the
+multiplication by it. Only its key, four numbers, comes from an operator of Shoal's when the graph
+runs, so nothing is compiled anew for another step, position or generation.
 
 The dropout modules of torch.nn are covered, functions (`F.dropout`, attention's own) are not.
 """
@@ -26,7 +26,7 @@ from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
-"""What a CPU hashes at once: the dozen passes over it then find it in the cache."""
+"""Elements that a CPU hashes at once, so that the dozen passes over them stay in the cache."""
 
 
 def key_dropout(model: nn.Module) -> int:
@@ -61,8 +61,8 @@ def unkey_dropout(model: nn.Module) -> None:
 
 
 def with_dropout_within(model: nn.Module) -> list[str]:
-    """Names of torch's modules that drop what is within them, where no dropout module stands: what
-    they draw follows from the samples that a member computes together, as a function's does."""
+    """Names of torch's modules that apply dropout inside, without a dropout module. Their draws
+    follow from the samples that a member computes together, as a function's do."""
     return [
         name
         for name, module in model.named_modules()
@@ -72,20 +72,20 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 
 
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
-    """Say which dimension of this module's inputs the samples lie along.
+    """Set the dimension of this module's inputs along which the samples lie.
 
-    None: none does. Then all samples of a step, wherever they are computed, get the same mask. So
-    they do where the size of the dimension is not a multiple of the number of samples. A multiple
-    is taken for so many rows of each sample, one sample behind the other.
+    None: there is no such dimension. Then all samples of a step get the same mask on every member.
+    The same holds if the size of the dimension is not a multiple of the number of samples. A
+    multiple is read as that many rows for each sample, one sample after the other.
     """
     dropout.__dict__["_samples_along"] = dim
 
 
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
-    """Which elements of a value of this shape are kept (bool), each with probability 1 - p.
+    """Draw a mask (bool) of this shape: an element is kept with probability 1 - p.
 
-    None where the module was not keyed, or no place is set: a compiled graph, which does not know
-    of places, then draws a key from torch's generator. Each call within a place draws anew.
+    None if the module was not keyed, or no samples are set. A compiled graph, which does not know
+    the samples, then draws a key from torch's generator. Each call for the same samples draws anew.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
@@ -113,7 +113,7 @@ def _drawn(
 
 
 class _Layer:
-    """One module's key, and how often it was called on the present samples."""
+    """One module's key, and the number of its calls on the present samples."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -165,8 +165,8 @@ _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
-    """On the device: the two words of the key, the first sample's position, and how many there are;
-    none where no place is set."""
+    """Key on the device: its two words, the first sample's position, and the number of samples; 0
+    for the latter two if no samples are set."""
     own = _layers[int(layer[0])]
     layer[1] += 1
     place = own.present_place()
@@ -196,7 +196,7 @@ def _traced(
         others = shape.numel() // max(shape[dim], 1)
         along = torch.arange(shape[dim], dtype=torch.int32, device=device)
         rest = torch.arange(others, dtype=torch.int32, device=device)
-        # Rows of a sample; there are none where the samples do not divide the rows.
+        # Rows of a sample; they are unused if the number of samples does not divide the rows.
         size = shape[dim] // count.clamp(min=1)
         are_samples = (count > 0) & (size * count == shape[dim])
         size = size.clamp(min=1)
@@ -245,7 +245,7 @@ def _hash(numbers: Tensor) -> Tensor:
     Without its last shift, which changes only bits that a comparison hardly looks at.
     """
     shifted = numbers >> 16
-    # The shift keeps the sign; these bits are to be zero.
+    # The shift keeps the sign; these bits must be zero.
     shifted &= 0xFFFF
     numbers ^= shifted
     numbers *= _signed(0x7FEB352D)
@@ -264,7 +264,7 @@ def _signed(word: int) -> int:
 
 
 def _channels(dropout: Any, value: Tensor) -> Tensor | None:
-    """A mask of whole channels; the module tells whether samples are there at all."""
+    """Mask whole channels. The module's type and the input's dimensions show if it is batched."""
     unbatched = {nn.Dropout1d: 2, nn.Dropout3d: 4}
     kind = next((k for k in unbatched if isinstance(dropout, k)), None)
     if kind is not None and value.ndim == unbatched[kind]:

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 def backend() -> "Creator":
-    """What torchrun asks its plug-ins for: the function that makes a handler."""
+    """Return the function that makes a handler, as torchrun expects of its plug-ins."""
     return create_handler
 
 
@@ -20,8 +20,8 @@ def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
     Raises InvalidSpec for options that cannot be, RendezvousConnectionError if no coordinator
     answers, RendezvousClosedError if the job is finished.
     """
-    # Here and not above: torchrun loads every plug-in at every start, whatever the backend, and
-    # of an error in that it only logs a warning.
+    # Imported late: torchrun loads every plug-in at every start, whatever the backend, and only
+    # logs a warning for an error in that.
     from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415
 
     return ShoalRendezvousHandler.joined(parameters)

@@ -1,4 +1,4 @@
-"""What torchrun's options mean for a node that joins a Shoal job."""
+"""Meaning of torchrun's options for a node that joins a Shoal job."""
 
 import math
 import os
@@ -43,10 +43,10 @@ class NodeConfig:
     join_timeout_s: float = 600.0
     """The longest that one rendezvous may take; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """How long a first generation with enough nodes, but fewer than the maximum, waits for more. 0:
-    as long as the coordinator says."""
+    """Time that a first generation with enough nodes, but fewer than the maximum, waits for more.
+    0: the coordinator decides."""
     close_timeout_s: float = 30.0
-    """How long to try to tell the coordinator that this node leaves."""
+    """Time for attempts to notify the coordinator that this node leaves."""
     connect_timeout_s: float = ADMISSION_S
     """The node does not start if no coordinator answers within this time."""
 

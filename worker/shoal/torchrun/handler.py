@@ -35,7 +35,7 @@ from shoal_proto.errors import (
 
 
 class ShoalRendezvousHandler(RendezvousHandler):
-    """One agent's view of the job. `num_nodes_waiting` is free to call: it asks nobody."""
+    """One agent's view of the job. `num_nodes_waiting` makes no call."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -62,7 +62,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether rank 0's agent holds the workers' store, of one generation only."""
+        """True if rank 0's agent holds the workers' store, which serves one generation only."""
         return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -119,8 +119,8 @@ def _leave_at_exit(node: Node, process: int) -> None:
 
 
 def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
-    """Nobody can use the handler any more: end its threads, on a thread of their own, for it may be
-    any that collects garbage."""
+    """End the threads of a handler without users. On a separate thread: the caller may be any
+    thread that collects garbage."""
     atexit.unregister(at_exit)
     threading.Thread(target=at_exit, name="shoal-leave", daemon=True).start()
 

@@ -1,4 +1,4 @@
-"""One torchrun agent as a member of a job: enters generations, sees when one is over."""
+"""Membership of one torchrun agent: it enters generations and detects their end."""
 
 import math
 import os
@@ -29,18 +29,18 @@ from shoal_proto.v1.membership_pb2 import GenerationRecord
 
 log = structlog.get_logger(__name__)
 
-# Agents train nothing themselves: to the coordinator they always stand before their first step.
+# Agents train nothing themselves: for the coordinator they are always before their first step.
 STEP = 0
 MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
-"""How long to tell a coordinator something that has not answered for long."""
+"""Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""How long to tell the coordinator that this node gave up; then it finds out by the stream."""
+"""Time to notify the coordinator that this node gave up; after it, the stream's end shows that."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodePlace:
-    """This node's place in a generation that all its nodes have entered."""
+    """This node's rank and store in a generation that all its nodes have entered."""
 
     store: AgentStore
     rank: int
@@ -62,18 +62,18 @@ class Node:
         self._member.spec.last_call_s = config.last_call_timeout_s
         self._membership = self._new_membership()
         self._is_member = False
-        """Whether it joined, and has not left since."""
+        """True if it joined, and has not left since."""
         self._proposed = False
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
         self._server: TCPStore | None = None
-        """The workers' store: it lives on when the node has left, as long as its workers may."""
+        """The workers' store. It outlives the membership for as long as the workers may run."""
         self._give_up_s = math.inf
-        """When the rendezvous that goes on is over at the latest."""
+        """Time at which the rendezvous in progress ends at the latest."""
         self._finished = False
         self._closed = False
         self._unanswered = False
-        """Whether the coordinator left the last word of this node unanswered."""
+        """True if the coordinator did not answer the last message of this node."""
         self._left = False
 
     @property
@@ -133,7 +133,7 @@ class Node:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the job is over, or closed to further generations, or this node has left it."""
+        """True if the job is over, or closed to further generations, or this node has left it."""
         failure = self._membership.failure
         over = self._closed or self._membership.track.is_closing or isinstance(failure, JobFinished)
         return self._left or over
@@ -141,7 +141,8 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """State that this node's workers are done: the others train on, whatever becomes of it.
+        """State that this node's workers are done; then the others train on, whatever happens to
+        the node.
 
         Raises Unavailable if no coordinator answers for `close_timeout`.
         """
@@ -207,7 +208,7 @@ class Node:
                 log.info("rendezvous_goes_on", job=self.job, reason=str(error))
 
     def num_waiting(self) -> int:
-        """How many nodes would come in by another rendezvous; 1 if this generation is over.
+        """Number of nodes that would join in another rendezvous; 1 if this generation is over.
 
         Above 0 the agent stops its workers and enters the next generation.
         """
@@ -263,7 +264,7 @@ class Node:
         return self._await()
 
     def _stop(self) -> GenerationRecord | None:
-        """Stand still after the present generation; its planned successor, if it has one."""
+        """Stop after the present generation. Returns its planned successor, if it has one."""
         membership, number = self._membership, self._number
         if membership.successor() is None and not membership.is_broken(number):
             membership.report_broken("the agent restarts its workers")
@@ -305,7 +306,7 @@ class Node:
         )
 
     def _bring_up(self, record: GenerationRecord) -> NodePlace:
-        """Meet all nodes of an agreed generation, and learn where its workers' store is."""
+        """Meet all nodes of an agreed generation, and get the address of its workers' store."""
         membership, limits = self._membership, self._membership.limits
         entries = record.roster.entries
         world_size, own_id = len(entries), self._member.member_id
@@ -322,8 +323,8 @@ class Node:
         if membership.is_broken(self._number):
             store.abort("it broke before this node entered it")
         store.give_up_s = self._give_up_s
-        # Bound before its port is told to anybody, and new for each generation: no other process
-        # can take the port, and no key of an earlier generation is in it.
+        # Bound before its port is published, and new for each generation: no other process can take
+        # the port, and no key of an earlier generation is in it.
         self._server = _new_server() if rank == 0 and shares_store() else None
         bootstrap = RendezvousStoreInfo.build(
             rank,
@@ -348,8 +349,8 @@ class Node:
 
 
 def shares_store() -> bool:
-    """Whether rank 0's agent serves the workers' store; otherwise rank 0 itself does, as it does
-    with torch's own backends."""
+    """True if rank 0's agent serves the workers' store. Otherwise rank 0 itself does, as with
+    torch's own backends."""
     return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0") != "1"
 
 

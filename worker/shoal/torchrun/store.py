@@ -23,7 +23,7 @@ from shoal_proto.v1 import rendezvous_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
-# The keys by which torchrun's agents tell each other how many workers they run.
+# The keys under which torchrun's agents exchange the number of workers they run.
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 TERMINAL_STATE = "torchelastic/agent/terminal_state"
@@ -35,7 +35,7 @@ class StoreTimeout(DeadlineExceeded, DistStoreError):
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers: as of a `TCPStore` whose host is gone."""
+    """No coordinator answers: the same as a `TCPStore` whose host is gone."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
@@ -43,10 +43,10 @@ class StoreOver(GenerationBroken, DistNetworkError):
 
 
 class Ending(Protocol):
-    """What the end of a node's work means for its job."""
+    """Effect of the end of a node's work on its job."""
 
     def finish(self) -> None:
-        """This node's workers are done."""
+        """Report that this node's workers are done."""
 
     def await_others(self, timeout_s: float) -> None:
         """Wait until nobody needs this node any more."""
@@ -55,10 +55,10 @@ class Ending(Protocol):
 class AgentStore(RendezvousStore):
     """A generation's keys, for the agent of one node.
 
-    After `next_rendezvous` the agents tell each other their worker counts. torchrun takes an error
-    in that for the end of the agent, so a node lost in those milliseconds would take all others
-    along. Instead this node is told ranks as if all nodes ran as many workers as it does, and
-    `made_up` is set: the agent stops these workers again as soon as it looks for changes.
+    After `next_rendezvous` the agents exchange their worker counts. An error in that exchange ends
+    a torchrun agent, so a node lost in those milliseconds would end all others too. Instead this
+    node gets ranks as if all nodes ran as many workers as it does, and `made_up` is set: the agent
+    stops these workers again as soon as it checks for changes.
 
     The barrier at which an agent waits at the end is the coordinator's: it knows which nodes have
     finished, of later generations too.
@@ -84,7 +84,7 @@ class AgentStore(RendezvousStore):
         self._own_info = b"{}"
         self.made_up = False
         self.give_up_s = math.inf
-        """No call waits beyond this `time.monotonic()`."""
+        """No call waits after this `time.monotonic()`."""
 
     def add(self, key: str, value: int) -> int:
         if not key.startswith(TERMINAL_STATE):

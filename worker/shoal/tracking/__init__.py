@@ -1,1 +1,1 @@
-"""What a script logs of a job, each step once, and the trackers that it goes to."""
+"""Values that a script logs of a job, each step once, and the trackers that store them."""

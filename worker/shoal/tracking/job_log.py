@@ -1,10 +1,10 @@
-"""What a script logs of its job: each value once, whoever is lost, joins or takes steps again.
+"""Log of a script's values: each one is written once, despite losses, joins and repeated steps.
 
-Every member keeps what its own script logged of the newest steps that it has committed. One of them
-writes: the one whose state the generation started from, so that it has committed every step that
-any member has. It writes within a second, and before each change of members that is made by plan.
-If it is killed, the next one writes from what it has kept itself, behind what the trackers have
-already (see `Tracker`). Values of a step that is taken again are not written again.
+Every member keeps what its own script logged of the newest steps that it has committed. One member
+writes: the one whose state the generation started from, since it has committed every step that any
+member has. It writes within a second, and before each planned change of members. If it is killed,
+the next writer continues from its own kept values, after those that the trackers have already (see
+`Tracker`). Values of a repeated step are not written again.
 """
 
 import math
@@ -32,13 +32,13 @@ MAX_KEPT = 10_000
 
 
 class JobLog:
-    """One member's. All methods are the trainer's; what is slow is done on a thread."""
+    """Log of one member. All methods are for the trainer; slow work is done on a thread."""
 
     def __init__(self, job: str, member_id: str, trackers: Sequence[Tracker] = ()) -> None:
         self._job = job
         self._member_id = member_id
         self._attempt: dict[str, float] = {}
-        """Of the step under way."""
+        """Values of the step in progress."""
         self._newest: dict[str, tuple[int, float]] = {}
         """Step and value of each name, as far as it is shown."""
         self._is_writer = False
@@ -90,7 +90,7 @@ class JobLog:
     # --- what becomes of the job ---
 
     def entered(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
-        """A generation runs; this member stands at that step."""
+        """Note that a generation runs, and this member's step."""
         roster = record.roster
         by_id = {entry.member_id: entry for entry in roster.entries}
         first = min(roster.entries, key=lambda entry: entry.rank).member_id
@@ -104,7 +104,7 @@ class JobLog:
             self._changed.notify_all()
 
     def newest(self) -> dict[str, tuple[int, float]]:
-        """Step and newest value of each name, as far as it is for this member to tell."""
+        """Step and newest value of each name, if this member is the writer."""
         return dict(self._newest) if self._is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
@@ -167,14 +167,14 @@ class JobLog:
 
 
 class _Sink:
-    """One tracker, and what is kept for it."""
+    """One tracker, and the values kept for it."""
 
     def __init__(self, tracker: Tracker, max_kept: int) -> None:
         self._tracker = tracker
         self._name = type(tracker).__name__
         self._max_kept = max_kept
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
-        """By step: when its first value was logged, and all of them."""
+        """By step: the time of its first value, and all values."""
         self._open: OpenRun | None = None
         self._written = WrittenUpTo()
         self.busy = False
@@ -184,7 +184,7 @@ class _Sink:
         """Steps that were kept no longer before the tracker took them."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Of the first time that a step is taken. Under the log's lock."""
+        """Keep the values of a step's first attempt. Under the log's lock."""
         _, known = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
             known.setdefault(name, value)
@@ -194,7 +194,7 @@ class _Sink:
             self._num_lost += int(self._is_failing and oldest > self._written.step)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
-        """All that is kept and not written yet."""
+        """Write all values that are kept and not written yet."""
         with lock:
             kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
         if not kept:
@@ -231,7 +231,7 @@ class _Sink:
             told = f"{type(error).__name__}: {error}"[:500]
             log.warning("tracker_failed", tracker=self._name, reason=told)
         self._is_failing = True
-        # What is written is read from the tracker again: half of a step may be.
+        # Half of a step may be written: the progress is read from the tracker again.
         self.end()
 
     def end(self, *, writes: bool = False) -> None:

@@ -22,7 +22,7 @@ class MLflow(Tracker):
     """Logged values as metrics of an MLflow run, with the tags `shoal.job` and `shoal.run`."""
 
     uri: str
-    """Of the tracking server, or `file:` and a folder that all hosts of the job see."""
+    """Address of the tracking server, or `file:` and a folder that all hosts of the job see."""
     experiment: str = "shoal"
     """Made if there is none of that name."""
 
@@ -54,7 +54,7 @@ class MLflow(Tracker):
             return _OpenMLflow(client, run_id, held.pop_all())
 
     def _run_id(self, client: Any, run: Run) -> str:
-        """Of the run, made if there is none."""
+        """Return the id of the run, which is made if there is none."""
         known = client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else client.create_experiment(self.experiment)
         runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
@@ -84,7 +84,7 @@ class _OpenMLflow(OpenRun):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
 
     def flush(self) -> None:
-        """Each call has returned when its values were stored."""
+        """Do nothing: each call has returned when its values were stored."""
 
     def close(self) -> None:
         with self._held:
@@ -92,7 +92,7 @@ class _OpenMLflow(OpenRun):
 
 
 def _folder(uri: str) -> Path | None:
-    """The folder that the values lie in, where no server keeps them."""
+    """Folder of the values if no server keeps them."""
     parsed = urlparse(uri)
     if parsed.scheme == "sqlite":
         return Path(unquote(parsed.path[1:])).parent

@@ -1,4 +1,4 @@
-"""What may be logged: numbers by name."""
+"""Values that may be logged: numbers by name."""
 
 import re
 from collections.abc import Mapping
@@ -10,11 +10,11 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import plain_number
 
 MAX_NAMES = 1000
-"""In one call."""
+"""Largest number of names in one call."""
 MAX_NAME_LENGTH = 100
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
-"""What all trackers take as a name."""
+"""Names that all trackers accept."""
 
 Scalar = float | int | Tensor
 """A number, or a tensor of one."""

@@ -16,7 +16,7 @@ class TensorBoard(Tracker):
     """
 
     directory: str | Path
-    """One that all hosts of the job see."""
+    """Folder that all hosts of the job see."""
 
     def __post_init__(self) -> None:
         require("tensorboard", tracker="TensorBoard", extra="tensorboard")
@@ -56,7 +56,7 @@ class _OpenTensorBoard(OpenRun):
 
 
 def _written(folder: Path) -> WrittenUpTo:
-    """As the newest file with a value in it says; steps rise from file to file."""
+    """Read the progress from the newest file with a value in it; steps rise from file to file."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
         written = WrittenUpTo()
@@ -68,7 +68,7 @@ def _written(folder: Path) -> WrittenUpTo:
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:
-    """Step and name of each value; the last may be cut off, where a process was killed."""
+    """Step and name of each value; the last may be cut off if a process was killed."""
     from tensorboard.backend.event_processing.event_file_loader import (  # noqa: PLC0415
         EventFileLoader,
     )

@@ -1,9 +1,9 @@
-"""What a tracker of experiments is to the job that logs to it.
+"""Interface of a tracker of experiments, to which a job logs.
 
-One member writes at a time. When another one takes over it reads what is there already, and goes on
-behind it: so a member that is killed between two of its writes leaves nothing out and nothing is
-written twice. For that the trackers keep their values where all hosts see them, and a lock beside
-them keeps two processes from writing at once, which the system takes away from a process that dies.
+One member writes at a time. A member that takes over reads what is stored already, and continues
+after it. So nothing is missing and nothing is written twice, even if a member is killed between two
+of its writes. For that the trackers keep their values on storage that all hosts see. A lock beside
+them keeps two processes from writing at once; the system releases it when its process dies.
 """
 
 import fcntl
@@ -24,20 +24,21 @@ class Run:
 
     job: str
     begun_unix_s: float | None
-    """When it began, for members that were there; None: for those that came later, the newest."""
+    """Begin of the run, for members that were present; None for later members, which take the
+    newest."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WrittenUpTo:
-    """How far a run is written. Steps are written in order."""
+    """Progress of what is written of a run. Steps are written in order."""
 
     step: int = -1
-    """The highest."""
+    """The highest step written."""
     names: frozenset[str] = frozenset()
-    """What is written of that step."""
+    """Names written of that step."""
 
     def rest(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """What of these values is not."""
+        """Return those of the values that are not written yet."""
         if step < self.step:
             return {}
         known = self.names if step == self.step else frozenset()
@@ -53,7 +54,7 @@ class OpenRun(ABC):
     """A run that this process writes."""
 
     written: WrittenUpTo
-    """As of when it was opened."""
+    """State at the time it was opened."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
@@ -69,7 +70,7 @@ class OpenRun(ABC):
 
 
 class Tracker(ABC):
-    """Where a job's values go: see `shoal.join(trackers=...)`."""
+    """Destination of a job's values: see `shoal.join(trackers=...)`."""
 
     @abstractmethod
     def open(self, run: Run) -> OpenRun:
@@ -96,11 +97,11 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 
 
 class Lock:
-    """That of the one process that writes a run, in a file. A process that dies gives it back, and
-    processes that it has forked do not have it."""
+    """Lock, in a file, of the one process that writes a run. A process that dies releases it, and
+    forked processes do not hold it."""
 
     def __init__(self, path: Path) -> None:
-        """Raises Busy if another process has it."""
+        """Take the lock. Raises Busy if another process holds it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a")
         try:
@@ -110,7 +111,7 @@ class Lock:
             raise Busy(str(path)) from error
 
     def release(self) -> None:
-        """May be called twice."""
+        """Release the lock. May be called twice."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -121,7 +122,7 @@ class Lock:
 
 
 RUN_NAME = re.compile(r"run-(\d{13})")
-"""Of a run: the milliseconds when it began."""
+"""Name of a run, with its begin in milliseconds."""
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:

@@ -20,13 +20,13 @@ STEP = "step"
 class WandB(Tracker):
     """Logged values as the history of a Weights & Biases run, over the metric `step`.
 
-    A run's id is JOB-run-MILLISECONDS. Where several members have written one after the other,
-    files of the offline mode are uploaded in their order: `wandb sync --append`.
+    A run's id is JOB-run-MILLISECONDS. If several members have written one after the other, files
+    of the offline mode are uploaded in their order: `wandb sync --append`.
     """
 
     project: str
     directory: str | Path = "."
-    """Where wandb keeps its files: one that all hosts of the job see."""
+    """Folder for wandb's files, which all hosts of the job see."""
     mode: Literal["online", "offline"] = "online"
     """`offline`: nothing is sent."""
 
@@ -64,9 +64,9 @@ class WandB(Tracker):
 
 
 class _OpenWandB(OpenRun):
-    """wandb keeps what it is handed in the memory of another process for up to 15 seconds, and a
-    kill may take that along. So values go to a journal as well, and who writes next hands over once
-    more what wandb's own files do not have."""
+    """Run with a journal. wandb keeps values in the memory of another process for up to 15 seconds,
+    and a kill may lose them. So values are also written to a journal, and the next writer hands
+    over again those that wandb's own files lack."""
 
     def __init__(self, run: Any, written: WrittenUpTo, journal: Path, lock: Lock) -> None:
         self._run = run
@@ -99,7 +99,7 @@ class _OpenWandB(OpenRun):
 
 
 def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """What was handed over, in order. A line that a kill has cut off was not."""
+    """Values that were handed over, in order. A line that a kill has cut off was not."""
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("[") and line.endswith("]"):
             step, unix_s, values = json.loads(line)
@@ -107,12 +107,13 @@ def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _folders(folder: Path, run_id: str) -> list[Path]:
-    """Those that members have made of a run, online or not, the oldest first."""
+    """Folders that members have made of a run, online or not, the oldest first."""
     return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _written(folders: list[Path]) -> WrittenUpTo:
-    """As the newest file with a value in it says, once nobody writes it any more."""
+    """Read the progress from the newest file with a value in it, once no process writes it any
+    more."""
     for folder in reversed(folders):
         written = WrittenUpTo()
         for path in _settled(folder):

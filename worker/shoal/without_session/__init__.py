@@ -1,1 +1,1 @@
-"""What works without a session: a fixed set of ranks, and plans."""
+"""Parts of Shoal that work without a session: a fixed set of ranks, and plans."""

@@ -38,7 +38,7 @@ _MARK = "_shoal_static"
 
 
 class FixedRanksTraining:
-    """One model laid out over the ranks that there are, for good."""
+    """One model laid out over a fixed set of ranks."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy) -> None:
         meta_model = MetaModel(model, optimizer)
@@ -164,9 +164,10 @@ def distribute(
 def forward_backward(
     model: nn.Module, inputs: Any, targets: Any, loss_function: LossFunction
 ) -> Tensor:
-    """Both passes in one, as strategies with a pipeline need it. Returns the mean loss, detached.
+    """Run both passes in one, as strategies with a pipeline require. Returns the mean loss,
+    detached.
 
-    `model` is what `shoal.distribute` returned; `optimizer.step()` comes behind it as ever.
+    `model` is what `shoal.distribute` returned; call `optimizer.step()` after it as usual.
     """
     return _static(model).forward_backward(inputs, targets, loss_function)
 

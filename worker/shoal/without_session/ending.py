@@ -1,9 +1,9 @@
-"""The end of a process whose ranks are fixed: its Gloo groups go before the interpreter does.
+"""End of a process with fixed ranks: its Gloo groups are freed before the interpreter ends.
 
-Behind the end of a collective a thread of Gloo's frees what it was about, and takes Python's lock
-to free a tensor. If the interpreter ends meanwhile, that takes the process with it (torch 2.13:
-"terminate called without an active exception", SIGABRT), however well the training went. Freeing a
-group waits for its threads; but `destroy_process_group()` frees none that a model refers to.
+After a collective, a thread of Gloo's frees its tensors, and takes Python's lock for that. If the
+interpreter ends meanwhile, the process aborts, even after a successful training (torch 2.13:
+"terminate called without an active exception", SIGABRT). Freeing a group waits for its threads; but
+`destroy_process_group()` frees none that a model refers to.
 """
 
 import atexit
@@ -18,18 +18,19 @@ from shoal.torch_private.c10d import all_groups
 
 
 class HoldsGroups(Protocol):
-    """What trains over groups until the end of the process."""
+    """Owner of groups that it uses until the end of the process."""
 
     def let_go(self) -> list[dist.ProcessGroup]:
-        """Refer to none of them any more; which they were."""
+        """Drop all references to its groups, and return the groups."""
 
 
 _holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
 
 
 def free_at_exit(holder: HoldsGroups) -> None:
-    """Have the groups freed when the process ends: by its last line, an error or `sys.exit`."""
-    # Anew: what was registered by now is called behind it, as is what waits for the freeing.
+    """Free the holder's groups when the process ends: by its last line, an error or `sys.exit`."""
+    # Registered anew: it runs before all that was registered until now, such as waits for the
+    # freeing.
     atexit.unregister(_free)
     atexit.register(_free)
     _holders.add(holder)

@@ -1,4 +1,4 @@
-"""What a strategy would do with a model, told before anything runs."""
+"""Memory and traffic of a strategy with a model, computed before anything runs."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,12 +27,12 @@ def plan(
 ) -> Plan:
     """Groups, bytes per rank and collectives of a step; `print` shows them as a table.
 
-    Nothing runs and nobody is talked to: the model may be on the meta device, on any machine.
-    With `optimizer` (the model's) its state is in the figures; with `inputs` (those of a global
-    batch; meta tensors do) also what strategies move that exchange activations.
+    Runs nothing and makes no connection: the model may be on the meta device, on any machine. With
+    `optimizer` (the model's) its state is in the figures. With `inputs` (those of a global batch;
+    meta tensors suffice) the figures include what strategies move to exchange activations.
 
-    Raises InvalidSpec for a strategy that cannot tell, and what `distribute` would refuse the model
-    or the optimizer with.
+    Raises InvalidSpec for a strategy without figures, and as `distribute` does for the model or the
+    optimizer.
     """
     world_size = as_index("world_size", world_size)
     if world_size < 1:
@@ -58,7 +58,8 @@ def plan(
 
 
 def figures_of(strategy: Strategy) -> Callable[[Subject], Plan] | None:
-    """What computes the figures of a strategy: its own method, see `Planned`; None: nothing."""
+    """Return the function that computes the figures of a strategy: its own method, see `Planned`.
+    None if there is none."""
     if isinstance(strategy, DDP):
         return partial(_ddp_figures, strategy)
     found: Callable[[Subject], Plan] | None = getattr(strategy, "figures", None)

@@ -55,7 +55,7 @@ class Changes:
     """The newest roster that ran."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
-    """What broke the running generation, if no member was lost."""
+    """Cause of the running generation's break, if no member was lost."""
     broke_s: float | None = None
     """Time since which no generation runs; None if one runs, or none ever did."""
 

@@ -52,7 +52,7 @@ class Answered(Event):
     unreachable: tuple[tuple[str, str], ...] = ()
     """Peers that it could not reach: member_id and the error."""
     checkpoint_steps: tuple[Step, ...] = ()
-    """For a roster that can only start from a checkpoint: the complete ones that it sees."""
+    """Complete checkpoints that it sees, for a roster that can only start from one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -323,7 +323,7 @@ class Log:
     member_id: str = ""
     generation: Generation = NO_GENERATION
     story: Story | None = None
-    """For a generation that has come to run: its story."""
+    """Story of a generation that has come to run."""
 
 
 @dataclass(frozen=True, kw_only=True)

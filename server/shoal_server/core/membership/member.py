@@ -23,7 +23,7 @@ class Drain:
     """Time at which it was asked to; None: it is not to leave."""
     reason: str = ""
     let_go: bool = False
-    """True once it was told to leave at its next step boundary."""
+    """True once it was notified to leave at its next step boundary."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     stands_by: bool = False
-    """True if it was told that no time limit of its own runs."""
+    """True if it was notified that no time limit of its own runs."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class Member:
 
     @property
     def stands_by(self) -> bool:
-        """True if it was told that no time limit of its own runs while it waits."""
+        """True if it was notified that no time limit of its own runs while it waits."""
         return self.wait.stands_by
 
     @property
@@ -109,7 +109,7 @@ class Member:
 
     @property
     def stands_at(self) -> tuple[bool, int]:
-        """If it holds state, and after which step; the largest among the members is the job's."""
+        """State flag and step of the member; the largest pair among the members is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: Roster | None) -> bool:

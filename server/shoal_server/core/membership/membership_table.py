@@ -39,7 +39,7 @@ class MembershipTable:
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
     told_waiting: int = 0
-    """Number of members without a rank that torchrun's nodes were last told of."""
+    """Number of members without a rank that was last reported to torchrun's nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
     _disconnected: dict[str, Member] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class MembershipTable:
             table.pop(member.member_id, None)
 
     def hold_state(self, members: Iterable[Member], step: Step) -> None:
-        """Note that the members hold the state after so many steps, whatever they proposed."""
+        """Note that the members hold the state after this step, whatever they proposed."""
         for member in members:
             if member.proposal is not None:
                 member.proposal = replace(member.proposal, step=step, has_state=True)

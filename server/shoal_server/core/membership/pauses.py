@@ -1,6 +1,6 @@
 """Pauses: a member runs its script's own code, and the others wait for it. Pure.
 
-During a pause, the limits on agreeing, stopping and bring-up stand still: they are moved by the
+During a pause, the limits on agreeing, stopping and bring-up do not run: they are extended by the
 time that passes (`Pauses.hold`). The detection of losses goes on.
 """
 

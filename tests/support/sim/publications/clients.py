@@ -181,7 +181,7 @@ class SimReader:
         self._digest = b""
         self._num_reports = 0
         self.leases: dict[int, float] = {}
-        """By version: until when, by its own clock."""
+        """Expiry of the lease by version, on its own clock."""
         self.slow_s = 0.5
         """The time that a segment takes."""
 
@@ -227,7 +227,7 @@ class SimReader:
         await self._report([])
 
     async def _fetch(self, segment: pb.Segment) -> bytes:
-        """From any holder. Raises VersionGone if none has it."""
+        """Fetch from any holder. Raises VersionGone if none has it."""
         holders = list(segment.holders)
         self.world.clock.random.shuffle(holders)
         failure: ShoalError = VersionGone("nobody has it")

@@ -26,7 +26,7 @@ PART_WAIT_S = 20.0
 
 
 class SimCoordinator:
-    """One process. The world says when it begins to lead; etcd says whether it still does."""
+    """One process. The world makes it lead; etcd shows if it still does."""
 
     def __init__(self, etcd: SimEtcd, name: str, servers: dict[str, SimServer]) -> None:
         self.etcd = etcd
@@ -59,7 +59,7 @@ class SimCoordinator:
         self.process.act(0.0, lambda: self.process.start(self._lead(conditions)) and None)
 
     def end_term(self, term: int) -> None:
-        """It notices that this term of its has ended."""
+        """Notice that this term of its own has ended."""
         if term == self.num_terms:
             self.process.act(0.0, self._over.set)
 
@@ -97,7 +97,7 @@ class SimCoordinator:
             raise NotLeader("this coordinator does not lead", details={"leader": ""})
 
     async def _authorize(self, token: Token) -> None:
-        """Everybody: epochs alone are to keep out who was replaced."""
+        """Accept every caller: epochs alone must keep replaced publishers out."""
 
 
 async def ask(

@@ -33,7 +33,7 @@ T = TypeVar("T")
 ETCD = "etcd"
 LATENCY_S = 0.01
 LOST = 0.02
-"""The part of all writes of which nobody hears whether they were made; some are made late."""
+"""Fraction of writes whose answer is lost; some of them are made late."""
 LATE_S = 3.0
 GIVES_UP_S = 4.0
 """A client tries for so long while etcd is away."""
@@ -89,7 +89,7 @@ class SimEtcd:
             self.do(lambda: self.memory.transact((), (put,)))
 
     def items(self) -> dict[str, bytes]:
-        """All that there is, by key."""
+        """All items, by key."""
         return {key: item.value for key, item in self._known.items()}
 
     def _items(self) -> dict[str, KeyValue]:
@@ -164,7 +164,7 @@ class SimKeyspace:
         return result
 
     def _make_later(self, make: Callable[[], Coroutine[Any, Any, T]], delay_s: float) -> None:
-        """A write that is on its way arrives, whatever has become of who sent it."""
+        """Make a write that is in transit arrive, whatever has become of its sender."""
         self._etcd.clock.later(delay_s, lambda: self._etcd.do(make) and None)
 
     async def _delivered(self) -> None:

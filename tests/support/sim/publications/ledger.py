@@ -1,7 +1,7 @@
-"""What must hold of published weights, checked at each write of a record, each install, each death.
+"""Invariants of published weights, checked at each write of a record, each install, each death.
 
-The ledger sees everything at once: etcd as it is, the memory of each server, what each reader
-believes. It checks with code of its own, not with the code that it judges.
+The ledger sees everything at once: etcd, the memory of each server, what each reader believes. It
+checks with code of its own, not with the code that it judges.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class _Copies:
     needed: int
     """Deaths of holders that it may not outlive."""
     num_deaths: int = 0
-    """Since it last had that many copies."""
+    """Number of deaths since it last had that many copies."""
 
 
 Living = Mapping[str, Callable[[str, bytes], bool]]
@@ -56,7 +56,7 @@ class Ledger:
     """Readers, series and versions of the leases that readers count on now, by their clocks."""
     contents: dict[bytes, Content] = field(default_factory=dict)
     series: dict[str, StoredSeries] = field(default_factory=dict)
-    """As etcd has them."""
+    """Series as etcd has them."""
     ever: dict[str, dict[int, PublishedVersion]] = field(default_factory=lambda: defaultdict(dict))
     """Every version that was ever committed."""
     owners: dict[tuple[str, int], Publisher] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Ledger:
     copies: dict[tuple[str, bytes], _Copies] = field(default_factory=dict)
     lost: set[tuple[str, int]] = field(default_factory=set)
     elected_s: float = -math.inf
-    """When the newest leader was elected."""
+    """Time of the newest leader's election."""
     num_commits: int = 0
     num_installs: int = 0
     num_drops: int = 0
@@ -167,7 +167,7 @@ class Ledger:
     # --- bytes ---
 
     def acknowledged(self, series: str, digest: bytes, num_holders: int) -> None:
-        """So many servers have said that they have a segment."""
+        """Record that so many servers have acknowledged a segment."""
         self.copies[series, digest] = _Copies(needed=min(num_holders, 2))
 
     def died(self, had: Iterable[tuple[str, bytes]]) -> None:
@@ -198,13 +198,13 @@ class Ledger:
     # --- answers ---
 
     def answered(self, series: str, digest: bytes, rank: int, version: pb.VersionRecord) -> None:
-        """A publisher was told that its part is in a version."""
+        """Check that a publisher's part is in the version reported to it."""
         known = self.ever[series].get(version.number)
         assert known is not None, f"{series}: version {version.number} is in no record"
         assert known.segments[rank].digest == digest, f"{series}: told of another's version"
 
     def abandoned(self, series: str, epoch: int, publication: int) -> None:
-        """A publisher was told that its publication is no version: it never becomes one."""
+        """Check that a publication reported as abandoned never becomes a version."""
         for version in self.ever[series].values():
             is_it = (version.epoch, version.publication) == (epoch, publication)
             is_kept = version.number in self.series[series].versions

@@ -42,7 +42,7 @@ class Faults:
         self._operator.close()
 
     def strike(self) -> None:
-        """One random fault."""
+        """Cause one random fault."""
         getattr(self, f"_{self._chance.choice(self._names).replace(' ', '_')}")()
 
     def _for_s(self) -> float:
@@ -125,7 +125,7 @@ class Faults:
         self._world.cut(self._reader().name, self._world.leader.process.name, self._for_s())
 
     def _slow_reader(self) -> None:
-        """What it sends may arrive behind what it sends later."""
+        """Delay a reader's messages, so that they may arrive out of order."""
         one, other = self._reader().name, self._world.leader.process.name
         self._world.network.slow_down(one, other, 5.0)
         self._world.clock.later(

@@ -19,7 +19,7 @@ from shoal_server.parameters.weights.store import Origin, Position, SegmentStore
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 LISTED_FOR_S = 5.0
-"""A server that etcd does not hear is listed for so long."""
+"""Time for which a server that etcd does not hear stays listed."""
 BEAT_S = 1.0
 CALL_S = 3.0
 
@@ -73,7 +73,7 @@ class SimServer:
             await asyncio.sleep(BEAT_S)
 
     def look_listed(self) -> None:
-        """etcd ends the registration of a server that it does not hear. Called by the world."""
+        """End the registration of a server that etcd does not hear. Called by the world."""
         if self.etcd.clock.now_s - self.heard_s > LISTED_FOR_S:
             self.unlist()
 
@@ -125,7 +125,7 @@ class SimServer:
 
 
 class SimHoldings:
-    """What the records and the upkeep of a server see of its memory."""
+    """Memory of a server as its records and upkeep see it."""
 
     def __init__(self, server: SimServer) -> None:
         self._server = server

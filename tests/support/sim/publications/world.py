@@ -19,7 +19,7 @@ from shoal_server.etcd.records import series as records
 JOB_SERIES = "rl/policy"
 SCRIPT_SERIES = "svc/ranker"
 ELECTED_WITHIN_S = 5.0
-"""A leader that etcd does not hear has a successor after so long."""
+"""Time after which a leader that etcd does not hear has a successor."""
 
 
 class PublicationWorld:
@@ -34,9 +34,9 @@ class PublicationWorld:
         self.keep = keep
         self.story: list[tuple[float, str]] = []
         self.servers: dict[str, SimServer] = {}
-        """The newest process of each."""
+        """The newest process of each server."""
         self.publishers: list[SimPublisher] = []
-        """Every process that ever was one."""
+        """Every process that ever was a publisher."""
         self.ledger = Ledger(self.clock, self._living, self._leases)
         self.etcd.on_write = self._recorded
         self._old_servers: list[SimServer] = []
@@ -44,7 +44,7 @@ class PublicationWorld:
         self._num_starts = 0
         self._is_closed = False
         self.broken: AssertionError | None = None
-        """What did not hold, first."""
+        """The first violation."""
         self.generation = 0
         self._num_scripts = 0
         self._faulty: set[tuple[int, int]] = set()
@@ -136,7 +136,7 @@ class PublicationWorld:
         return reader
 
     def next_generation(self) -> None:
-        """The members that were replaced may go on: nobody has told them."""
+        """Start a generation. Replaced members may go on: nothing notifies them."""
         self.generation += 1
         num_ranks = self.clock.random.choice([1, 2, 2, 3])
         self.note(f"generation {self.generation} of {num_ranks} ranks")
@@ -217,7 +217,7 @@ class PublicationWorld:
         coordinator.lead(self.etcd.elect())
 
     def _tick(self) -> None:
-        """Every second: registrations and terms end that etcd does not hear of."""
+        """End registrations and terms that etcd does not hear of. Runs every second."""
         if self._is_closed:
             return
         for server in self.servers.values():
@@ -239,7 +239,7 @@ class PublicationWorld:
     # --- the end ---
 
     def calm(self) -> None:
-        """Nothing fails from now on, and whatever lacks is started."""
+        """Stop all faults, and start what is missing."""
         self.note("all faults stop")
         self.network.mend_all()
         self.etcd.back_s = 0.0
@@ -279,7 +279,7 @@ class PublicationWorld:
         self.clock.run(self.clock.now_s + for_s)
 
     def unrest(self) -> str:
-        """What is not as it should be once nothing fails any more; empty if all is."""
+        """Describe what is wrong once no fault acts any more; empty if all is well."""
         for name in (JOB_SERIES, SCRIPT_SERIES):
             stored = self.ledger.series.get(name)
             if stored is None or not stored.head.kept:

@@ -26,7 +26,7 @@ LOADED_WITHIN_S = 90.0
 
 
 class SimCoordinator:
-    """One process. Another one that comes after it has seen nothing of what this one saw."""
+    """One process. A later one has seen nothing of what this one saw."""
 
     def __init__(self, setting: Setting, name: str, copies: int) -> None:
         self.process = SimProcess(setting.clock, name)
@@ -43,7 +43,7 @@ class SimCoordinator:
     # --- restoring ---
 
     def restore(self, snapshot: Mapping[Key, tuple[Update, ...]]) -> None:
-        """Have all servers let go of the job, and those that are there load a snapshot of it."""
+        """Make all servers drop the job, and the present ones load a snapshot of it."""
 
         def begin() -> None:
             servers = [

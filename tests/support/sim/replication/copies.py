@@ -32,7 +32,7 @@ class ServerCopies:
         self._chance = setting.chance
         self.found: dict[Key, Copy] = {}
         self.images: dict[int, Image] = {}
-        """On their way to others."""
+        """Images in transfer to others."""
         self._arriving: dict[tuple[Key, int], ArrivingImage] = {}
         self._arriving_lanes: dict[tuple[Key, int], Lane] = {}
         self._flushing: set[Key] = set()
@@ -271,7 +271,7 @@ class ServerCopies:
         self._setting.ledger.follows(self._server.me, copy)
 
     def is_restoring(self, key: Key) -> bool:
-        """Whether an image is there whole, and is still being made into a copy."""
+        """True if an image has arrived whole, and is still being made into a copy."""
         return any(
             place[0] == key and image.num_stored == image.num_chunks and not image.is_restored
             for place, image in self._arriving.items()
@@ -305,8 +305,8 @@ class ServerCopies:
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 
     def let_journal_go(self, key: Key, record: ShardAssignment) -> None:
-        """What the record names another disk for, or none, is kept no longer, unless it is led
-        here."""
+        """Drop the journal of a shard whose record names another disk or none, unless the shard is
+        led here."""
         disk, copy = self._server.disk, self.found.get(key)
         leads = copy is not None and copy.leads
         if not may_be_put_on_disk(record, self._server.me) and not leads:

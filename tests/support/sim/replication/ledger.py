@@ -1,4 +1,4 @@
-"""What must hold at every moment, whatever fails: raises AssertionError where it does not.
+"""Invariants of replication under any fault: raises AssertionError for a violation.
 
 A row of updates is named by its length and by the last link of its chain (`shard.chained`), so that
 "this copy has all that was acknowledged" is one comparison.
@@ -22,14 +22,14 @@ EMPTY: Row = (0, NOTHING)
 
 @dataclass(eq=False)
 class Promise:
-    """Of one shard: what somebody outside knows to be there."""
+    """Contents of one shard that somebody outside knows to exist."""
 
     replicated: Row = EMPTY
     durable: Row = EMPTY
     opened: Row = EMPTY
-    """Its first values, once anybody may have read them."""
+    """Its first values, once any client may have read them."""
     loaded: Row = EMPTY
-    """What its primary had loaded from a snapshot, before anybody could read it."""
+    """First values that its primary loaded from a snapshot, before any client could read them."""
 
 
 class Ledger:
@@ -47,22 +47,22 @@ class Ledger:
         self._disks = disks
         self._find = find
         self.run = "1"
-        """Of the job, as it stands in etcd."""
+        """Run of the job, as etcd has it."""
         self._promises: defaultdict[tuple[str, Key], Promise] = defaultdict(Promise)
         self._led: dict[tuple[str, Key, int], list[int]] = {}
-        """The chain of whoever leads a shard in an epoch of a run, by then."""
+        """Chain of the primary of a shard in an epoch of a run, so far."""
         self._acknowledged_by: dict[tuple[str, Key, int], Holder] = {}
         self._chunks_taken: dict[tuple[Holder, int], int] = {}
         self.may_be_dead: Callable[[Holder], bool] = lambda holder: True
-        """Whether it has been away for so long, or is dead."""
+        """True if the holder has been away for long enough, or is dead."""
         self.is_fenced: Callable[[Holder], bool] = lambda holder: False
-        """Whether others may take it for dead by now."""
+        """True if others may consider the holder dead by now."""
         self.unread: Callable[[Holder, Copy], Mapping[int, Update]] = lambda holder, copy: {}
-        """By version: updates for a copy that its process has not read yet."""
+        """Updates by version, for a copy, that its process has not read yet."""
         self.num_acknowledged = 0
 
     def _promise(self, key: Key) -> Promise:
-        """Of the run that stands."""
+        """Promise of the shard in the present run."""
         return self._promises[self.run, key]
 
     # --- the record ---
@@ -82,7 +82,7 @@ class Ledger:
     def _given_away(
         self, key: Key, old: ShardAssignment, new: ShardAssignment, promise: Promise
     ) -> None:
-        """To a server that was none of its holders: they are gone."""
+        """Check an assignment to a server that was none of its holders: they must be gone."""
         for holder in (old.primary, *old.backups):
             has_it = self._find(holder, key) is not None
             assert not has_it or self.may_be_dead(holder), f"{key}: {holder} lives; {old} to {new}"
@@ -102,7 +102,7 @@ class Ledger:
         self._promises[self.run, key] = Promise()
 
     def disk_lost(self, server_id: str) -> None:
-        """It is gone, or an older copy was put in its place."""
+        """Record that the disk is gone, or replaced by an older copy."""
         for key, record in self._records.items():
             if record.on_disk == server_id:
                 self._promise(key).durable = EMPTY
@@ -117,13 +117,13 @@ class Ledger:
         self.check(copy.key)
 
     def loaded(self, copy: Copy) -> None:
-        """Its first values come from a snapshot, and from nowhere else."""
+        """Record first values from a snapshot, their only source."""
         promise = self._promises[copy.run, copy.key]
         assert promise.opened == EMPTY, f"{copy.key} had values, and is loaded"
         promise.opened, promise.loaded = (1, copy.chain[1]), (copy.version, copy.chain[-1])
 
     def acknowledged(self, who: Holder, copy: Copy, epoch: int, version: int, level: Level) -> None:
-        """Somebody is told of a version, and so of all before it."""
+        """Record that a version, and so all before it, was acknowledged to a client."""
         self.num_acknowledged += 1
         key, row = copy.key, (version, copy.chain[version])
         assert not self.is_fenced(who), f"{who} acknowledges {key} although it may be dead"
@@ -145,7 +145,7 @@ class Ledger:
         return max(before, row)
 
     def check(self, key: Key) -> None:
-        """Whoever may lead next has all that was promised, in order."""
+        """Check that any possible next primary has all that was promised, in order."""
         record, promise = self._records.get(key), self._promise(key)
         if record is None:
             return
@@ -168,7 +168,7 @@ class Ledger:
             )
 
     def _will_have(self, holder: Holder, copy: Copy, version: int, link: int) -> bool:
-        """Whether it has that row, or will once it has read what lies in its memory."""
+        """True if the copy has that row, or will once it has read what is in its memory."""
         if copy.has(version, link):
             return True
         chain = copy.chain[-1]
@@ -193,7 +193,7 @@ class Ledger:
         self._led[copy.run, copy.key, copy.epoch] = list(copy.chain)
 
     def follows(self, who: Holder, copy: Copy) -> None:
-        """It is a copy of that epoch, up to here."""
+        """Check that it is a copy of that epoch up to its version."""
         assert not copy.leads, f"{who} leads {copy.key}, and something is installed on it"
         chain = self._led.get((copy.run, copy.key, copy.epoch))
         assert chain is not None, f"nobody led {copy.key} in epoch {copy.epoch}"

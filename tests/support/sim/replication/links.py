@@ -12,7 +12,7 @@ from support.sim.replication.machine import Network, SimProcess
 from support.sim.virtual_time import Clock
 
 SILENCE_S = 2.0
-"""After which one end that hears nothing takes the link for broken."""
+"""Silence after which one end considers the link broken."""
 
 
 LATE_S = 1.5
@@ -34,14 +34,14 @@ class End:
     is_open: bool = True
     was_heard: bool = False
     last_s: float = 0.0
-    """When the last of what is on its way to here arrives."""
+    """Arrival time of the last message in transit to this end."""
     coming: deque[object] = field(default_factory=deque)
     takes: bool = True
-    """Nothing more can be sent to here."""
+    """False if nothing more can be sent to this end."""
 
 
 class Link:
-    """Whoever opened it has the first end."""
+    """A link. The opener has the first end."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Link:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
 
     def send(self, end: End, message: object) -> bool:
-        """Whether it lies in the memory of the other end's process by now."""
+        """Send; True if the message is now in the memory of the other end's process."""
         other = self.other(end)
         if not end.is_open or not other.takes:
             return False
@@ -74,7 +74,7 @@ class Link:
         return self.is_local and other.is_open and other.process.alive
 
     def read_to_end(self, end: End) -> None:
-        """Nothing more is taken there; what was sent before is."""
+        """Stop receiving at this end; messages sent before are received."""
         if not (self.is_local and end.is_open):
             return
         end.takes = False
@@ -85,7 +85,8 @@ class Link:
         self._break(end)
 
     def close(self, end: End) -> None:
-        """What is on its way to the other end gets there, or the last of it does not."""
+        """Close the end. Messages in transit to the other end arrive, or the last of them do
+        not."""
         if not end.is_open:
             return
         end.is_open = False
@@ -158,7 +159,7 @@ class Link:
             self.troubled()
 
     def _silent_s(self, end: End) -> float:
-        """For how long nothing may have come to that end."""
+        """Time for which nothing may have reached that end."""
         names = [each.process.name for each in self.ends]
         since_s = [None if self.is_local else self._network.cut_since_s(*names)]
         since_s.append(self.other(end).process.paused_since_s)
@@ -166,7 +167,7 @@ class Link:
         return max((self._clock.now_s - each for each in begun_s), default=0.0)
 
     def mended(self) -> None:
-        """What was kept back by the network comes now."""
+        """Deliver what the network held back."""
         for end in self.ends:
             for _ in range(len(end.coming)):
                 delay_s = self._clock.random.random() * 0.2

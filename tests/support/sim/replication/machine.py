@@ -7,14 +7,14 @@ from itertools import count
 from support.sim.virtual_time import Clock
 
 MAX_DRIFT = 0.01
-"""By how much the rate of a process's clock may differ from that of etcd's."""
+"""Largest difference between the rate of a process's clock and that of etcd's."""
 
 Act = Callable[[], None]
 
 
 class SimProcess:
-    """What runs in it runs in one thread; what is due while it is paused happens once it is woken,
-    in any order."""
+    """Process with one thread. What becomes due while it is paused happens once it is woken, in any
+    order."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock = clock
@@ -28,11 +28,11 @@ class SimProcess:
 
     @property
     def now_s(self) -> float:
-        """By its own monotonic clock."""
+        """Time of its own monotonic clock."""
         return self._offset_s + self._rate * (self.clock.now_s - self._began_s)
 
     def in_s(self, local_s: float) -> float:
-        """How long, by the clock of the world, until its own shows that time."""
+        """Time, by the clock of the world, until its own clock shows that time."""
         return max(0.0, (local_s - self.now_s) / self._rate)
 
     def act(self, delay_s: float, what: Act) -> None:
@@ -83,7 +83,7 @@ class Lane:
 
 
 class Network:
-    """Between any two names all gets through, or nothing does."""
+    """Network in which all messages between two names arrive, or none."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -102,7 +102,7 @@ class Network:
             self.on_mend()
 
     def slow_down(self, one: str, other: str, delay_s: float) -> None:
-        """Up to so much later; 0: as ever."""
+        """Delay messages by up to this time; 0: no delay."""
         self._slow[frozenset((one, other))] = delay_s
 
     def mend_all(self) -> None:

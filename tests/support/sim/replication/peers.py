@@ -1,4 +1,4 @@
-"""One process and the other servers: links, what goes over them, and whether somebody answers."""
+"""Links of one process to the other servers, their messages, and if a peer answers."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -34,7 +34,7 @@ class ServerPeers:
         self._server = server
         self._setting = setting
         self._opened: dict[tuple[Holder, int], tuple[Link, End]] = {}
-        """From here, by the peer and the number."""
+        """Links opened here, by the peer and the number."""
         self._accepted: dict[tuple[Holder, int], tuple[Link, End]] = {}
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.OpenLink: self._open,
@@ -58,7 +58,7 @@ class ServerPeers:
         return server if server is not None and server.process.alive else None
 
     def _is_replaced(self, peer: Holder) -> bool:
-        """Whether etcd lists another process under its id."""
+        """True if etcd lists another process under its id."""
         value = self._setting.store.listed().get(peer.server_id)
         listed = value and parse(keys.server(peer.server_id), value).holder
         return bool(listed) and listed != peer
@@ -166,7 +166,7 @@ class ServerPeers:
                 link.read_to_end(end)
 
     def unread(self, key: Key, epoch: int) -> Mapping[int, Any]:
-        """By version: updates that lie in this process's memory, and have not been read."""
+        """Updates by version that are in this process's memory, and have not been read."""
         return {
             message[0].version: message[1]
             for link, end in self._accepted.values()

@@ -25,7 +25,7 @@ CLAIM_EACH_S = 0.5
 
 
 async def read_servers(memory: MemoryStore) -> Servers:
-    """What etcd lists."""
+    """Servers that etcd lists."""
     items = (await memory.range(keys.SERVERS)).items
     found = [parse(item.key, item.value) for item in items]
     return Servers(
@@ -52,7 +52,7 @@ class ServerRegistration:
     # --- the key ---
 
     def register(self) -> None:
-        """Until it is there; if another process has the id for long, this one ends."""
+        """Register until it succeeds; if another process keeps the id for long, this one ends."""
 
         async def grant(memory: MemoryStore) -> LeaseId:
             left_s = await memory.keep_alive(self._lease)
@@ -162,7 +162,7 @@ class ServerRegistration:
         seen: Callable[[frozenset[Holder], frozenset[Holder]], None],
         failed: Callable[[], None],
     ) -> None:
-        """Those that are registered, and those that have ended."""
+        """Read the registered servers, and those that have ended."""
 
         def answered(servers: Servers) -> None:
             seen(servers.present, servers.dead)
@@ -172,7 +172,7 @@ class ServerRegistration:
     # --- records ---
 
     def note(self, item: KeyValue) -> bool:
-        """Whether it is news."""
+        """True if the item is news."""
         return self.note_stored(key_of(item.key), decode(item))
 
     def note_stored(self, key: Key, stored: Stored) -> bool:
@@ -183,7 +183,7 @@ class ServerRegistration:
         return True
 
     def run_of(self, key: Key) -> str:
-        """Of the job, as far as is known here."""
+        """Run of the job, as far as known here."""
         stored = self._stored.get(key)
         return stored.run if stored is not None else ""
 
@@ -198,8 +198,8 @@ class ServerRegistration:
         known: Callable[[Key, ShardAssignment], None],
         finished: Callable[[], None],
     ) -> None:
-        """Until the record is as it should be. One write of which nobody knows whether it was made,
-        or will be, is made void: whatever stands is written once more."""
+        """Write until the record is as intended. A write with an unknown outcome, made or yet to be
+        made, is voided: the present record is written once more."""
 
         run = self.run_of(key)
 

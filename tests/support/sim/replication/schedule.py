@@ -22,7 +22,7 @@ FAULTS = (
     + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
 FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5, *["joiner behind"] * 3]
-"""In every fifth seed."""
+"""Faults of every fifth seed."""
 STORY_LINES = 250
 
 
@@ -37,7 +37,7 @@ class Faults:
         self._newcomers = 0
 
     def strike(self) -> None:
-        """One random fault, or a server that comes."""
+        """Cause one random fault, or the arrival of a server."""
         name = self._chance.choice(self._names).replace(" ", "_")
         living = self._world.living
         if not living:
@@ -79,7 +79,8 @@ class Faults:
         self._world.clock.later(self._for_s(), lambda: self._start(server.me.server_id))
 
     def _replace(self, server: SimServer) -> None:
-        """It is cut off from all but workers, and another process gets its id and its disk."""
+        """Cut the server off from all but workers, and start another process with its id and
+        disk."""
         world, old = self._world, server.process.name
         for_s = self._for_s() + 3.0
         self._cut_off(server, for_s)
@@ -109,19 +110,19 @@ class Faults:
         self._world.cut(server.process.name, ETCD, self._for_s())
 
     def _old_pair(self, server: SimServer) -> None:
-        """All holders of one shard are cut off from etcd, and from nobody else."""
+        """Cut all holders of one shard off from etcd, and from nothing else."""
         for_s = self._for_s()
         for holder in self._holders():
             self._world.cut(holder, ETCD, for_s)
 
     def _holders(self) -> list[str]:
-        """Of one shard, the primary first."""
+        """Holders of one shard, the primary first."""
         record = self._world.store.records[self._chance.choice(self._world.keys)]
         return [f"{holder.server_id}#{holder.incarnation}" for holder in record.holders]
 
     def _away_twice(self, server: SimServer) -> None:
-        """All holders of one shard are cut off from etcd, are back for a while, and are cut off
-        again: the coordinator is paused meanwhile."""
+        """Cut all holders of one shard off from etcd, twice with a break; the coordinator is paused
+        meanwhile."""
         world, holders = self._world, self._holders()
         lease_s = world.setting.lease_ttl_s
         seen_s, paused_s = lease_s + 1.5, world.setting.limits.dead_after_s + 1.0
@@ -136,8 +137,8 @@ class Faults:
         world.clock.later(again_s, lambda: cut(lease_s + 3.0))
 
     def _deposed_unheard(self, server: SimServer) -> None:
-        """A primary is cut off from all but workers while its backup takes over; a coordinator that
-        knows nothing of that gives it shards again before it has heard."""
+        """Cut a primary off from all but workers while its backup takes over. A coordinator that
+        does not know of that gives it shards again before it has learnt of it."""
         world, (primary, *others) = self._world, self._holders()
         for_s = SILENCE_S + 2.0 + self._chance.random()
         for name in (ETCD, *others):
@@ -146,8 +147,8 @@ class Faults:
         world.clock.later(replaced_s, lambda: world.replace_coordinator(kill=True))
 
     def _kill_sender(self, server: SimServer) -> None:
-        """A primary is killed whose last backup is behind; as soon as that restores an image,
-        whoever sent it is killed too."""
+        """Kill a primary whose last backup lags; as soon as the backup restores an image, kill the
+        image's sender too."""
         world, (primary, *backups) = self._world, self._holders()
         world.setting.slow_s = 6.0
         if backups and self._chance.random() < 0.5:
@@ -171,8 +172,8 @@ class Faults:
         world.clock.later(12.0, lambda: setattr(world.setting, "slow_s", 0.0))
 
     def _joiner_behind(self, server: SimServer) -> None:
-        """A joiner is cut off from etcd while it is sent a shard, so that the record names it no
-        longer, and then once more. Its primary hears of that earlier, later, or not at all."""
+        """Cut a joiner off from etcd, twice, while it is sent a shard, so that the record no longer
+        names it. Its primary learns of that earlier, later, or not at all."""
         world, (_, *backups) = self._world, self._holders()
         world.setting.slow_s = 20.0
         give_up_s = world.clock.now_s + 12.0
@@ -326,7 +327,7 @@ SLOWEST_S = 60.0
 
 
 class Unforeseen(Exception):
-    """Something raised what no invariant did."""
+    """An error that is not a violated invariant."""
 
 
 def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
@@ -356,7 +357,7 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
 
 
 def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorld:
-    """One run, in which all kinds of faults strike, or only these.
+    """Run one seed, in which all kinds of faults strike, or only these.
 
     Raises AssertionError, or Unforeseen, with the story.
     """
@@ -382,6 +383,6 @@ def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorl
 
 
 def told(world: ReplicationWorld) -> str:
-    """What happened, in order: what servers were told and did, and what befell them."""
+    """Story in order: what servers received and did, and the faults that struck them."""
     lines = world.setting.story[-STORY_LINES:]
     return "\n".join(f"{at_s:9.4f} {who:>14} {what}" for at_s, who, what in lines)

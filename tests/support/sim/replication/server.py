@@ -21,7 +21,7 @@ from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.etcd.api import KeyValue
 
 Answer = Callable[[str], None]
-"""Tells a worker what came of its push."""
+"""Sends a worker the outcome of its push."""
 RETRY_S = 0.1
 LOOK_EACH_S = 1.0
 
@@ -38,17 +38,17 @@ class SimServer:
         self.core.leading.keeps_journal = disk is not None
         self.disk = disk
         self.recovered = dict(disk.shards) if disk is not None else {}
-        """What the disk had when the process began."""
+        """Contents of the disk when the process began."""
         self.has_lost_disk = False
         """Another process took it."""
         self.copies = ServerCopies(self, setting)
         self.peers = ServerPeers(self, setting)
         self.registration = ServerRegistration(self, setting)
         self.waiting: dict[Any, tuple[Key, int, int, Level, Answer]] = {}
-        """By token: who is to hear of which version, in which epoch and how safe."""
+        """By token: the awaited version, its epoch and its level of safety."""
         self.ended = ended
         self.is_ending = False
-        """It has said so: it acknowledges nothing any more."""
+        """True if it has announced its end: it acknowledges nothing any more."""
         self._disowning = Disowning(me, setting.limits)
         self._records = self.registration.records
         self._wakes_at_s = float("inf")
@@ -102,8 +102,8 @@ class SimServer:
         self.process.act(self.process.in_s(wakes_s) + 1e-6, wake)
 
     def post(self, event: ev.Event, of: Copy | None = None) -> None:
-        """From another thread: told in the order in which they were posted. `of`: the copy that
-        tells it, and once it is gone tells nothing."""
+        """Post from another thread; events are handled in the order of posts. `of`: the copy that
+        posts it. Events of a copy that is gone are discarded."""
         if not self._posted and self.setting.chance.random() < 0.8:
             self.tell(event)
             return
@@ -167,7 +167,7 @@ class SimServer:
             self.process.act(0.0, self.disk_failed)
 
     def disk_failed(self) -> None:
-        """What is led here is kept no longer."""
+        """Stop the journals of shards that are led here."""
         for key, copy in list(self.copies.found.items()):
             if copy.leads:
                 self.post(ev.DiskFailed(key))
@@ -214,7 +214,7 @@ class SimServer:
             self._known(*self.registration.newest(item))
 
     def registered(self) -> None:
-        """Only now does what its disk has, and has not, count."""
+        """Handle the registration: only now does the disk's content count, or its lack."""
         for key, assignment in list(self._records.items()):
             self.copies.let_journal_go(key, assignment)
 
@@ -224,7 +224,8 @@ class SimServer:
             self.copies.let_journal_go(key, assignment)
 
     def _missing(self) -> list[Key]:
-        """What the records place on its disk, and is not there. Whose disk is gone says nothing."""
+        """Shards that the records place on its disk, but that are missing there. None if its disk
+        is lost."""
         if not self.registration.was_registered or self.has_lost_disk:
             return []
         return [key for key, record in self._records.items() if self._is_missing(key, record)]
@@ -264,8 +265,8 @@ class SimServer:
         self.registration.client.read(key, read, lambda is_unknown: self.tell(ev.Refreshed(key)))
 
     def _look_at_servers(self) -> None:
-        """After a restart, for as long as the journal has what others may have too, or has not what
-        it should have."""
+        """Look at the servers after a restart, while its journal has shards that others may have
+        too, or lacks shards that it should have."""
 
         asked_s = self.process.now_s
 

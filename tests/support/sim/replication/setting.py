@@ -1,4 +1,4 @@
-"""What all that takes part in one run shares."""
+"""Setting that all parts of one run share."""
 
 import random
 from collections.abc import Callable
@@ -30,17 +30,17 @@ class Setting:
     ledger: Ledger
     limits: ReplicationLimits = LIMITS
     lease_ttl_s: float = 2.0
-    """Of a server's registration: it may be longer than others put up with its silence."""
+    """Lease of a server's registration: it may exceed the silence that others accept."""
     servers: dict[Holder, "SimServer"] = field(default_factory=dict)
-    """Every process that ever was one."""
+    """Every process that ever was a server."""
     disks: dict[str, Disk] = field(default_factory=dict)
-    """By server id; one that was lost is there no longer."""
+    """Disks by server id, without lost ones."""
     full: set[str] = field(default_factory=set)
     """Ids of servers without memory for another copy."""
     slow_s: float = 0.0
-    """How long a restore, or a settling, may take beyond the usual."""
+    """Longest extra time of a restore or a settling."""
     copies_fail: float = 0.0
-    """How many of the updates that a copy applies make it fail."""
+    """Fraction of the updates applied by a copy that make it fail."""
     story: list[tuple[float, str, object]] = field(default_factory=list)
     on_note: Callable[[], None] = lambda: None
 

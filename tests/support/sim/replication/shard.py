@@ -1,4 +1,4 @@
-"""What a server has of a shard: the updates in the order in which they were applied."""
+"""A server's copy of a shard: the updates in the order in which they were applied."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from support.sim.replication.machine import Lane
 from shoal_server.core.replication.protocol.messages import Key
 
 Update = tuple[int, int]
-"""Who pushed, and the how many-th push of theirs to the shard. First values are of nobody: -1."""
+"""The sender and the number of its push to the shard. First values have no sender: -1."""
 
 NOTHING = 0
 
@@ -22,28 +22,28 @@ def chained(before: int, update: Update) -> int:
 
 @dataclass(eq=False)
 class Copy:
-    """In memory. Also what was received and is not applied yet is there."""
+    """Copy in memory. It includes what was received and is not applied yet."""
 
     key: Key
     run: str
-    """Of the job."""
+    """Run of the job."""
     epoch: int
     lane: Lane
     updates: list[Update] = field(default_factory=list)
     chain: list[int] = field(default_factory=lambda: [NOTHING])
-    """By version."""
+    """Links of the chain by version."""
     sessions: dict[Update, int] = field(default_factory=dict)
     """The version that each update made."""
     num_applied: int = 0
-    """Of the updates; the others were received, and wait to be replayed."""
+    """Number of updates applied; the others were received, and wait to be replayed."""
     log: dict[int, Update] = field(default_factory=dict)
-    """By version: kept for those who lack them."""
+    """Updates by version, kept for those who lack them."""
     leads: bool = False
     is_open: bool = False
     is_stopped: bool = False
     is_dropped: bool = False
     is_settled: bool = False
-    """No record is taken any more."""
+    """True if no record is accepted any more."""
 
     @property
     def version(self) -> int:
@@ -54,7 +54,7 @@ class Copy:
         return self.leads and self.is_open and not self.is_stopped and not self.is_dropped
 
     def add(self, update: Update) -> int:
-        """One more, in memory; raises AssertionError for one that is there."""
+        """Add one more in memory; raises AssertionError for one that is there."""
         assert update not in self.sessions, f"{self.key}: {update} is applied twice"
         self.updates.append(update)
         self.chain.append(chained(self.chain[-1], update))
@@ -63,7 +63,7 @@ class Copy:
         return len(self.updates)
 
     def has(self, version: int, link: int) -> bool:
-        """Whether it has that row of updates, and maybe more."""
+        """True if it has that row of updates, and maybe more."""
         return version < len(self.chain) and self.chain[version] == link
 
     def fill(self, updates: Sequence[Update]) -> None:
@@ -75,7 +75,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """As a primary cut it."""
+    """Image as a primary cut it."""
 
     key: Key
     updates: tuple[Update, ...]
@@ -118,5 +118,5 @@ class Disk:
     server_id: str
     shards: dict[Key, OnDiskCopy] = field(default_factory=dict)
     saved: dict[Key, OnDiskCopy] = field(default_factory=dict)
-    """As somebody copied it once."""
+    """State when somebody last copied the disk."""
     fails: bool = False

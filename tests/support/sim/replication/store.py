@@ -19,7 +19,7 @@ from shoal_server.etcd.records import assignments as records
 ETCD = "etcd"
 TIMEOUT_S = 1.0
 LATE_NEWS_S = 0.3
-"""The most by which a record that a watch has missed is told later than the one before."""
+"""Longest delay of a record that a watch has missed after the one before."""
 LOST_ANSWERS = 0.01
 LATE_WRITES = 0.1
 """The part of all requests that find etcd away, or cut off, and are carried out a little later."""
@@ -56,7 +56,7 @@ def decode(item: KeyValue) -> Stored:
 
 
 class SimStore:
-    """What is in etcd, who hears of it, and what the test looks at."""
+    """Contents of etcd, its watchers, and the test's view."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self.clock = clock
@@ -65,13 +65,13 @@ class SimStore:
         self.back_s = 0.0
         self.loses_answers = True
         self.replays_history = False
-        """Whether a watch that was cut off is told of all that it missed, record by record."""
+        """True if a watch that was cut off receives all that it missed, record by record."""
         self.run = "1"
-        """Of the job."""
+        """Run of the job."""
         self.records: dict[Key, ShardAssignment] = {}
-        """As they stand."""
+        """Present records."""
         self.listed_until_s: dict[Holder, float] = {}
-        """When the lease of each server that ever registered runs out, or ran out."""
+        """Expiry of the lease of each server that ever registered."""
         self.on_record: Callable[[Key, ShardAssignment | None, ShardAssignment], None] = (
             lambda key, old, new: None
         )
@@ -102,7 +102,7 @@ class SimStore:
         self.carry_out(work)
 
     def carry_out(self, work: Callable[[MemoryStore], Coroutine[Any, Any, T]]) -> T:
-        """Do it now, and have everybody hear of it who watches."""
+        """Do it now, and notify all watchers."""
         outcome = done(work(self.memory))
         found = done(self.memory.range(keys.ASSIGNMENTS))
         changed = [item for item in found.items if item.mod_revision > self._revision]
@@ -124,20 +124,21 @@ class SimStore:
         return {item.key.removeprefix(keys.SERVERS): item.value for item in found.items}
 
     def watch(self, process: SimProcess, note: Callable[[KeyValue], None]) -> "RecordWatch":
-        """Have a process hear of every record as it is, and of every newer one."""
+        """Send a process every present record, and every newer one."""
         watch = RecordWatch(self, process, note)
         self._watches.append(watch)
         watch.reconnect()
         return watch
 
     def mended(self) -> None:
-        """Who was cut off reconnects."""
+        """Reconnect watches that were cut off."""
         for watch in self._watches:
             watch.mended()
 
 
 class RecordWatch:
-    """Late, in order; once it was cut off, what stands is told, or all that came meanwhile."""
+    """Watch with delays, in order. After a cut it receives the present records, or all that it
+    missed."""
 
     def __init__(
         self, store: SimStore, process: SimProcess, note: Callable[[KeyValue], None]
@@ -149,7 +150,7 @@ class RecordWatch:
         self._last_s = 0.0
         self._is_broken = True
         self._missed: list[list[KeyValue]] | None = None
-        """None: it has not been told yet what there is."""
+        """None: it has not received the present records yet."""
 
     def tell(self, items: list[KeyValue], *, late_s: float = 0.0) -> None:
         if self._is_broken:
@@ -177,7 +178,7 @@ class RecordWatch:
             self._note(item)
 
     def mended(self) -> None:
-        """Nothing was written meanwhile that it missed, or it is told what stands."""
+        """Reconnect if it was cut off: it receives what it missed."""
         if self._is_broken:
             self.reconnect()
 
@@ -214,8 +215,8 @@ class StoreClient:
         answered: Callable[[T], None],
         failed: Callable[[bool], None],
     ) -> None:
-        """Of `answered` and `failed` one is called. It has failed: whether it may have been made,
-        or may be yet."""
+        """Ask etcd; calls one of `answered` and `failed`. `failed` gets whether the request may
+        have been carried out, or may be yet."""
         store, process = self._store, self._process
         chance = store.clock.random
 
@@ -257,7 +258,7 @@ class StoreClient:
         answered: Callable[[bool, Stored | None], None],
         failed: Callable[[bool], None],
     ) -> None:
-        """Compare-and-swap; answered with whether it was made, and what stands."""
+        """Compare-and-swap; answers with its success and the present record."""
 
         async def work(memory: MemoryStore) -> tuple[bool, Stored | None]:
             at = path(key, known.run)

@@ -24,11 +24,11 @@ _LEVELS = (Level.REPLICATED, Level.REPLICATED, Level.DURABLE, Level.APPLIED)
 
 @dataclass(eq=False)
 class Call:
-    """One push or pull, until it is answered for good."""
+    """One push or pull, until its final answer."""
 
     key: Key
     run: str
-    """Of the job, whose values it was computed on."""
+    """Run of the job whose values it was computed on."""
     update: Update | None
     level: Level
     attempt: int = 0
@@ -40,7 +40,7 @@ class SimWorker:
         self.name = f"w{number}"
         self.pushes = True
         self.open: dict[Key, Call] = {}
-        """What waits for an answer, by shard."""
+        """Calls that wait for an answer, by shard."""
         self.timeout_s = TIMEOUT_S
         self.num_answered = 0
         self._setting = setting
@@ -67,7 +67,8 @@ class SimWorker:
         self._send(self.open[key])
 
     def _send(self, call: Call) -> None:
-        """To whoever leads it by now, as somebody tells who can reach etcd; else a little later."""
+        """Send to the present primary according to a process that can reach etcd; else retry a
+        little later."""
         setting, chance = self._setting, self._setting.chance
         call.attempt += 1
         attempt = call.attempt
@@ -129,7 +130,7 @@ class SimWorker:
         self._later(call, attempt, RETRY_S)
 
     def _wait(self, call: Call, attempt: int, server: "SimServer", left_s: float) -> None:
-        """For an answer, for so long; the end of the process that is to give it is seen."""
+        """Wait for an answer, for this long; the end of the answering process is noticed."""
 
         def look() -> None:
             if call.attempt != attempt:

@@ -65,7 +65,7 @@ class ReplicationWorld:
         self.current: dict[str, SimServer] = {}
         """The newest process of each server."""
         self.snapshot: dict[Key, tuple[Update, ...]] = {}
-        """Of every shard, or of none."""
+        """Snapshot of every shard, or of none."""
         self._journals = journals
         self._num_starts = 0
         self._num_coordinators = 0
@@ -88,7 +88,7 @@ class ReplicationWorld:
         return server.copies.found.get(key) if server is not None and alive else None
 
     def _away_s(self, holder: Holder) -> float:
-        """For how long etcd has not listed that process."""
+        """Time for which etcd has not listed that process."""
         listed_until_s = self.store.listed_until_s.get(holder, 0.0)
         return max(0.0, self.clock.now_s - listed_until_s)
 
@@ -150,7 +150,7 @@ class ReplicationWorld:
         server.die()
 
     def wipe(self, server_id: str) -> None:
-        """Its disk is lost; the next process has an empty one."""
+        """Lose its disk; the next process has an empty one."""
         self.setting.note(server_id, "loses its disk")
         disk = self.setting.disks.pop(server_id, None)
         if disk is not None:
@@ -158,7 +158,7 @@ class ReplicationWorld:
         self.ledger.disk_lost(server_id)
 
     def save_disk(self, server_id: str) -> None:
-        """Somebody makes a copy of it."""
+        """Copy its disk."""
         disk = self.setting.disks.get(server_id)
         if disk is not None:
             self.setting.note(server_id, "has its disk copied")
@@ -173,7 +173,7 @@ class ReplicationWorld:
             self.ledger.disk_lost(server_id)
 
     def begin_anew(self) -> None:
-        """All that etcd had of the job is gone, and it is placed once more."""
+        """Delete all that etcd has of the job, and place it once more."""
         self.setting.note("operator", "begins the job anew")
         present = [server.me for server in self.living]
         fresh = {}
@@ -183,7 +183,7 @@ class ReplicationWorld:
         self.store.begin_anew(fresh)
 
     def take_snapshot(self) -> None:
-        """If every shard is led, as its primary has it applied."""
+        """Take a snapshot of what each primary has applied, if every shard is led."""
         copies = {key: self._copy_of(self.store.records[key].primary, key) for key in self.keys}
         led = {key: c for key, c in copies.items() if c is not None and c.takes_pushes}
         if len(led) == len(self.keys):
@@ -257,7 +257,7 @@ class ReplicationWorld:
     # --- the end ---
 
     def calm(self, *, accepts_loss: bool) -> None:
-        """From now on nothing more fails; every server is started again."""
+        """Stop all faults; start every server again."""
         self.setting.note("world", "all faults stop")
         self.store.loses_answers = False
         self.network.mend_all()
@@ -300,7 +300,7 @@ class ReplicationWorld:
         return until is None or until()
 
     def unrest(self) -> str:
-        """What is not as it should be once nothing fails any more; empty if all is."""
+        """Describe what is wrong once no fault acts any more; empty if all is well."""
         living = [s.me for s in self.setting.servers.values() if s.process.alive]
         if len(living) > len(self.living):
             return f"one of {living} has not noticed that another process has its id"

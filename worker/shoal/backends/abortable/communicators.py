@@ -42,8 +42,8 @@ def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWai
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Collective: make what carries a message between a rank of the group and the next one, where
-    that is no part of the group's communicator. Raises as `add_subgroups`."""
+    """Collective: make the connections that carry messages between a rank of the group and the next
+    rank, if the group's communicator does not include them. Raises as `add_subgroups`."""
     if not takes_batches(group, device):
         return
     rank, waiter = group.rank(), AbortableWaiter(whole)
@@ -70,7 +70,7 @@ def _connect_by(
     reason = completion.wait()
     waiter.forget()
     if reason:
-        # Of a kind that every backend knows for a failure of the group.
+        # A class that every backend recognises as a failure of the group.
         raise dist.DistBackendError(reason)
 
 

@@ -1,8 +1,8 @@
-"""Sends and receives that a cut frees the trainer from, also where Gloo does not end them.
+"""Sends and receives from which a cut frees the trainer, even if Gloo does not end them.
 
-A message that is written to a connection which was just reset is never told of as failed (seen:
-`SendWork.wait` until the group's limit, once in a hundred cuts), and such a message has no future
-whose end could be listened for. So another thread waits in the trainer's place.
+Gloo never reports the failure of a message that is written to a connection which was just reset
+(seen: `SendWork.wait` until the group's limit, once in a hundred cuts). Such a message has no
+future with a callback either. So another thread waits in the trainer's stead.
 """
 
 import queue
@@ -29,7 +29,7 @@ class Message(Protocol):
 class AbortableP2P:
     """The messages of one rank in one group. One thread at a time waits for them.
 
-    It may stand for the group where torch's pipelining sends and receives.
+    torch's pipelining can send and receive through it as if it were the group.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class AbortableP2P:
         """True if messages of one rank wait for each other unless they are posted as one batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._has_thread = False
-        # Whoever forgets to close it leaves no thread behind.
+        # An owner that forgets `close` leaves no thread behind.
         weakref.finalize(self, self._orders.put, None)
 
     @property
     def group_name(self) -> str:
-        """The group's: by it torch's pipelining (since 2.14) tells apart where it sends."""
+        """The group's name. torch's pipelining (since 2.14) tells groups apart by it."""
         name: str = self.group.group_name
         return name
 
@@ -70,11 +70,11 @@ class AbortableP2P:
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> Message:
-        """Begin to send and receive all of these: one message to wait for, which has failed if one
-        of them has.
+        """Begin to send and receive all of these. The result is one message to wait for; it fails
+        if any of them fails.
 
-        None of them waits for another: two ranks that send to each other at the same time, and one
-        by one, wait for good over NCCL once a message is longer than its buffers.
+        None of them waits for another. Over NCCL, two ranks that send to each other one message at
+        a time would wait for ever once a message is longer than its buffers.
         """
 
         def begin() -> list[Message]:
@@ -93,7 +93,7 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """No message will be waited for any more. Quick, may be called twice."""
+        """End the waiting thread: no message is waited for any more. Quick; may be called twice."""
         if self._has_thread:
             self._orders.put(None)
             self._has_thread = False
@@ -113,7 +113,7 @@ class AbortableP2P:
         reason = completion.wait()
         self._waiter.forget()
         if reason:
-            # Of a kind that every backend knows for a failure of the group.
+            # A class that every backend recognises as a failure of the group.
             raise dist.DistBackendError(reason)
 
 

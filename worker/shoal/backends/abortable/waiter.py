@@ -1,4 +1,4 @@
-"""Where a trainer waits for collectives, so that it can be let through when one does not end."""
+"""Waits of a trainer for its collectives, which end when another thread aborts them."""
 
 import threading
 import weakref
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""What a waiting thread is let through: the reason if what it waited for has failed, or ""."""
+"""Ends a wait: set to the reason if the awaited work failed, else to ""."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,10 @@ class Underway:
     completion: Completion
 
     def wait(self) -> None:
-        """Return when it has ended; raises RuntimeError if it failed or was aborted.
+        """Return when the collective has ended. Raises RuntimeError if it failed or was aborted.
 
-        NCCL's work is complete as soon as it is begun, and its result is not there yet: only behind
-        `work.wait()` does the stream of this thread compute with it.
+        NCCL's work completes before its result is there. Only after `work.wait()` does the stream
+        of this thread compute with the result.
         """
         reason = self.completion.wait()
         if reason:
@@ -49,7 +49,7 @@ class AbortableWaiter:
         self._lock = threading.Lock()
         self._pending: list[Completion] = []
         self.num_ended = 0
-        """Of all waits so far. Any thread."""
+        """Number of waits that have ended so far. Any thread may read it."""
         if group is not None:
             self.attach(group)
 
@@ -69,28 +69,29 @@ class AbortableWaiter:
             self.forget()
 
     def begin(self, work: dist.Work) -> "Underway":
-        """The collective, to be waited for later, behind others of the same trainer."""
+        """Return the collective as something to wait for later, after others of the same
+        trainer."""
         return Underway(work, self.completion_of(work))
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is still on its way. Any thread."""
+        """True if any completion is pending. Any thread."""
         return bool(self.pending())
 
     def pending(self) -> list[Completion]:
-        """What is on its way. Any thread."""
+        """Completions that are not set yet. Any thread."""
         return [completion for completion in list(self._pending) if not completion.done()]
 
     def abort(self, reason: str) -> None:
-        """Let nobody wait for Gloo any longer. Any thread."""
+        """End all waits for Gloo. Any thread."""
         if self._for_good:
-            # First: whoever begins something now is not seen below.
+            # First: the loop below does not see what another thread begins from now on.
             self._aborted = f"given up between two collectives: {reason}"
         for completion in list(self._pending):
             self.complete(completion, f"gloo did not end what it did before the cut: {reason}")
 
     def new_completion(self) -> Completion:
-        """One more thing that the trainer may wait for. `complete` sets it."""
+        """Make a completion for the trainer to wait for. `complete` sets it."""
         completion: Completion = torch.futures.Future()
         self._pending.append(completion)
         if self._aborted:
@@ -98,7 +99,7 @@ class AbortableWaiter:
         return completion
 
     def completion_of(self, work: dist.Work) -> Completion:
-        """What is set when the collective has ended, well or not."""
+        """Return a completion that is set when the collective has ended, well or not."""
         completion = self.new_completion()
         work.get_future().add_done_callback(partial(self._finished, completion))
         return completion
@@ -114,14 +115,14 @@ class AbortableWaiter:
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """Let go of whoever waits; `reason`: why it failed, or empty. Any thread."""
+        """End the wait for this completion. `reason`: why the work failed, or "". Any thread."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1
                 completion.set_result(reason)
 
     def forget(self) -> None:
-        """What was waited for is over."""
+        """Drop all completions: their waits are over."""
         self._pending.clear()
 
 

@@ -24,8 +24,8 @@ PLUGIN = "shoal_in_memory"
 
 
 class InMemoryGroup(CollectiveGroup):
-    """One rank's view of a group. What is asked for without waiting happens when the last rank
-    asks for it, on that rank's thread; tensors belong to the operation until then."""
+    """One rank's view of a group. An asynchronous operation is carried out when the last rank asks
+    for it, on that rank's thread; until then its tensors belong to the operation."""
 
     def __init__(self, meeting: Meeting, rank: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, len(meeting.ranks), name, timeout_s)
@@ -209,7 +209,7 @@ def open_world(hub: Hub, rank: int) -> None:
 
 
 def _create(options: Any, unused: Any) -> InMemoryGroup:
-    """For torch: the default group, or one more that `new_group` asked for."""
+    """Make a group for torch: the default group, or one that `new_group` asked for."""
     world = own_world()
     if world is None:
         raise InvalidSpec(

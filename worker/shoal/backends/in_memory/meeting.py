@@ -1,9 +1,9 @@
-"""Where ranks that are threads of one process meet: collectives and messages between them.
+"""Collectives and messages between ranks that are threads of one process.
 
-A `Hub` is what the ranks of one job share, and all that they share; a `Meeting` is one group of
-them. The rank that comes last computes for all, in the order of ranks, so that a result does not
-depend on who came when. Every wait ends at its deadline, and at once when the job has failed or
-when a rank that it needs has ended.
+A `Hub` is all that the ranks of one job share; a `Meeting` is one group of them. The last rank to
+arrive computes for all, in the order of ranks, so a result does not depend on the order of arrival.
+Every wait ends at its deadline; it ends at once when the job fails or when a rank that it needs has
+ended.
 """
 
 import threading
@@ -42,7 +42,7 @@ class Hub:
             self.changed.notify_all()
 
     def end(self, rank: int) -> None:
-        """This rank takes part in nothing any more: who waits for it need not wait."""
+        """Mark this rank as ended: it takes part in nothing any more, and waits for it end."""
         with self.changed:
             self.ended.add(rank)
             self.changed.notify_all()
@@ -89,7 +89,7 @@ class Hub:
 
 
 class _Call:
-    """One collective: what each rank handed in, then whether and how it ended."""
+    """One collective: each rank's input, then if and how it ended."""
 
     def __init__(self) -> None:
         self.posted: dict[int, tuple[str, Any]] = {}
@@ -98,12 +98,12 @@ class _Call:
 
 
 class Meeting:
-    """One group. Ranks here are places in the group."""
+    """One group. Ranks here are positions in the group."""
 
     def __init__(self, hub: Hub, ranks: tuple[int, ...]) -> None:
         self.hub = hub
         self.ranks = ranks
-        """Of the job, by place in the group."""
+        """Ranks of the job, by position in the group."""
         self.joined: set[int] = set()
         self._calls: dict[int, _Call] = {}
         self._numbers: Counter[int] = Counter()

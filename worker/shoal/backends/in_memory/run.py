@@ -19,19 +19,19 @@ T = TypeVar("T")
 def run_in_memory(
     body: Callable[..., T], world_size: int, *arguments: Any, timeout_s: float = 60.0
 ) -> list[T]:
-    """What `body(*arguments)` returns on each rank, by rank; the ranks are threads.
+    """Run `body(*arguments)` on ranks that are threads; return its results by rank.
 
-    In each of them torch.distributed is initialised with a world of its own: `dist.get_rank()`,
+    torch.distributed is initialised in each thread with a world of its own: `dist.get_rank()`,
     collectives, `new_group`, `init_device_mesh`, DDP, `fully_shard`, DTensor and pipelining work.
     Several runs at once, also one within another, share nothing. `timeout_s` limits each wait for
     another rank.
 
-    A rank that raises ends the waits of all others at once; its error, the first one, is raised
-    here with a note that names the rank. DeadlineExceeded if a rank then does not end within
-    `timeout_s`, because it waits for something else than a rank.
+    A rank that raises ends the waits of all others at once. The first error is raised here, with a
+    note that names the rank. Raises DeadlineExceeded if a rank then does not end within
+    `timeout_s`, because it waits for something other than a rank.
 
-    What torch keeps once for a process the ranks share: its random generator above all. A model
-    that has to be the same on all ranks is made before, and copied by each of them.
+    The ranks share what torch keeps once per process, above all its random generator. Make a model
+    that must be the same on all ranks beforehand, and copy it in each rank.
     """
     world_size = as_index("world_size", world_size)
     timeout_s = as_number("timeout_s", timeout_s)

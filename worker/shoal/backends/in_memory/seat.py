@@ -20,7 +20,7 @@ from shoal_proto.errors import GenerationBroken
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
-"""By token. Rank 0 keeps its own alive until it retires."""
+"""Hubs by token. Rank 0 keeps its own alive until it retires."""
 
 
 class InMemoryBackend:
@@ -75,7 +75,7 @@ class InMemorySeat:
             hub.fail(self._reason)
 
     def check(self) -> None:
-        """Nothing to look at: an operation that a cut has ended raises."""
+        """Do nothing: an operation that a cut has ended raises by itself."""
 
     def retire(self) -> None:
         with self._lock:
@@ -88,7 +88,7 @@ class InMemorySeat:
             unbind()
 
     def keep_for_ever(self) -> None:
-        """No operation goes on for ever here: a wait ends at its deadline or when it is cut."""
+        """Do nothing: every wait here ends at its deadline or when it is cut."""
 
     def _find_hub(self) -> Hub:
         seat = self._seat

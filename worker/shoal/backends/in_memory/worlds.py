@@ -1,10 +1,10 @@
-"""What torch.distributed knows of the world, for each thread its own.
+"""torch.distributed's registries of groups, one set for each thread.
 
-torch keeps its groups in registries of the process: a table in Python and one in C++. While some
-thread is a rank of an in-memory job, the first is a proxy that shows each such thread its own
-table and every other thread torch's; the second is switched to a table per thread, a mode that
-torch has. And what DTensor keeps for a mesh must not pass from one rank to another, so that meshes
-are told apart by their world. All is put back when the last such thread is done.
+torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
+thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
+table, and every other thread sees torch's. The C++ table is switched to torch's mode of one table
+per thread. DTensor's caches for a mesh must not pass from one rank to another, so meshes are told
+apart by their world. All is restored when the last such thread is done.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class RankWorld:
         self.hub = hub
         self.rank = rank
         self.number = next(_numbers)
-        """No other world of the process ever has it."""
+        """Unique among the worlds of this process, past ones included."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}
@@ -42,7 +42,7 @@ class RankWorld:
         self.pg_coalesce_state: dict[Any, Any] = {}
         self.comms: list[Any] = []
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
-        """Since torch 2.14."""
+        """Exists since torch 2.14."""
 
 
 class _Own(threading.local):
@@ -50,10 +50,10 @@ class _Own(threading.local):
 
 
 class _WorldOfThread:
-    """Stands in for torch's table.
+    """Replaces torch's table of groups.
 
-    A thread that is no rank sees torch's own, and what is known of any rank's group: so one that a
-    rank started (to write a checkpoint, say) can use the groups it was given.
+    A thread that is no rank sees torch's own table and the groups of all ranks. So a thread that a
+    rank started (to write a checkpoint, say) can use the groups that it was given.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Stands in for the mark by which torch tells equal meshes of its own test threads apart."""
+    """Replaces the mark by which torch tells equal meshes of its own test threads apart."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]

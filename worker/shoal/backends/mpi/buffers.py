@@ -74,18 +74,18 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def octets(tensor: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor of whatever kind."""
+    """The memory of a contiguous tensor of any dtype, as bytes for MPI."""
     return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
-    """The parts that lie one behind the other in the memory of `whole`."""
+    """Describe to MPI the parts that follow each other in the memory of `whole`."""
     memory, kind = octets(whole)
     return [memory, [part.numel() * part.element_size() for part in parts], kind]
 
 
 def joined(parts: Sequence[Tensor], *, fill: bool) -> Tensor:
-    """Memory for all parts, one behind the other; with what they hold, or for what they will."""
+    """Return memory for all parts, one after the other; with their contents if `fill`."""
     if fill:
         return torch.cat([part.reshape(-1) for part in parts])
     return parts[0].new_empty(sum(part.numel() for part in parts))

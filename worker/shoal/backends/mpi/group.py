@@ -31,7 +31,7 @@ from shoal_proto.errors import InvalidSpec
 
 PLUGIN = "shoal_mpi"
 TIMEOUT_S = 1800.0
-"""As torch's own backends have it."""
+"""The same as that of torch's own backends."""
 
 
 def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
@@ -56,7 +56,7 @@ def init_mpi(timeout_s: float = TIMEOUT_S) -> None:
 
 
 class MpiGroup(CollectiveGroup):
-    """One rank's view of a group: a communicator."""
+    """One rank's view of a group: an MPI communicator."""
 
     def __init__(
         self, world: MpiWorld, communicator: MPI.Intracomm, name: str, timeout_s: float
@@ -191,7 +191,7 @@ class _Requested(Pending):
 
 
 class _Received(_Requested):
-    """A message, which MPI would also take for one that is shorter than what is to be received."""
+    """Receive of a message. It checks the length: MPI would accept a shorter message as well."""
 
     def __init__(self, group: MpiGroup, flight: Flight, taken: Tensor, tensor: Tensor) -> None:
         super().__init__(group, "recv", [tensor], flight, self._take)
@@ -215,7 +215,7 @@ _world: MpiWorld | None = None
 
 
 def _create(options: Any, unused: Any) -> MpiGroup:
-    """For torch: the default group, or one more that `new_group` asked for."""
+    """Make a group for torch: the default group, or one that `new_group` asked for."""
     if _world is None:
         raise InvalidSpec(f"the backend {PLUGIN} is begun with shoal.init_mpi()")
     ranks = options.global_ranks_in_group

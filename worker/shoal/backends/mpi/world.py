@@ -1,9 +1,9 @@
-"""What the ranks of an MPI job tell each other beside their data, and how they wait.
+"""Control messages between the ranks of an MPI job, and waits with deadlines.
 
-MPI by itself waits for ever, and a rank that ends alone makes the launcher kill the rest. So every
-operation is one that does not block, polled under a deadline; a rank that fails says so on a
-communicator of its own, which every wait polls too; and at the end of a failed job the ranks wait a
-moment for each other, so that each has raised its error before the launcher ends them all.
+Plain MPI waits for ever, and a rank that ends alone makes the launcher kill the rest. So every
+operation is non-blocking and polled under a deadline. A rank that fails says so on a separate
+communicator, which every wait polls too. At the end of a failed job the ranks wait a moment for
+each other, so that each has raised its error before the launcher ends them all.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 GOODBYE_S = 5.0
-"""How long a failed job's ranks wait for each other before the first one ends all."""
+"""Time for which a failed job's ranks wait for each other before the first one ends all."""
 MAX_REASON_BYTES = 2048
 _FAILED, _GONE = 1, 2
 _SPINS = 200
@@ -38,7 +38,7 @@ class Flight:
         self._landed = False
 
     def landed(self) -> bool:
-        """Whether all are complete, with or without an error. Any thread: MPI permits one."""
+        """True if all requests are complete, with or without an error. Any thread."""
         with self._lock:
             if not self._landed:
                 try:
@@ -138,7 +138,7 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """At the end of the process: one of a job that failed must not wait for the others."""
+        """Run at exit: a rank of a failed job must not wait for others in MPI's finalisation."""
         self._listen()
         if not self.failure:
             return  # mpi4py finalises

@@ -2,7 +2,7 @@
 
 `ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and raises then. An
 abort of one group may wait, in cudaFree, for a kernel of another group that waits for a lost peer
-(pytorch issue 119797). So each has a thread, and each group's kernels are told to end at once.
+(pytorch issue 119797). So each abort has a thread, and all groups' kernels are ended at once.
 """
 
 import threading

@@ -1,8 +1,8 @@
-"""The addresses that Gloo's ranks announce, as long for thousands of ranks as for a few.
+"""Compact form of the addresses that Gloo's ranks announce: no longer for thousands of ranks.
 
-A rank announces its listener and, for each of N peers, the number of the pair that the two are:
-8 N bytes, in which each number is mostly one more than the number before it. Written as runs of
-equal differences they take a few bytes. Any other value is kept as it is, behind one byte.
+A rank announces its listener and, for each of N peers, the number of their connection: 8 N bytes,
+in which most numbers are one more than the number before. Written as runs of equal differences they
+take a few bytes. Any other value is kept unchanged, after one byte that says so.
 """
 
 import struct
@@ -18,16 +18,16 @@ Array = npt.NDArray[Any]
 _WORD_BYTES = 8
 _AS_IT_IS, _AS_RUNS = b"\0", b"\1"
 _REST = struct.Struct("<B")
-"""How many bytes stand before the first whole word, counted from the end."""
+"""Number of bytes before the first whole word, counted from the end."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
 _EDGE_WORDS = 32
-"""Of a run, on both sides, are left: more than the address of a socket has."""
+"""Number of words kept at both ends of a run: more than a socket's address has."""
 MAX_WORDS = 1 << 20
-"""Of a value: of a million ranks."""
+"""Longest value, in words: that of a million ranks."""
 
 
 def compact(value: bytes) -> bytes:
-    """Another form of the value: of at most one byte more, and of few bytes for an address."""
+    """Encode the value: at most one byte longer, and only a few bytes for an address."""
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
     differences = np.diff(words, prepend=np.int64(0))
@@ -40,7 +40,7 @@ def compact(value: bytes) -> bytes:
 
 
 def expand(told: bytes) -> bytes:
-    """What was made compact. Raises MalformedMessage."""
+    """Decode what `compact` encoded. Raises MalformedMessage."""
     form, body = told[:1], told[1:]
     if form == _AS_IT_IS:
         return body
@@ -57,9 +57,9 @@ def expand(told: bytes) -> bytes:
 
 
 def without_runs(value: bytes) -> bytes:
-    """The value without the middle of each long run of equal differences: the numbers of pairs.
+    """Cut the middle out of each long run of equal differences, which are the pairs' numbers.
 
-    Whatever else stands in it, as the address of a listener, is left in one piece.
+    Everything else in the value, such as the address of a listener, stays in one piece.
     """
     rest = len(value) % _WORD_BYTES
     words = np.frombuffer(value, dtype="<i8", offset=rest)
@@ -72,7 +72,7 @@ def without_runs(value: bytes) -> bytes:
 
 
 def _runs(differences: Array) -> tuple[Array, Array]:
-    """Where each run of equal ones starts, and how long it is."""
+    """Return the start and the length of each run of equal differences."""
     starts = np.flatnonzero(np.append(True, differences[1:] != differences[:-1]))
     starts = starts[: len(differences)]
     return starts, np.diff(starts, append=len(differences))

@@ -20,28 +20,28 @@ class Event(Protocol):
 
 
 class DeviceProgress:
-    """Looks from time to time if a device gets on with what the trainer gave it. For one thread.
+    """Checks from time to time if a device advances in the trainer's work. For one thread.
 
-    A collective that waits for a lost peer never ends, and a trainer that waits for the device then
-    stands anywhere: in the script's own `loss.item()`, with its processor busy. The device stands
-    still there, whereas it is idle behind a script that stands still.
+    A collective that waits for a lost peer never ends. A trainer that waits for the device then
+    hangs anywhere, as in the script's own `loss.item()`, with its processor busy. The device hangs
+    in that case, whereas a script that hangs by itself leaves it idle.
     """
 
     def __init__(self, record: Callable[[], Event | None]) -> None:
-        """`record`: an event behind all that the trainer gave the device so far; None if none can
-        be recorded now."""
+        """`record` returns an event after all work that the trainer gave the device so far, or None
+        if none can be recorded now."""
         self._record = record
         self._event: Event | None = None
         self._since_s = 0.0
         self._is_failed = False
 
     def stands_since_s(self, now_s: float) -> float | None:
-        """Time of the look since which the device has not come to the end of what it had to do
-        then; None: it has."""
+        """Time of the check since which the device has not finished the work that it had then; None
+        if it has finished."""
         if self._is_failed:
             return None
         try:
-            # Whoever captures a graph must not be disturbed by a query of another thread.
+            # A query from another thread must not disturb a thread that captures a graph.
             with _capturing.excluded() as is_free:
                 if not is_free:
                     self._event = None
@@ -50,7 +50,7 @@ class DeviceProgress:
                     self._event, self._since_s = self._record(), now_s
                     return None
         except RuntimeError as error:
-            # The trainer is told of it by its own next call.
+            # The trainer learns of the failure from its own next call.
             self._is_failed, self._event = True, None
             log.warning("device_not_watched", reason=str(error)[:300])
             return None
@@ -65,7 +65,7 @@ class _Capturing:
         self._num_captures = 0
 
     def watch(self) -> None:
-        """Know of each capture that begins from now on. May be called again."""
+        """Track each capture that begins from now on. May be called again."""
         before_calls(torch.cuda.CUDAGraph, "capture_begin", lambda *_, **__: self._count(1))
         after_calls(torch.cuda.CUDAGraph, "capture_end", lambda: self._count(-1))
 
@@ -74,7 +74,7 @@ class _Capturing:
             self._num_captures = max(self._num_captures + change, 0)
 
     def excluded(self) -> "_Excluded":
-        """A block in which no capture begins; its value is False if one is under way."""
+        """Return a block in which no capture begins. Its value is False if one is in progress."""
         return _Excluded(self)
 
 
@@ -94,7 +94,7 @@ _capturing = _Capturing()
 
 
 def cuda_progress(device: torch.device) -> DeviceProgress:
-    """Progress of the stream on which the trainer of this GPU works by itself."""
+    """Progress of the default stream of this trainer's GPU."""
     _capturing.watch()
 
     def record() -> Event:

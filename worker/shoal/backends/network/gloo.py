@@ -1,10 +1,10 @@
 """Gloo groups that can be cut: collectives on CPU that a lost peer cannot hold up.
 
-Gloo has no way to abort. A peer that dies is seen by its neighbours only, one that stops by nobody
-before the timeout, and a group whose operation hangs cannot be destroyed. So the group's own
-connections are shut down under it; what waits then raises within milliseconds, and the failure of
-each member runs on through the ring. While the group still connects there may be nothing to shut
-down: a member that waits for a peer's call is then called by itself and hung up on.
+Gloo has no way to abort. Only neighbours notice a peer that dies, nobody notices before the timeout
+one that stops, and a group with an operation that hangs cannot be destroyed. So a cut shuts down
+the group's own connections: waiting operations raise within milliseconds, and the failure of each
+member runs on through the ring. A group that still connects may have no connection to shut down. If
+this member waits for a peer to connect to it, it connects to its own listener and hangs up.
 """
 
 import socket
@@ -65,8 +65,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: what else torch is to make for the group, such as "cuda:nccl"; whoever asks for
-        it ends what runs there."""
+        """`beside`: another backend that torch makes for the group, such as "cuda:nccl". The caller
+        that asks for it ends its operations."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -101,7 +101,7 @@ class GlooGroup:
             finally:
                 _ready.clear()
                 sys.excepthook = hook
-                # Also where torch failed behind that: `retire` lets go of it.
+                # Set also if torch failed after that: `retire` then forgets the group.
                 self._is_default = dist.is_initialized()
         finally:
             with self._lock:
@@ -132,7 +132,7 @@ class GlooGroup:
             )
 
     def check(self) -> None:
-        """Nothing to look at: an operation that a cut has ended raises."""
+        """Do nothing: an operation that a cut has ended raises by itself."""
 
     def retire(self) -> None:
         self.let_go(dist.destroy_process_group)
@@ -154,8 +154,8 @@ class GlooGroup:
             self._live.drop()
 
     def _reconnect(self) -> Any | None:
-        """The group of the generation before, connected to the members of this one; None on all of
-        them alike where they are to make a new one."""
+        """Return the group of the generation before, connected to the members of this one. None, on
+        all members alike, if they have to make a new one."""
         if self._live is None:
             return None
         started_s = time.perf_counter()
@@ -170,7 +170,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Sends and receives keep to this one for good, so it cannot be that of connecting.
+        # Sends and receives keep this timeout, so it cannot be that of connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size)
         with self._within_limit():
@@ -225,7 +225,7 @@ _current: list[GlooGroup] = []
 
 
 def _create(options: Any, unused: Any) -> Any:
-    """For torch: the default group, or one more that the user's own `new_group` asked for."""
+    """Make a group for torch: the default group, or one for the user's own `new_group`."""
     if _ready:
         owner, gloo = _ready.pop()
         _current[:] = [owner]

@@ -136,7 +136,7 @@ class NcclGroup:
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # Also those of meshes: whoever waits there is to be let go too.
+        # Groups of meshes too: waits in them have to end as well.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.let_go(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups that were made behind the cut, or that torch's watchdog has aborted one of.
+        # Also groups that were made after the cut, or of which torch's watchdog has aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -169,7 +169,8 @@ class NcclGroup:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, where NCCL would fail in each generation again."""
+        """Raise InvalidSpec, on all ranks, if ranks share a GPU: NCCL would fail in each
+        generation."""
         if group.size() == 1:
             return
         own = torch.tensor(list(self._device.identity().encode().ljust(_ID_BYTES, b"\0")))

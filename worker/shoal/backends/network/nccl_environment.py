@@ -20,7 +20,7 @@ REQUIRED: Mapping[str, str] = {
     # The monitor ends a process whose watchdog gave no sign for some minutes: one that was stopped
     # or suspended, or whose abort hangs. Heartbeats find these.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # What is written before an abort keeps the trainer waiting for it.
+    # The trainer waits for an abort, and longer if it writes a dump first.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
     # A report of all ranks before an abort, through the store; it needs an ending process.
@@ -28,7 +28,7 @@ REQUIRED: Mapping[str, str] = {
     # A device assertion on the first NaN, after which the process cannot use its GPU: one gradient
     # that is not finite, as AMP meets them, would be the end of it.
     "TORCH_NCCL_NAN_CHECK": "0",
-    # An error is told to all ranks through the store, whose coordinator tells of losses itself.
+    # An error would reach all ranks through the store; its coordinator reports losses itself.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Values that let a member survive an error of NCCL."""
@@ -64,8 +64,8 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Others that torch reads when a group is made. It raises for what is neither, also for an empty
-value, in each generation anew; and as an error of NCCL, which is taken for the loss of a peer."""
+"""Other variables that torch reads when it makes a group. An invalid or empty value makes it raise
+in each generation, as an error of NCCL, which would look like the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
@@ -76,7 +76,7 @@ def require_survival(environment: MutableMapping[str, str]) -> None:
     """
     for name in (*_BLOCKING, *_SWITCHES, *_NUMBERS):
         if not environment.get(name, "empty").strip():
-            # As images leave it that mean to unset it.
+            # Images set a variable to an empty value to unset it.
             del environment[name]
     _check_readable(environment)
     for name in _BLOCKING:

@@ -1,4 +1,4 @@
-"""Which GPU is this worker's, where several workers of a host see the same ones."""
+"""Assignment of a GPU to this worker if several workers of a host see the same GPUs."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,15 +16,15 @@ _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 
 @dataclass(frozen=True, kw_only=True)
 class LocalPlace:
-    """One worker among those that its launcher runs on this host."""
+    """Index of one worker among those that its launcher runs on this host."""
 
     rank: int = 0
     world_size: int = 1
 
     def gpu(self, num_visible: int) -> int | None:
-        """The index of its GPU among so many that it sees; None where there is not one for each.
+        """Index of this worker's GPU among `num_visible`; None if there is not one for each worker.
 
-        A worker that sees a single one was given that one by whoever hides the others.
+        A worker that sees a single GPU uses it: the launcher or scheduler has hidden the others.
         """
         if num_visible == 1:
             return 0
@@ -33,9 +33,9 @@ class LocalPlace:
     def check(
         self, index: int, num_visible: int, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Raise InvalidSpec for a model on the GPU of this index, if that is not this worker's.
+        """Raise InvalidSpec if the GPU of this index, which holds the model, is not this worker's.
 
-        Where nothing hides GPUs and the host has one, that is the one of all its workers.
+        A single GPU that no variable has selected is that of all workers of the host.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
@@ -62,7 +62,7 @@ class LocalPlace:
 
 
 def shares_gpu(environment: Mapping[str, str]) -> bool:
-    """True if NCCL is told that several ranks may have one GPU."""
+    """True if NCCL is configured to let several ranks share one GPU."""
     return environment.get(SHARES_GPU, "") == "1"
 
 
@@ -85,10 +85,10 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 @contextmanager
 def own_gpu_used(place: LocalPlace) -> Iterator[None]:
-    """Within, this worker's GPU is the one that "cuda" means. Does nothing if there is one or none.
+    """Make "cuda" mean this worker's GPU within the block. Does nothing with one GPU or none.
 
-    It stays so behind the block, where a script evaluates what it has trained; but not behind an
-    error.
+    The setting remains after the block, for a script that evaluates what it has trained, but is
+    restored after an error.
     """
     if not torch.cuda.is_available() or (num_visible := torch.cuda.device_count()) < 2:
         yield
@@ -104,7 +104,7 @@ def own_gpu_used(place: LocalPlace) -> Iterator[None]:
 
 
 def check_gpu(place: LocalPlace, device: torch.device) -> None:
-    """As `LocalPlace.check`, of the device that a model is on; NCCL is to use that one."""
+    """Check the device of a model as `LocalPlace.check` does, and make NCCL use that device."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -1,9 +1,9 @@
-"""Whether the other ranks of a Gloo group are still connected.
+"""Check if the other ranks of a Gloo group are still connected.
 
 A collective whose peer has hung up ends with an error, as a rule within milliseconds. But a write
 to a connection that was just reset can leave Gloo waiting for as long as a collective may take,
-with nothing left to shut down. A trainer is freed from that with its generation; a thread of its
-own that waits, for a checkpoint say, looks at the connections.
+with nothing left to shut down. The end of a generation frees its trainer from that wait. A separate
+thread that waits, for a checkpoint say, checks the connections instead.
 """
 
 import threading
@@ -26,7 +26,7 @@ STUCK_AFTER_S = 5.0
 """A collective one of whose ranks has hung up has failed by then, or it does not end."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
-"""By Gloo group of this process: where its ranks have told their addresses."""
+"""Stores by Gloo group of this process, with the addresses that the group's ranks announced."""
 
 
 def connected_by(gloo: Any, addresses: AddressStore) -> None:
@@ -35,7 +35,8 @@ def connected_by(gloo: Any, addresses: AddressStore) -> None:
 
 
 class PeerConnections:
-    """Of one group of a session, on Gloo. For the thread that waits for its collectives."""
+    """The connections of one group of a session, on Gloo. For the thread that waits for its
+    collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -66,5 +67,5 @@ class PeerConnections:
 
 
 def _setting(ended: threading.Event) -> Callable[[Any], None]:
-    """Nothing else is held by the collective."""
+    """Return a callback that sets the event. The collective keeps no other reference."""
     return lambda _: ended.set()

@@ -1,12 +1,13 @@
 """One Gloo group that goes from generation to generation, by torch's own `reconfigure`.
 
-torch leaves open who takes part, in which order and under which number: here the agreed generation
-says so. Each member tells its handle in the store of the generation; with the handles of all ranks,
-by rank, the group connects anew. Whether it did is told there as well, and the generation runs over
-it only if it did on every member. Otherwise all of them go back to a new group.
+torch leaves members, order and number of a group open; here the agreed generation defines them.
+Each member writes its handle to the store of the generation. With the handles of all ranks, by
+rank, the group connects anew. Each member reports success in the store as well, and the generation
+uses the group only if all members succeeded. Otherwise all of them make a new group.
 
-torch's handle of Gloo is the rank and the number of the group's last generation. It is unique among
-the members of a generation as long as whoever begins, or begins anew, does so with its rank in it.
+torch's handle for Gloo is the rank and the number of the group's last generation. It is unique
+among the members of a generation as long as a member that begins, or begins anew, uses its rank in
+it.
 """
 
 import weakref
@@ -28,18 +29,18 @@ from shoal_proto.errors import GenerationBroken, ShoalError
 log = structlog.get_logger(__name__)
 
 RECONFIGURE_S = 15.0
-"""All members are there when it begins; what takes longer is given up by all."""
+"""All members are present when it begins; all give it up after this time."""
 MAX_REASON_CHARS = 300
 _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """Of one process. All methods are the trainer's; one group takes it at a time."""
+    """The Gloo group of one process. Methods are for the trainer; one group uses it at a time."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
         self._live: list[ReconfigurableGloo] = []
-        """One, or none: whoever frees it empties the list."""
+        """One group or none; the code that frees it empties the list."""
         # Freeing joins its threads: never the trainer, nor the end of the process.
         weakref.finalize(self, _free, self._live)
 
@@ -76,7 +77,7 @@ class LiveGloo:
     def _handle(self, seat: Seat) -> str:
         address, timeout_s = seat.address, seat.collective_s
         if self._live:
-            # Of a listener that each generation has for itself, a cut tells its connections.
+            # With a listener for each generation, a cut can tell which connections belong to it.
             self._live[0].renew(address=address, timeout_s=timeout_s)
         else:
             made = ReconfigurableGloo(
@@ -86,7 +87,7 @@ class LiveGloo:
         return self._live[0].handle()
 
     def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_Told") -> bytes:
-        """What went wrong; empty: nothing."""
+        """Reconfigure the group. Returns the failure; empty if there was none."""
         try:
             self._live[0].reconfigure(
                 seat.generation,
@@ -97,7 +98,7 @@ class LiveGloo:
             raise
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
-            # Whoever waits for this rank's address must not wait until the limit.
+            # Ranks that wait for this rank's address must not wait until the limit.
             told.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""
@@ -122,7 +123,7 @@ def _faults(values: list[bytes]) -> list[str]:
 
 
 class _Told:
-    """What the members of a generation tell each other about its group."""
+    """Messages that the members of a generation exchange about its group."""
 
     def __init__(self, seat: Seat, store: Store) -> None:
         self._seat, self._store = seat, store
@@ -131,14 +132,15 @@ class _Told:
         self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """By rank, once all have told theirs."""
+        """Publish `value`; return those of all ranks, by rank, once all have published theirs."""
         keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
         self.set(keys[self._seat.rank], value)
         return [bytes(each) for each in self._store.multi_get(keys)]
 
 
 class _Addresses(AddressStore):
-    """As it is; but who could not reconfigure says so in the place of its address."""
+    """Store of addresses in which a rank that could not reconfigure writes a failure in place of
+    its address."""
 
     def __init__(self, store: Store, seat: Seat) -> None:
         super().__init__(store, seat.rank, seat.world_size)
@@ -150,7 +152,7 @@ class _Addresses(AddressStore):
 
 
 class _CurrentStore(AnnouncingStore):
-    """The one store that a group keeps; what is behind it is that of the present generation."""
+    """The one store that a group keeps. It forwards to the store of the present generation."""
 
     def move_to(self, store: Any) -> None:
         self._inner = store

@@ -1,9 +1,9 @@
-"""Gloo groups of generations that are over, until nothing runs in them any more and they are freed.
+"""Gloo groups of past generations, kept until no operation runs in them and they are freed.
 
-Freeing a group waits for its threads, and a thread for the operation that it is in: one that a cut
-found in the midst of a write may never end, and nothing tells of it. So no trainer frees a group,
-and neither does the end of the process: each has a thread that does, which waits with the
-interpreter unlocked, for 10 ms or for good.
+Freeing a group waits for its threads, and a thread for its current operation. An operation that was
+cut in the middle of a write may never end, and nothing reports that. So neither the trainer nor the
+end of the process frees a group. A separate thread frees each group; it waits with the interpreter
+unlocked, for 10 ms or for ever.
 """
 
 import atexit
@@ -18,30 +18,30 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""An old group's threads are idle by then, and its peers are through what they had under way."""
+"""By then an old group's threads are idle, and its peers have finished their operations."""
 EXIT_S = 2.0
-"""The end of the process waits for so long for operations that do not end."""
+"""Time for which the end of the process waits for operations that do not end."""
 
 _hurry = threading.Event()
 _threads: list[threading.Thread] = []
 
 
 def retire(groups: list[Any]) -> None:
-    """Have them freed. The list's own references are the only ones, or the last: it is emptied."""
+    """Free the groups in a thread. The list must hold their last references; it is emptied."""
     thread = threading.Thread(target=_free, args=(groups,), name="shoal-free-group", daemon=True)
     _threads[:] = [*(each for each in _threads if each.is_alive()), thread]
     thread.start()
 
 
 def keep_for_ever(groups: Iterable[Any]) -> None:
-    """Free none of these: an operation in them does not end, and whoever frees a group waits for
-    it. Memory and a thread for an accident that is rare."""
+    """Never free these groups: an operation in them does not end, and freeing would wait for it.
+    Costs memory and a thread, in a rare accident."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def free_now(limit_s: float) -> bool:
-    """Have all that are left freed without a delay; whether they were, within this time."""
+    """Free all remaining groups without a delay. True if that succeeded within this time."""
     waiting = [each for each in _threads if each.is_alive()]
     if not waiting:
         return True
@@ -59,7 +59,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # Else the interpreter would free them last of all, and wait for them without a limit.
+    # Otherwise the interpreter frees them last of all, and waits for them without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

@@ -1,9 +1,9 @@
-"""Which sockets of this process carry a group's connections, found out when they are needed.
+"""Search for the sockets of this process that carry a group's connections, made on demand.
 
 A connection belongs to a group exactly if one of its two ends is a listener that a member of the
-group announced. So nothing is remembered that could go stale: descriptors are looked at only while
-this module holds a duplicate, which stays the same socket even if the owner closes its number
-and the kernel gives the number to something else.
+group announced. No state is kept that could become stale: a descriptor is inspected only through a
+duplicate. The duplicate stays the same socket even if the owner closes its number and the kernel
+gives the number to another one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from pathlib import Path
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 _ESTABLISHED = 1
-"""Of the states of a connection in `tcp(7)`'s TCP_INFO, whose first byte it is."""
+"""State of a connection in the first byte of `tcp(7)`'s TCP_INFO."""
 
 
 def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:

@@ -1,4 +1,4 @@
-"""What stands between Gloo and the store of its generation."""
+"""Stores between Gloo and the store of its generation."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -22,7 +22,7 @@ class AnnouncingStore(Store):
         self._aborted = ""
 
     def announced(self, end: bytes) -> bool:
-        """Whether a value that went through contains this socket address."""
+        """True if a value that passed through contains this socket address."""
         return any(end in value for value in list(self._values))
 
     def abort(self, reason: str) -> None:
@@ -97,11 +97,11 @@ class AnnouncingStore(Store):
 
 
 class AddressStore(AnnouncingStore):
-    """For Gloo's bring-up: the addresses of all ranks are waited for in one call, not in n.
+    """Store for Gloo's bring-up: it waits for the addresses of all ranks in one call, not in n.
 
     Gloo sets PREFIX/RANK and then waits for PREFIX/0, PREFIX/1, ... and reads each. The first wait
     is widened to all of them; a store that keeps what it waited for answers the reads without a
-    call. Keys of another form go through as they are.
+    call. Keys of another form pass through unchanged.
     """
 
     def __init__(self, inner: Any, rank: int, world_size: int) -> None:
@@ -130,7 +130,7 @@ class AddressStore(AnnouncingStore):
         return [self._keep(self._address(*each)) for each in zip(keys, values, strict=True)]
 
     def _address(self, key: str, value: bytes) -> bytes:
-        """As Gloo wrote it."""
+        """Return the address as Gloo wrote it."""
         prefix, _, last = key.rpartition("/")
         is_compact = prefix in self._prefixes and last.isdigit()
         return expand(bytes(value)) if is_compact else value

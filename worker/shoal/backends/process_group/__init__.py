@@ -1,1 +1,1 @@
-"""What all process groups share: the interface, torch's collectives brought down to a few."""
+"""Base of all process groups: the interface, and torch's collectives reduced to a few methods."""

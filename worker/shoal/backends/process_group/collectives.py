@@ -18,12 +18,12 @@ from shoal_proto.errors import ShapeMismatch
 
 
 class Count(NamedTuple):
-    """What one rank moved by one kind of operation."""
+    """Calls and bytes of one kind of operation on one rank."""
 
     calls: int
     bytes: int
-    """Of the whole tensor that the operation is about: what is handed in, but for `all_gather` and
-    `recv` what comes out. A barrier moves none."""
+    """Size of the whole tensor: the input, or for `all_gather` and `recv` the output. A barrier
+    moves no bytes."""
 
 
 # Untyped: torch's stubs know neither the constructor without a store nor all of the names.
@@ -92,8 +92,8 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     # --- torch's names ---
 
     def _get_backend(self, device: torch.device) -> Any:
-        """What carries tensors of the device: since 2.14 torch asks that before a batch of sends
-        and receives."""
+        """Return the backend for tensors of the device. torch asks for it before a batch of sends
+        and receives, since 2.14."""
         return self
 
     @property
@@ -213,7 +213,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         return self.receive_one(_plain(tensors)[0], None, tag)
 
     def _parts(self, whole: Tensor, part: Tensor) -> list[Tensor]:
-        """The whole's equal parts by rank, flat; each as large as `part`."""
+        """Split the whole into equal flat parts by rank, each as large as `part`."""
         size, num_ranks = part.numel(), self.size()
         if whole.numel() != size * num_ranks:
             raise ShapeMismatch(
@@ -226,7 +226,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         return [flat[rank * size : (rank + 1) * size] for rank in range(num_ranks)]
 
     def _rows(self, tensor: Tensor, sizes: list[int] | None) -> list[Tensor]:
-        """The tensor's rows for (or of) each rank."""
+        """Split the tensor's rows by rank."""
         num_rows, num_ranks = len(tensor), self.size()
         if not sizes and num_rows % num_ranks:
             raise ShapeMismatch(
@@ -238,10 +238,10 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, Count]:
-    """What this rank has moved over a group, or over all of its groups, by operation.
+    """Return what this rank has moved over a group, or over all of its groups, by operation.
 
     E.g. `{"all_gather": Count(calls=2, bytes=800)}`. A coalesced operation is one call. Works for
-    groups of the backends `in-memory` and `mpi`; others have nothing to tell.
+    groups of the backends `in-memory` and `mpi`; others count nothing.
     """
     total: dict[str, Count] = {}
     for each in _counting(group):
@@ -268,5 +268,5 @@ def _plain(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _reduction(options: Any) -> Any:
-    """The kind of reduction, e.g. `ReduceOp.SUM`; sum where nothing is said."""
+    """Return the kind of reduction, e.g. `ReduceOp.SUM`; sum if the options name none."""
     return options.reduceOp.op if options is not None else dist.ReduceOp.SUM

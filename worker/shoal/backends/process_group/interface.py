@@ -1,4 +1,4 @@
-"""What the session needs of a transport of collectives."""
+"""Interface between a session and a transport of collectives."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,20 +9,20 @@ from shoal.torch_private.c10d import Store
 from shoal_proto.errors import InternalError, InvalidSpec
 
 LONGEST_S = 24 * 3600.0
-"""Time limit of what a transport does where a session's own watch finds a hang."""
+"""Time limit of a transport's operations if the session's own watch detects hangs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """One member's place in the group of a generation."""
+    """One member's rank and address in the group of a generation."""
 
     generation: int
     rank: int
     world_size: int
     address: str
-    """IP address of this member under which the others reach it."""
+    """IP address at which the other members reach this one."""
     bring_up_s: float
-    """The group stands within this time or raises."""
+    """Limit for connecting the group; `open` raises after it."""
     collective_s: float
     """Time limit of each collective."""
 
@@ -46,20 +46,20 @@ class Group(Protocol):
         """Make every operation of the group raise, under way or yet to come. Any thread, quick."""
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective that ended well may have brought only a part.
+        """Raise GenerationBroken if a collective that ended well may have an incomplete result.
 
-        Called before what came of collectives changes the state for good. Where an abort lets
-        them end well, this waits for all that the trainer has begun on its device.
+        Called before results of collectives change the state permanently. If an abort lets
+        collectives end well, this waits for all that the trainer has begun on its device.
         """
 
     def retire(self) -> None:
-        """Stop being the default group; let go of the rest when nothing in it runs any more.
+        """Stop being the default group; free the rest when no operation runs in it any more.
 
-        Operations that peers still have under way are not disturbed, unless the group was cut.
+        Operations that peers have in progress are not disturbed, unless the group was cut.
         """
 
     def keep_for_ever(self) -> None:
-        """An operation of the group does not end: never wait for it, not even at exit."""
+        """Never wait for the group, not even at exit: an operation in it does not end."""
 
 
 class Backend(Protocol):
@@ -67,18 +67,17 @@ class Backend(Protocol):
 
     name: str
     is_watched: bool
-    """Whether a session's own watch finds a collective that hangs, so that the transport's limits
-    need not."""
+    """True if the session's own watch detects hangs, so the transport's limits need not."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
     def stands_since_s(self, now_s: float) -> float | None:
-        """Time since which the device has stood in what the trainer gave it, by `time.monotonic`;
-        None: it gets on, or is no device beside the host. For the thread of the session's watch,
-        which passes the present time."""
+        """Time (`time.monotonic`) since which the device has made no progress in the trainer's
+        work. None if it advances, or if there is no device besides the host. Called by the
+        session's watch thread with the present time."""
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether the error tells that a collective failed, rather than the user's own code."""
+        """True if the error shows that a collective failed, not the user's own code."""
 
 
 class _NoBackend:

@@ -46,7 +46,7 @@ class Pending(dist.Work):
 
 
 class Done(Pending):
-    """One that was complete when it was asked for."""
+    """Work that was complete when it was created."""
 
     def finish(self, timeout_s: float) -> None: ...
 

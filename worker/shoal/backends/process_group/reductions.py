@@ -23,9 +23,9 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """The reduction of one tensor of each rank; the same bits whoever computes it.
+    """Reduce one tensor of each rank; the result is bit-identical on any rank.
 
-    Raises InvalidSpec for a reduction that this backend does not have, ValueError where shapes or
+    Raises InvalidSpec for a reduction that this backend does not have, ValueError if shapes or
     dtypes differ.
     """
     fold = _FOLDS.get(op)

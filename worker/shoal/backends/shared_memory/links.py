@@ -1,8 +1,8 @@
-"""How ranks of one machine that meet in shared memory learn that one of them is gone.
+"""Connections by which ranks that meet in shared memory learn of the loss of a rank.
 
-Memory does not tell that the other end has died. So each rank holds a connection to rank 0, and a
-thread waits at it. Who leaves in good order says so; a connection that ends without that word, or
-through `cut`, is a loss, and rank 0 passes it on by ending all of its own.
+Shared memory does not show that a peer has died. So each rank holds a connection to rank 0, and a
+thread waits for its end. A rank that leaves in good order says so first. A connection that ends
+without that message, or through `cut`, is a loss; rank 0 passes it on by ending all of its own.
 """
 
 import os
@@ -21,11 +21,11 @@ class Links:
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """`on_lost` is called once, by a thread, with the reason; it is held weakly, so that
-        whoever forgets to close this leaves nothing behind."""
+        """`on_lost` is called once, by a thread, with the reason. It is held weakly, so an owner
+        that forgets `close` leaves nothing behind."""
         self._connections = tuple(connections)
-        # One who has heard of it ends its own connection at once: all are told before any is closed
-        # for that. Taken anew by the same thread where the collector runs the finalizer in it.
+        # A rank that is notified ends its own connection at once, so all are notified before any is
+        # closed. Reentrant: the collector may run the finalizer in the thread that holds it.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:
@@ -42,7 +42,7 @@ class Links:
         self._finalizer()
 
     def cut(self) -> None:
-        """End them without a word, so that the others do not wait for this rank. Any thread."""
+        """End the connections without a message, so that no rank waits for this one. Any thread."""
         self._finalizer.detach()
         _shut(self._connections)
 
@@ -52,8 +52,8 @@ def _watch(
     on_lost: "weakref.WeakMethod[Callable[[str], None]]",
     leaving: threading.RLock,
 ) -> None:
-    """Until nobody is left to watch; then the connections, which others may still refer to, are
-    closed."""
+    """Watch until no connection is left; then close the connections, to which others may still
+    refer."""
     _await_lost(connections, on_lost)
     with leaving:
         for connection in connections:

@@ -1,8 +1,8 @@
 """One piece of memory for all ranks of a group, all on one machine, and their meetings.
 
-What a rank wrote before a meeting, all of them can read behind it. A meeting is a dissemination
-barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the one 2^r further and waits
-for the one 2^r before, so that n ranks need log2(n) rounds.
+What a rank wrote before a meeting, all of them can read after it. A meeting is a dissemination
+barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r after it and
+waits for the rank 2^r before it, so n ranks need log2(n) rounds.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from shoal_proto.errors import GenerationBroken
 
 _WORD_BYTES = 8
 _STORES_IN_ORDER = platform.machine() == "x86_64"
-"""Whether a processor shows stores of another one in the order in which that made them."""
+"""True if a processor sees the stores of another one in the order in which they were made."""
 
 
 def head_bytes(world_size: int) -> int:
-    """How much memory the meetings take, up to a whole page."""
+    """Memory that the meetings take, rounded up to a whole page."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -40,26 +40,26 @@ def initialise(head: mmap.mmap, world_size: int) -> None:
 
 
 class SharedMemory:
-    """For one thread at a time, but for `cut`."""
+    """The shared memory as one rank sees it. For one thread at a time, but for `cut`."""
 
     def __init__(
         self, head: mmap.mmap, room: memoryview, rank: int, world_size: int, limit_s: float
     ) -> None:
-        """`head`, where they meet, is initialised, and nobody else's. A rank waits for the others
-        at most `limit_s`."""
+        """`head`, which holds the meetings, is initialised and not shared with another use. A rank
+        waits for the others at most `limit_s`."""
         self.rank, self.world_size = rank, world_size
         rounds = _num_rounds(world_size)
         self.room = room
-        """What lies in it is the caller's own affair."""
+        """The caller's part; its contents are not interpreted here."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets: a rank may be at the next meeting already while another reads of this one.
+        # Two sets: a rank may be at the next meeting already while another still reads this one.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         all_of_them = _semaphores(head, rounds * world_size)
         self._rounds = [all_of_them[r * world_size : (r + 1) * world_size] for r in range(rounds)]
         self._limit_s = limit_s
         self._have_one_each = world_size <= len(os.sched_getaffinity(0))
-        """Whether there is a processor for each rank."""
+        """True if there is a processor for each rank."""
         self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
@@ -99,12 +99,12 @@ class SharedMemory:
             self._post(0)
 
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
-        """The rest of it.
+        """Complete the meeting that `arrive` began.
 
-        `sign`: the word that all ranks come with, another one than at the meeting before the last.
-        Once all are here, some have gone on perhaps, and have left, which cuts the meeting under
-        those that have not woken up yet. So whoever finds the signs of all goes on as well, where
-        the processor allows to judge by that.
+        `sign`: the word that all ranks bring, different from that of the meeting before the last.
+        Once all have arrived, a rank may go on and leave, which cuts the meeting for ranks that
+        have not woken up yet. So a rank that finds the signs of all goes on as well, if the
+        processor keeps stores in order.
         """
         words = self._words[self._num_met % 2]
         self._num_met += 1
@@ -115,20 +115,20 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # What a rank wrote before it came has to be there with its sign.
+            # With stores in order, a rank's earlier writes are visible once its sign is.
             if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)
 
     def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
-        """These, in the room, are what this rank waits for in `wait_for`: a `cut` ends that too."""
+        """Register the caller's semaphores that `wait_for` awaits: `cut` ends those waits too."""
         with self._lock:
             self._further = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
         """Return when another rank has posted it. Raises as `meet`."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # As a meeting, for whoever looks whether this rank gets on.
+        # Counted as a meeting is, for the watch that checks if this rank advances.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
@@ -154,11 +154,11 @@ class SharedMemory:
         return came
 
     def _post(self, number: int) -> None:
-        """In this round, to the rank whose turn it is to hear of it."""
+        """Post, in this round, to the rank that waits for this one."""
         self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
-        """Let this rank and all others meet no more: who waits raises. Any thread, quick."""
+        """End the meetings of this rank and all others: every wait raises. Any thread, quick."""
         with self._lock:
             if self._reason:
                 return

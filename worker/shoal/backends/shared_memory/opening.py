@@ -1,9 +1,9 @@
-"""How the ranks of a group come to share memory, if all of them are on one machine.
+"""Set-up of memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 makes it, and hands it to the others over a socket whose name and key it has told them in a
-collective of the group. Either all of them share it or none does. What all of them have kept from
-the generation before is used again, see `rooms`; but where they meet is new each time, since a late
-`cut` in a generation that is over posts there.
+Rank 0 makes the memory and hands it to the others over a socket. It has sent the socket's name and
+key in a collective of the group. Either all ranks share the memory or none does. Memory that all of
+them kept from the generation before is used again, see `rooms`. But the memory for meetings is new
+each time, since a late `cut` of a past generation posts in the old one.
 """
 
 import hashlib
@@ -34,19 +34,19 @@ from shoal_client.bulk.transport import transport_of
 log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
-"""Where the ranks do not have the memory within this time, none of them uses it."""
+"""If the ranks do not have the memory within this time, none of them uses it."""
 MAX_SILENT = 256
 """Connections that have not greeted yet; the oldest goes. A rank greets as it connects."""
 _PLACE_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _HANDED = struct.Struct(f"=Q{ID_BYTES}s")
-"""The room's size and id, with the descriptors of where ranks meet and of the room."""
+"""The room's size and id, sent with two descriptors: the meetings' memory and the room."""
 _DONE, _AGREED = b"D", b"A"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What one rank has in the end."""
+    """What one rank has once the memory is open."""
 
     head: mmap.mmap
     room: Room
@@ -56,11 +56,11 @@ class _Opened:
 def share_memory(
     group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRooms | None = None
 ) -> SharedMemory | None:
-    """Collective: so many bytes for all ranks of the group, plus what their meetings take; None, on
-    every rank alike, where they are not on one machine or it gives no such memory.
+    """Collective: share so many bytes among all ranks of the group, plus the memory for meetings.
+    None, on every rank alike, if they are not on one machine or it gives no such memory.
 
-    A rank waits for the others at most `limit_s` at each meeting. `kept`: whose first room is used
-    again where all ranks have it, with anything in it, and who gets the memory's when it is closed.
+    A rank waits for the others at most `limit_s` at each meeting. `kept`: its first room is used
+    again if all ranks have it, with its old contents; it receives the memory's room at `close`.
     Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
     SHOAL_TRANSPORT.
     """
@@ -139,7 +139,7 @@ def _place() -> bytes:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
-    """A socket with a name that nobody can guess; zeros where the system has no such names."""
+    """Return a socket with an unguessable name; zeros if the system has no such names."""
     name = secrets.token_bytes(_NAME_BYTES)
     try:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -184,14 +184,14 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Room)
 
 
 class _Greetings:
-    """Of ranks that have the key, as they come. Whoever else connects has the name only, which can
-    be listed: nobody waits for what it says, or does not say."""
+    """Greetings of ranks that have the key, in order of arrival. Any other process may know the
+    name, which can be listed, but not the key: no wait depends on it."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key = listener, key
         self._selector = selectors.DefaultSelector()
         self._heard: dict[socket.socket, bytes] = {}
-        """By connection, the oldest first, as much of its greeting as has come."""
+        """What each connection has sent of its greeting so far, the oldest connection first."""
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -204,7 +204,7 @@ class _Greetings:
             connection.close()
 
     def next(self, deadline_s: float) -> tuple[int, socket.socket]:
-        """A rank, with its connection. Raises TimeoutError behind the deadline."""
+        """Return the next rank and its connection. Raises TimeoutError after the deadline."""
         while time.monotonic() < deadline_s:
             for ready, _ in self._selector.select(_left(deadline_s)):
                 if ready.fileobj is self._listener:
@@ -260,7 +260,7 @@ class _Greetings:
 def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # By the kernel's limit: with Python's own, a queue that is full is an error at once.
+        # The kernel's limit: with Python's own, a full queue is an error at once.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(_address(name))
@@ -298,5 +298,5 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _left(deadline_s: float) -> float:
-    """For a socket's timeout, which is not to become 0: that means not to wait at all."""
+    """Time left, for a socket's timeout: never 0, which would mean not to wait at all."""
     return max(deadline_s - time.monotonic(), 0.001)

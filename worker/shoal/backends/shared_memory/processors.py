@@ -1,13 +1,13 @@
-"""On which processor each rank runs, and how those that work hand in hand keep apart.
+"""Placement of ranks on processors, so that ranks that wait for each other do not share one.
 
 A kernel often wakes a rank on the processor of the rank that woke it, although another one is free;
 in a virtual machine above all, where a processor that sleeps does not count as free (its host may
-have given it away). Both then take turns for some milliseconds, until the kernel looks whether work
-is spread well: a step of a pipeline of two took 17.5 ms so, and 15.5 ms where the ranks kept apart.
+have given it away). Both then take turns for some milliseconds, until the kernel balances the load:
+a step of a pipeline of two took 17.5 ms so, and 15.5 ms with the ranks kept apart.
 
-So each notes where it runs, and one that finds another's note for its own processor goes elsewhere.
-It is held nowhere: the kernel may move it again at once, a mask that the user has set for it is
-kept to, and where there is none, it may use what its cpuset gets later.
+So each rank notes its processor, and moves elsewhere if another rank noted the same one. It is not
+pinned: the kernel may move it again at once. A mask that the user has set is respected; without
+one, the rank may use processors that its cpuset gets later.
 """
 
 import ctypes
@@ -21,18 +21,18 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Processors:
-    """Of the ranks of one memory, seen by one of them, by one thread at a time."""
+    """Processors of the ranks of one memory, as one rank sees them. For one thread at a time."""
 
     def __init__(self, notes: memoryview, rank: int) -> None:
-        """`notes`: of each rank 64 bits that all of them see, 0 at first."""
+        """`notes`: 64 bits of each rank that all of them see, 0 at first."""
         self._notes, self._rank = notes, rank
         self._last_alone = -1
-        """Where this rank was last by itself: its caches may be warm there."""
+        """The processor on which this rank was last alone: its caches may be warm there."""
         self._may_move = True
 
     def part(self) -> None:
-        """Note where this thread runs; if another rank was last seen there, go where none was, if
-        there is such a place."""
+        """Note this thread's processor. If another rank noted the same one, move to a processor
+        that no rank noted, if there is one."""
         number = int(_libc.sched_getcpu())
         self._notes[self._rank] = _note_of(number)
         if self._notes.tolist().count(_note_of(number)) == 1:
@@ -69,7 +69,7 @@ def _move_within(allowed: set[int], to: int) -> None:
 
 
 def _ask_for_all() -> None:
-    """For all processors, also those that are not there yet: as where nothing was asked for."""
+    """Allow all processors, also those that come later: the default if no mask was ever set."""
     if _libc.sched_setaffinity(0, len(_ALL), _ALL):
         raise OSError(ctypes.get_errno(), "sched_setaffinity failed")
 

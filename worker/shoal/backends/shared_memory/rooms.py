@@ -1,12 +1,12 @@
 """Memory that the ranks of one machine share, kept from one generation for the next.
 
-New memory is dear: the kernel clears each page when it is touched for the first time, and every
-process maps it, which comes to 22 ms of processor time for 38 MB, while all members wait. Those who
-train on after a loss have memory in common already.
+New memory is expensive: the kernel clears each page when it is first touched, and every process
+maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that train on
+after a loss share memory already.
 
-A process that belongs to an old generation only may have been halted in the midst of writing, and
-go on when it wakes. So whoever may write holds a lock, which the kernel takes from a process that
-ends, and memory is used again only where nobody holds one.
+A process of an old generation may have been stopped in the middle of writing, and continue later.
+So a process that may write holds a lock, which the kernel releases when the process ends. Memory is
+used again only if no other process holds one.
 """
 
 import fcntl
@@ -28,18 +28,18 @@ class Room:
     """One piece of memory as one process has it. Open once it is made or received."""
 
     def __init__(self, descriptor: int, room_id: bytes, num_bytes: int) -> None:
-        """Maps the memory of the descriptor, which stays the caller's. Raises OSError."""
+        """Map the memory of the descriptor, which stays the caller's. Raises OSError."""
         self.room_id = room_id
-        # Opened anew: a lock is one of the description's, and each process is to have its own.
+        # Opened anew: a lock belongs to the file description, and each process needs its own.
         self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._own)
-        # Which keeps a duplicate: not of what was received, whose lock is the sender's.
+        # mmap keeps a duplicate of it: not of the received one, whose lock is the sender's.
         self.mapped = mmap.mmap(self._own, num_bytes)
         self.enter()
 
     @classmethod
     def made(cls, num_bytes: int) -> "Room":
-        """A new one. Raises OSError where the system gives none."""
+        """Make a new room. Raises OSError if the system gives no memory."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -49,7 +49,7 @@ class Room:
 
     @property
     def descriptor(self) -> int:
-        """To hand to others; it stays this one's."""
+        """Descriptor to send to other processes; this object still owns it."""
         return self._own
 
     @property
@@ -57,19 +57,19 @@ class Room:
         return len(self.mapped)
 
     def suits(self, num_bytes: int) -> bool:
-        """Whether it is large enough for so many bytes, and not much too large."""
+        """True if the room has so many bytes and is not much too large."""
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
     def enter(self) -> None:
-        """This process may write there from now on."""
+        """Take the lock: this process may write from now on."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def leave(self) -> None:
-        """This process does not write there any more, unless it enters again."""
+        """Release the lock: this process does not write any more, unless it enters again."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def is_deserted(self) -> bool:
-        """Whether no other process may write there."""
+        """True if no other process may write."""
         found: int = _FLOCK.unpack(self._lock(fcntl.F_OFD_GETLK, fcntl.F_WRLCK))[0]
         return found == fcntl.F_UNLCK
 
@@ -82,7 +82,7 @@ class Room:
 
 
 class KeptRooms:
-    """Those of one member, while it is between two generations."""
+    """Rooms of one member between two generations."""
 
     def __init__(self) -> None:
         self._rooms: list[Room] = []
@@ -92,12 +92,12 @@ class KeptRooms:
         return self._rooms.pop(0) if self._rooms else None
 
     def keep(self, room: Room) -> None:
-        """Nobody in this process writes there any more; the next generation may."""
+        """Release the room in this process; the next generation may write to it."""
         room.leave()
         self._rooms.append(room)
 
     def clear(self) -> None:
-        """None of those that are left is of use any more."""
+        """Close the rooms that are left: none of them is of use any more."""
         rooms, self._rooms = self._rooms, []
         for room in rooms:
             room.close()

@@ -1,13 +1,13 @@
 """Semaphores in memory that processes of one machine share: those of the C library.
 
-They order what is written before a post ahead of what is read behind the wait, on any processor,
-and a process that waits for long takes no processor time and does not hold the interpreter.
+Writes before a post are visible to reads after the wait, on any processor. A process that waits for
+long takes no processor time and does not hold the interpreter.
 
-Ranks that work hand in hand wait for some 0.1 ms at a time. One that goes to sleep for that is
-often woken on the processor of the rank that woke it, and both share it while another is idle: a
-step of a pipeline of two took 9.2 ms so, on two processors, and 5.2 ms if both look for a moment
-before they sleep, with less processor time in all. With more ranks than processors, it would only
-keep the others waiting.
+Ranks that depend on each other wait for some 0.1 ms at a time. A rank that sleeps for that is often
+woken on the processor of the rank that woke it, and both share it while another is idle. A step of
+a pipeline of two took 9.2 ms so, on two processors, and 5.2 ms if both spin for a moment before
+they sleep, with less processor time in all. With more ranks than processors, spinning would only
+delay the others.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ SEMAPHORE_BYTES = 64
 _libc = ctypes.CDLL(None, use_errno=True)
 _NANOSECONDS = 1_000_000_000
 _LOOKS_S = 0.0003
-"""So long a waiting process looks again and again, and lets others have the processor between."""
+"""Time for which a waiting process polls, yielding the processor in between, before it sleeps."""
 
 
 class _Timespec(ctypes.Structure):
@@ -28,8 +28,7 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """Whether this system has semaphores between processes that can be waited for until a time of
-    the clock that nobody sets: glibc 2.30 or newer."""
+    """True if the C library has waits until a time of the monotonic clock: glibc 2.30 or newer."""
     return hasattr(_libc, "sem_clockwait")
 
 
@@ -40,7 +39,7 @@ class Semaphore:
         self._address = ctypes.c_void_p(address)
 
     def initialise(self) -> None:
-        """Before it is handed to anybody."""
+        """Initialise the semaphore, before any other process gets it."""
         if _libc.sem_init(self._address, 1, 0):
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
@@ -50,7 +49,7 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether it was posted before this time of `time.monotonic()`."""
+        """Wait; True if it was posted before this time of `time.monotonic()`."""
         until_ns = int(deadline_s * _NANOSECONDS)
         limit = _Timespec(until_ns // _NANOSECONDS, until_ns % _NANOSECONDS)
         while _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)):
@@ -62,8 +61,8 @@ class Semaphore:
         return True
 
     def comes_soon(self, deadline_s: float) -> bool:
-        """The same, for a moment only, without going to sleep: where there is a processor for each
-        rank, to be called ahead of `wait`."""
+        """Wait for a moment only, without sleeping; True if it was posted. To be called ahead of
+        `wait` if there is a processor for each rank."""
         soon_s = min(time.monotonic() + _LOOKS_S, deadline_s)
         while _libc.sem_trywait(self._address):
             if time.monotonic() > soon_s:

@@ -1,7 +1,7 @@
-"""A few integers that each rank tells all others, again and again.
+"""A few integers that each rank sends to all others, again and again.
 
-Over Gloo that is a collective, which takes 0.2 ms of two ranks that have a core each. Ranks of one
-machine write them into memory that they share, and meet there, which takes a tenth of that.
+Over Gloo that is a collective, which takes 0.2 ms with two ranks that have a core each. Ranks of
+one machine write them into memory that they share, and meet there, which takes a tenth of that.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ from shoal.torch_private.c10d import timeout_of
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int64)
 _NUM_SETS = 2
-"""A rank may tell the next ones already while another reads these."""
+"""Two sets: a rank may write the next words while another still reads these."""
 
 
 class Words:
-    """Of one rank; all ranks call the same methods in the same order. For one thread, but for
+    """Words of one rank. All ranks call the same methods in order. For one thread, but for
     `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
@@ -32,7 +32,7 @@ class Words:
         self._rank, self._world_size = group.rank(), group.size()
         self._message: torch.Tensor | None = None
         self._alone: list[int] = []
-        """What was told where nobody else is."""
+        """The words sent if there is no other rank."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
         self._room = memoryview(b"").cast("q")
@@ -40,23 +40,23 @@ class Words:
         """The part of the memory that `share` was asked for beside the words."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
-        """Whether `share` is still to be called; the same on all ranks."""
+        """True if `share` has not been called yet but can be; the same on all ranks."""
         self.is_told = False
-        """Whether something was told that was not heard yet."""
+        """True if words were sent and not received yet."""
 
     @property
     def is_shared(self) -> bool:
-        """Whether they go through memory; the same on all ranks."""
+        """True if the words go through memory; the same on all ranks."""
         return self._memory is not None
 
     @property
     def memory(self) -> SharedMemory | None:
-        """What they go through, if they do."""
+        """The memory that carries the words, or None."""
         return self._memory
 
     def share(self, beside_bytes: int = 0) -> None:
-        """Collective: from here on let them go through memory, where all ranks can share some, with
-        so much room beside them.
+        """Collective: send words through memory from now on if all ranks can share some, with
+        `beside_bytes` for the caller.
 
         Raises as a collective of the group.
         """
@@ -74,8 +74,8 @@ class Words:
         self.beside = memory.room[first : first + beside_bytes]
 
     def tell(self, words: Sequence[int]) -> None:
-        """Tell the others these, `num_words` or fewer, each of 63 bits and a sign. Waits for
-        nobody."""
+        """Send these words, `num_words` or fewer, to the other ranks, each of 63 bits and a sign.
+        Waits for no rank."""
         self.is_told = True
         memory = self._memory
         if memory is not None:
@@ -93,9 +93,9 @@ class Words:
         self._work = dist.all_reduce(message, group=self._group, async_op=True)
 
     def hear(self) -> list[list[int]]:
-        """What each rank has told, by rank, once all have. Raises GenerationBroken or RuntimeError
-        if one is lost before that. Of one that is lost behind it some may have heard already, and
-        gone by it: in memory all hear it."""
+        """Return the words of each rank, by rank, once all have sent theirs. Raises
+        GenerationBroken or RuntimeError if a rank dies before that. If it dies after writing, every
+        rank still reads its words in memory; over Gloo only some may have received them."""
         self.is_told = False
         memory, count = self._memory, self._num_words
         if memory is not None:
@@ -114,9 +114,9 @@ class Words:
         return heard
 
     def forget(self) -> None:
-        """What was told and not heard is of no use any more, on all ranks alike."""
+        """Drop what was sent and not received, on all ranks alike."""
         if self.is_told and self._memory is not None:
-            # Nobody could tell the next words from these.
+            # No rank could tell the next words from these.
             self._memory.cut("words were told and not heard")
         self.is_told = False
         self._message = self._work = None
@@ -129,7 +129,7 @@ class Words:
             memory.cut(reason)
 
     def close(self) -> None:
-        """This rank has told its last. May be called twice."""
+        """End the use of the memory: this rank sends no more. May be called twice."""
         self._group = self._message = self._work = None
         self._room, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None
@@ -137,12 +137,12 @@ class Words:
             memory.close()
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
-        """Where the words of this rank begin at the next meeting."""
+        """Index of the first word of this rank at the next meeting."""
         return (memory.num_met % _NUM_SETS * self._world_size + rank) * self._num_words
 
 
 def _sign_of(memory: SharedMemory) -> int:
-    """What all ranks come to the next meeting with, and to no other."""
+    """The sign that all ranks bring to the next meeting, and to no other."""
     return memory.num_met + 1
 
 
