@@ -355,8 +355,8 @@ class Launcher:
     def _exit_code(self) -> int:
         """Exit code of the run; 0 if the job was completed, in spite of signals on the way."""
         if self._completed:
-            # A replacement that came after the end was refused, and a member may have failed while
-            # the others went on without it: neither is a failure of the job.
+            # A replacement that came after the end was refused, or a worker was fenced while the
+            # others went on without it: neither is a failure of the job.
             firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
             return next((each.code for each in firsts if each.is_scripts_own), 0)
         if self._given_up:

@@ -42,7 +42,7 @@ class FromLauncher:
     shared_directory: str = ""
     """The folder that the workers of this host's launcher share; empty: none."""
     beat_slot: str = ""
-    """Address at which the launcher finds members to beat for; empty: this member beats itself."""
+    """Slot in which the launcher reads the member to beat for; empty: the member beats itself."""
     job: str = ""
     """The job that the launcher runs workers for: a script may join others."""
     admission_s: float = ADMISSION_S

@@ -329,7 +329,7 @@ class Distribution:
         return self._guard
 
     def check_model(self) -> None:
-        """Check the model before the first generation copies it. Raises InvalidSpec if the script
+        """Check the model before the first generation uses it. Raises InvalidSpec if the script
         has changed the model since it was distributed."""
         if self._parameters is not None:
             self._parameters.check(0)

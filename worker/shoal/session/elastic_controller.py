@@ -360,7 +360,7 @@ class ElasticController:
         self.membership.settle(strategy.step, has_state=strategy.has_state, enough_for_call=enough)
 
     def _enough_for_call(self) -> int:
-        """The number of members that can hold the model between two steps."""
+        """The smallest number of members that can hold the model between two steps."""
         least = self.member.spec.min_members
         return next((n for n in range(1, least) if not self.strategy.refuses(n)), least)
 

@@ -63,7 +63,7 @@ class SharedValues:
         return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
-        """The present values, valid until the next call."""
+        """The present values, for use at once."""
         views = self.writable()
         staged = self._staged()
         copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()

@@ -64,7 +64,7 @@ class BufferSnapshot:
         self._passing = _passing(model)
 
     def settle(self) -> None:
-        """See `_Lasting.settle`; nothing else needs it."""
+        """See `_Lasting.settle`."""
         self._lasting.settle()
 
     def before(self) -> Mapping[int, Tensor]:

@@ -30,7 +30,7 @@ class GenerationCheckpoints:
     """One member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: says at which step all members leave, where a checkpoint is written too."""
+        """`position`: has the step of the checkpoint that is written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)

@@ -280,7 +280,7 @@ class StepAgreement:
         return factor
 
     def _count(self, ballots: Sequence[Ballot]) -> float:
-        """The factor of `settle`, from ballots that differ."""
+        """The factor of `settle`, from ballots that do not agree."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):

@@ -249,7 +249,7 @@ class StepPasses:
         self._state_writes.forget()
 
     def ours(self) -> bool:
-        """True if a gradient that arrives now may: no step is in progress, or the session asked."""
+        """True if a gradient may arrive now: the session asked for it, or no step is in progress."""
         return self._computes or not self.in_step
 
     def weighing(self) -> AbstractContextManager[None]:
