@@ -249,7 +249,7 @@ class StepPasses:
         self._state_writes.forget()
 
     def ours(self) -> bool:
-        """True if a gradient may arrive now: the session asked for it, or no step is in progress."""
+        """True if a gradient may arrive now: the session asked for it, or no step has begun."""
         return self._computes or not self.in_step
 
     def weighing(self) -> AbstractContextManager[None]:
