@@ -48,8 +48,8 @@ class AsyncDiLoCo(AsyncSGD):
         the values by itself. `staleness`: "damp" slows the outer step down by the rounds that
         others pushed since, momentum first, so that the settings of "diloco" suit several
         members; "scale" divides its rate by their number; with "none" `outer_lr` and
-        `outer_momentum` have to be chosen for the number of members. `compression`: of the
-        changes of a round, as that of `shoal.DiLoCo`.
+        `outer_momentum` have to be chosen for the number of members. `compression`: compresses the
+        changes of a round, as for `shoal.DiLoCo`.
 
         Raises InvalidSpec for values out of range.
         """

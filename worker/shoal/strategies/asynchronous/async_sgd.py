@@ -226,8 +226,8 @@ class AsyncSGD(Strategy):
         shards, if there is one; "durable": the disk of the shard's server too; "applied": neither,
         so that the push may be lost with its server.
 
-        `compression`: of gradients, for a slow network, as for `shoal.DDP`. The part that is left
-        out is sent with later gradients. See docs/compression.md.
+        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that is
+        left out is sent with later gradients. See docs/compression.md.
 
         `lost_wait_s`: if every server of a shard is gone, a step waits so long for one that
         comes back with its journal; also before the shard is called lost, which may take 15

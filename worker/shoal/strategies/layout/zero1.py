@@ -26,7 +26,7 @@ class Zero1(LayoutStrategy):
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: of gradients, for a slow network, as for `shoal.DDP`.
+    `compression`: compresses gradients for a slow network, as for `shoal.DDP`.
     `per_parameter_optimizer=True` vouches for an optimizer that is not torch's own: it updates each
     parameter by that parameter's gradient and state alone.
     `copies`, `copy_every_steps`: for copies of a member's optimizer state on other members, see

@@ -108,7 +108,7 @@ class LocalSGD(SynchronousStrategy):
     A committed step may be rolled back until its round ends, so `session.step_number` may fall
     after a loss: let a learning rate depend on it rather than on a count of the script's own.
 
-    `compression`: of the changes of a round, as that of `shoal.DDP`.
+    `compression`: compresses the changes of a round, as for `shoal.DDP`.
     """
 
     name = "local-sgd"

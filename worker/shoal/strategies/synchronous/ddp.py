@@ -72,7 +72,7 @@ class DDP(SynchronousStrategy):
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: how gradients are made small for a slow network: "fp16", "bf16", "int8",
+    `compression`: compresses gradients for a slow network: "fp16", "bf16", "int8",
     "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
     docs/compression.md.
     """

@@ -170,7 +170,7 @@ def _lasts(value: object) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor | np.generic | np.ndarray):
-        # A member that is given the state has Python's numbers in the place of NumPy's.
+        # A member that receives the state has Python's numbers instead of NumPy's.
         return _plain(value.tolist())
     if isinstance(value, bool) or not isinstance(value, float):
         return [_plain(each) for each in value] if isinstance(value, tuple | list) else value
