@@ -1,7 +1,7 @@
-"""Rows that were looked up lately, kept at the worker for as long as they may be used again.
+"""A worker's cache of rows that were looked up lately, as long as they may be used again.
 
-One place for each hash, so that everything is a few passes over arrays: rows that are asked for
-often come back soon after another one has taken their place.
+One slot for each hash, so that every operation is a few passes over arrays: rows that are needed
+often return soon after another one has replaced them.
 """
 
 from dataclasses import dataclass
@@ -17,18 +17,18 @@ NEVER = -(2**62)
 
 @dataclass(frozen=True)
 class Held:
-    """Rows, and where they come from. One entry for each row."""
+    """Rows with their origin. One entry for each row."""
 
     values: Tensor
     births: Ids
-    """The version that made each; 0: it has its first values."""
+    """The version that created each row; 0: the row has its initial values."""
     versions: Ids
-    """Of the shard, when the row was looked up."""
+    """Version of the shard when the row was looked up."""
     epochs: Ids
 
 
 class HotRows:
-    """Of at most `capacity` rows, rounded up to a power of two."""
+    """Cache of at most `capacity` rows, rounded up to a power of two."""
 
     def __init__(self, capacity: int, dim: int, dtype: torch.dtype) -> None:
         size = 1 << max(capacity - 1, 1).bit_length()
@@ -41,7 +41,7 @@ class HotRows:
         self._values = torch.zeros((size, dim), dtype=dtype)
 
     def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids) -> Ids:
-        """The place of each row that is here and was looked up at that step and version or later;
+        """The slot of each row that is cached and was looked up at that step and version or later;
         -1 for the others."""
         places = self._places(ids)
         is_fresh = (
@@ -52,7 +52,7 @@ class HotRows:
         return np.where(is_fresh, places, -1)
 
     def take(self, places: Ids) -> Held:
-        """Copies of the rows at these places."""
+        """Copies of the rows in these slots."""
         return Held(
             values=self._values.index_select(0, torch.from_numpy(places)),
             births=self._births[places],
@@ -61,10 +61,10 @@ class HotRows:
         )
 
     def put(self, ids: Ids, held: Held, step: int) -> None:
-        """Keep rows that were looked up at this step. Of two with one place, one is kept."""
+        """Keep rows that were looked up at this step. Of two rows with one slot, one is kept."""
         places = self._places(ids)
         self._ids[places] = ids
-        # Of two that want one place the last write counts; who did not get it must write nothing.
+        # Of rows with one slot the last write counts; the others must write nothing.
         won = np.flatnonzero(self._ids[places] == ids)
         places = places[won]
         self._steps[places] = step

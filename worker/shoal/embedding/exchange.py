@@ -22,14 +22,14 @@ from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 MAX_PREFETCHES = 4
-"""Lookups ahead that may be under way at a time; further ones are not begun."""
+"""Number of prefetches in progress at a time; further ones are not begun."""
 
 
 class TableExchange:
-    """The trainer's thread calls all of it, but for `metrics`."""
+    """Exchange of rows with the servers. The trainer calls all methods but `metrics`."""
 
     def __init__(self, model: nn.Module, codec: RowCodec | None = None) -> None:
-        """`codec`: how gradients of rows are written. Raises InvalidSpec for tables whose names
+        """`codec`: encodes gradients of rows. Raises InvalidSpec for tables whose names
         clash."""
         self._tables: Mapping[str, EmbeddingTable] = tables_of(model)
         self._rows = {
@@ -42,7 +42,7 @@ class TableExchange:
             for name, table in self._tables.items()
         }
         self._client: TableClient | None = None
-        # Prefetches look rows up on a thread of their own, with the one client there is.
+        # Prefetches look rows up on a thread of their own, with the only client.
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: list[Future[None]] = []
@@ -55,13 +55,13 @@ class TableExchange:
         return [table.spec() for table in self._tables.values()]
 
     def fields(self) -> Mapping[str, str]:
-        """What all members must have in common; nothing without tables."""
+        """Fields that all members must have in common; empty without tables."""
         if not self._tables:
             return {}
         return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
 
     def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
-        """Pushes wait from now on for what `acknowledgement` says."""
+        """Connect the tables; pushes wait from now on for this acknowledgement."""
         if not self._tables:
             return
         self._client = TableClient(
@@ -75,7 +75,7 @@ class TableExchange:
             table.connect(self)
 
     def enter(self) -> None:
-        """Have every shard there. To be called once the tables are placed."""
+        """Wait until every shard is there. Called once the tables are placed."""
         if not self._tables:
             return
         with self._lock:
@@ -86,7 +86,7 @@ class TableExchange:
             )
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Have lookups and pushes wait so long for lost shards to come back."""
+        """Let lookups and pushes wait so long for lost shards to come back."""
         if self._client is not None:
             self._client.wait_for_lost(wait_s)
 
@@ -96,7 +96,7 @@ class TableExchange:
                 rows.begin_step()
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, as a leaf of the graph, and for each id its row."""
+        """The rows of the distinct ids, as a leaf of the graph, and the row index of each id."""
         routed, places = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
@@ -104,7 +104,7 @@ class TableExchange:
         return values, torch.from_numpy(places)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up; what goes wrong comes up when they are needed."""
+        """Begin to look rows up; an error is raised again when they are needed."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return
@@ -131,14 +131,14 @@ class TableExchange:
             return parts
 
     def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
-        """Those that a push of these parts touches."""
+        """Shards that a push of these parts touches."""
         with self._lock:
             return self._connected().shard_ids(parts)
 
     def start_push(
         self, parts: Mapping[Where, Gradients], step: JointStep | None = None
     ) -> "Future[TablePushResult] | None":
-        """Push on a thread of its own, as part of `step`; None where there is nothing to push."""
+        """Push on a thread of its own, as part of `step`; None if there is nothing to push."""
         if not parts or self._pool is None:
             return None
         return self._pool.submit(self._push, parts, step)
@@ -151,7 +151,7 @@ class TableExchange:
             return result
 
     def metrics(self) -> Mapping[str, float]:
-        """Rows pushed so far by what became of them, for the health report."""
+        """Number of rows pushed so far by fate, for the health report."""
         return {
             f"table_{name}_rows_{fate}": float(count)
             for name, rows in self._rows.items()

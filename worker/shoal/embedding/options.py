@@ -1,6 +1,6 @@
-"""What a table is made of: initialiser, row optimizer, admission and eviction.
+"""Options of a table: initialiser, row optimizer, admission and eviction.
 
-They are checked where the table is placed, by the coordinator, whose errors name the setting.
+The coordinator checks them when the table is placed, and its errors name the setting.
 """
 
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ from shoal_proto.v1 import tables_pb2 as pb
 
 
 class RowInit(Protocol):
-    """First values of rows, which depend on the table's seed and name and the row's id alone."""
+    """Initial values of rows, which depend only on the table's seed and name and the row's id."""
 
     def to_proto(self) -> pb.Initialiser: ...
 
 
 class RowOptimizer(Protocol):
-    """What the servers do with the gradient of a row."""
+    """The servers' update of a row by its gradient."""
 
     def to_proto(self) -> pb.RowOptimizer: ...
 
@@ -89,7 +89,7 @@ class RowAdagrad:
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
     rowwise: bool = False
-    """One accumulator a row, of the mean of its squares, in place of one an element."""
+    """True: one accumulator per row, of the mean of its squares, instead of one per element."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "initial_accumulator", "weight_decay"))
@@ -113,8 +113,8 @@ class RowAdam:
     eps: float = 1e-8
     weight_decay: float = 0.0
     counts_rows: bool = True
-    """The bias correction goes by each row's own steps; else by those of the whole table, which is
-    `torch.optim.SparseAdam`."""
+    """True: the bias correction counts each row's own steps; else those of the whole table, which
+    is `torch.optim.SparseAdam`."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "weight_decay"))
@@ -133,12 +133,12 @@ class RowAdam:
 
 @dataclass(frozen=True, kw_only=True)
 class Admission:
-    """Which pushed ids get a row; the gradients of the others are dropped."""
+    """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """An id gets its row at so many pushes of it."""
+    """Number of pushes of an id after which it gets its row."""
     probability: float | None = None
-    """An id gets its row with this probability at each push; not together with `min_pushes`."""
+    """Probability that an id gets its row at each push; not together with `min_pushes`."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_pushes",), numbers=("probability",))
@@ -153,16 +153,16 @@ class Admission:
 
 @dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """Which rows are taken out; an id that is pushed again later gets a new row."""
+    """Conditions on which rows are removed; an id that is pushed again later gets a new row."""
 
     max_idle_s: float = 0.0
-    """Rows that were not pushed for longer; 0: never."""
+    """Rows that were not pushed for longer are removed; 0: never."""
     max_rows: int = 0
-    """Rows of the whole table, kept by each shard for its share; 0: what memory allows."""
+    """Limit of rows in the whole table, kept by each shard for its share; 0: by memory only."""
     max_shard_bytes: int = 0
-    """Memory of one shard; 0: 1 GiB."""
+    """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True
-    """A full shard takes out the rows pushed longest ago; else new ids get no row."""
+    """True: a full shard removes the rows pushed longest ago; else new ids get no row."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("max_rows", "max_shard_bytes"), numbers=("max_idle_s",))

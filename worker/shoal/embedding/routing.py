@@ -1,4 +1,4 @@
-"""Ids as they are sent: each once, those of one virtual shard together. Over arrays throughout."""
+"""Grouping of ids for sending: each once, those of one virtual shard together, over arrays."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ _HALF = np.uint64(32)
 
 @dataclass(frozen=True)
 class Routed:
-    """Distinct ids, by shard and rising within each."""
+    """Distinct ids, ordered by shard and ascending within each."""
 
     ids: Ids
     shards: Ids
     """Index of the virtual shard of each."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """(shard, start, stop) for each shard that has some of the ids."""
+        """Tuples (shard, start, stop), for each shard that has some of the ids."""
         if not len(self.ids):
             return []
         starts = np.flatnonzero(np.diff(self.shards, prepend=self.shards[0] - 1))
@@ -34,7 +34,7 @@ class Routed:
 
 
 def hash_ids(ids: Ids) -> NDArray[np.uint64]:
-    """`shoal_proto.row_hash.mix64` of each."""
+    """The hash `shoal_proto.row_hash.mix64` of each id."""
     mixed = ids.view(np.uint64) + np.uint64(GAMMA)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(FIRST_FACTOR)
@@ -45,7 +45,7 @@ def hash_ids(ids: Ids) -> NDArray[np.uint64]:
 
 
 def route(ids: Ids, num_shards: int) -> tuple[Routed, Ids]:
-    """The distinct ids, and for each of those given its place among them."""
+    """The distinct ids, and the index among them of each given id."""
     distinct, places = np.unique(ids, return_inverse=True)
     hashed = hash_ids(distinct)
     shards = (((hashed >> _HALF) * np.uint64(num_shards)) >> _HALF).view(np.int64)

@@ -1,7 +1,7 @@
-"""Gradients of rows in fewer bytes than their dtype has: 16 or 8 bits a value.
+"""Compression of rows' gradients to fewer bytes than their dtype has: 16 or 8 bits a value.
 
-Nothing is kept of what rounding leaves out: the next step has other rows. Every row is encoded by
-itself, int8 with a scale of its own.
+Rounding errors are not kept: the next step has other rows. Every row is encoded separately, int8
+with a scale of its own.
 """
 
 import torch
@@ -16,20 +16,20 @@ _HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 class RowCodec:
-    """Writes gradients of rows of one dtype and length. R: rows. C: columns."""
+    """Encodes gradients of rows of one dtype and length. R: rows. C: columns."""
 
     def __init__(self, kind: str) -> None:
         self.message = GradientCodec(kind=kind)
         self._kind = kind
 
     def shrinks(self, dim: int, dtype: torch.dtype) -> bool:
-        """Whether rows of so many values become smaller; else they are to be sent as they are."""
+        """True if rows of so many values become smaller; else they are to be sent uncompressed."""
         num_bytes = SCALE_BYTES + dim if self._kind == "int8" else 2 * dim
         return num_bytes < dim * dtype.itemsize
 
     def encode(self, gradient_rc: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of each row, as R x B, and whether each row is within what the codec can
-        hold."""
+        """The bytes of each row, as R x B, and for each row True if the codec can represent
+        it."""
         if self._kind != "int8":
             data = gradient_rc.to(_HALF[self._kind])
             return data.view(torch.uint8), torch.isfinite(data).all(dim=1)
@@ -43,5 +43,5 @@ class RowCodec:
 
 
 def row_codec(compression: str) -> RowCodec | None:
-    """The codec for rows where gradients are compressed so; None where rows stay as they are."""
+    """The codec for rows under this compression of gradients; None if rows stay uncompressed."""
     return RowCodec(compression) if compression in ROW_CODECS else None

@@ -1,4 +1,4 @@
-"""One table as a worker uses it: rows looked up for a step, gradients gathered for the push."""
+"""One table in a worker: rows looked up for a step, gradients gathered for the push."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class RowUse:
 
 @dataclass(frozen=True, kw_only=True)
 class Lookup:
-    """One lookup under way."""
+    """One lookup in progress."""
 
     routed: Routed
     is_missing: NDArray[np.bool_]
@@ -53,17 +53,17 @@ class Lookup:
     table: str
 
     def asked(self) -> dict[Where, bytes]:
-        """What is to be looked up, by shard."""
+        """The ids to look up, by shard."""
         return {
             (self.table, shard): self.missing.ids[start:stop].tobytes()
             for shard, start, stop in self.missing.spans()
         }
 
     def merged(self, found: Held) -> Held:
-        """What was kept and what was found, in the order of the ids."""
+        """The cached and the found rows, in the order of the ids."""
         if self.is_missing.all():
             return found
-        # For each row its place behind the kept ones, or among them.
+        # For each row its index among the cached ones, or after them.
         places = np.empty(len(self.routed.ids), np.int64)
         places[~self.is_missing] = np.arange(len(self.kept.births))
         places[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
@@ -76,8 +76,8 @@ class Lookup:
 
 
 class TableRows:
-    """For one thread at a time. Whoever owns it carries lookups and gradients to the servers, and
-    the answers back."""
+    """Rows of one table, for one thread at a time. The owner sends lookups and gradients to the
+    servers, and passes the answers back."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class TableRows:
         staleness_bound: int,
         codec: RowCodec | None = None,
     ) -> None:
-        """`codec`: how gradients are written, where that makes them smaller."""
+        """`codec`: encodes gradients, if that makes them smaller."""
         self.spec = spec
         self._dtype = DTYPES[spec.dtype]
         self._codec = codec if codec and codec.shrinks(spec.dim, self._dtype) else None
@@ -98,31 +98,31 @@ class TableRows:
         self._table_step = 0
         self._uses: list[RowUse] = []
         self.fates = dict.fromkeys(FATES.values(), 0)
-        """Rows pushed so far, by what became of them."""
+        """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Forget what was used and not pushed."""
+        """Forget rows that were used and not pushed."""
         self._uses.clear()
         self._step += 1
 
     # Rows in.
 
     def begin(self, routed: Routed) -> "Lookup":
-        """Take what is kept here, and see what is missing."""
+        """Take cached rows, and find out which are missing."""
         oldest = self._heard[routed.shards] - self._bound
         places = self._cache.find(routed.ids, self._step - self._bound, oldest)
         is_missing = places < 0
         return Lookup(
             routed=routed,
             is_missing=is_missing,
-            # Copied now: what is looked up next may take its place.
+            # Copied now: rows that are looked up next may replace them.
             kept=self._cache.take(places[~is_missing]),
             missing=routed.only(is_missing),
             table=self.spec.name,
         )
 
     def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> Held:
-        """All the rows of the lookup, with those that were found."""
+        """All rows of the lookup, including those that were found."""
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
@@ -144,7 +144,7 @@ class TableRows:
     # Gradients out.
 
     def gradients(self, lr: float) -> dict[Where, Gradients]:
-        """Those of all uses since the step began, by shard; each row once.
+        """Gradients of all uses since the step began, by shard; each row once.
 
         Raises NonFiniteGradient, with the row's id.
         """
@@ -171,7 +171,7 @@ class TableRows:
         return parts
 
     def _encoded(self, routed: Routed, total: Tensor) -> NDArray[np.uint8]:
-        """The bytes of each row's gradient as it is sent."""
+        """The bytes of each row's gradient for sending."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
         data, is_held = self._codec.encode(total)
@@ -180,13 +180,13 @@ class TableRows:
         return data.numpy()
 
     def pushed(self, parts: Mapping[Where, Gradients], result: TablePushResult) -> None:
-        """Take note of what became of a push."""
+        """Note the outcome of a push."""
         for where in parts:
             table, shard = where
             if table != self.spec.name:
                 continue
             if where in result.stale:
-                # They were of a shard that was lost and began anew; so do the rows.
+                # They were for a shard that was lost and began anew, as its rows did.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
             self._heard[shard] = max(self._heard[shard], result.versions[where])
@@ -218,7 +218,7 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
 
 
 def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[Routed, Ids, Ids, Tensor]:
-    """Rows once each: ids, births, (version, epoch) that they are based on, and gradients."""
+    """Each row once: ids, births, (version, epoch) that they are based on, and gradients."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
@@ -229,7 +229,7 @@ def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[Routed, Ids, Ids
     np.maximum.at(newest, places, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, places, np.concatenate(bases))
-    # A gradient on an earlier life of the row is not for this one; one on its first values is.
+    # A gradient on an earlier life of the row does not count; one on its initial values does.
     mine = torch.from_numpy((births == 0) | (births == newest[places]))
     stacked = torch.cat(gradients) * mine[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

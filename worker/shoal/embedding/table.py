@@ -1,7 +1,7 @@
-"""Embeddings whose rows lie on the parameter servers, in place of `nn.Embedding(sparse=True)`.
+"""Embeddings whose rows are on the parameter servers, instead of `nn.Embedding(sparse=True)`.
 
-A forward pass looks up the rows that it needs, each once; the backward pass leaves their gradients
-here, and the strategy pushes these with the step. No worker ever holds the table.
+A forward pass looks up the rows that it needs, each once. The backward pass leaves their gradients
+here, and the strategy pushes them with the step. No worker ever holds the table.
 """
 
 from typing import Protocol
@@ -26,20 +26,20 @@ DEFAULT_NUM_SHARDS = 64
 
 
 class Source(Protocol):
-    """Where rows come from."""
+    """A source of rows: the exchange with the servers."""
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, as a leaf of the graph, and for each id its row."""
+        """The rows of the distinct ids, as a leaf of the graph, and the row index of each id."""
         ...
 
     def prefetch(self, table: str, ids: Tensor) -> None: ...
 
 
 class EmbeddingTable(nn.Module):
-    """`nn.Embedding` over ids of 64 bits, as many as ever come.
+    """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`: the optimizer given
-    there is for the model's parameters, of which a table has none. Tables have their own.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`: that optimizer
+    is for the model's parameters, of which a table has none. Tables have their own.
     """
 
     def __init__(
@@ -59,11 +59,11 @@ class EmbeddingTable(nn.Module):
         cache_rows: int = 65536,
         num_shards: int = DEFAULT_NUM_SHARDS,
     ) -> None:
-        """`num_embeddings`: ids beyond it are refused; None: any id. `padding_idx`: an id whose
+        """`num_embeddings`: larger ids are refused; None: any id. `padding_idx`: an id whose
         row is zeros and is not trained. `name`: in the job; empty: the module's name in the model.
 
         `staleness_bound`: a row that was looked up may be used again for so many steps of this
-        worker, and while it misses at most so many updates of its shard that this worker has heard
+        worker, and while it lacks at most so many updates of its shard that this worker knows
         of; up to `cache_rows` rows are kept for it. `lr`, an attribute, goes with every push.
         """
         super().__init__()
@@ -92,19 +92,19 @@ class EmbeddingTable(nn.Module):
             max_shard_bytes=bounds.max_shard_bytes,
         )
         self._source: Source | None = None
-        # Tells the module's device, to which its rows go.
+        # Holds the module's device, to which its rows go.
         self.register_buffer("_device", torch.empty(0), persistent=False)
         _check(self)
 
     def spec(self) -> TableSpec:
-        """What the servers are told of the table."""
+        """The table's description for the servers."""
         spec = TableSpec()
         spec.CopyFrom(self._spec)
         spec.name = self.name
         return spec
 
     def connect(self, source: Source) -> None:
-        """Get rows from there from now on. Called by the strategy."""
+        """Get rows from this source from now on. Called by the strategy."""
         self._source = source
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ class EmbeddingTable(nn.Module):
     def prefetch(self, ids: Tensor) -> None:
         """Begin to look rows up that a coming step will need; returns at once.
 
-        They count as looked up now: with a `staleness_bound` of 0 they are looked up again where
-        the next step finds that their shards have moved on.
+        They count as looked up now: with a `staleness_bound` of 0 they are looked up again if
+        the next step finds that their shards have newer versions.
         """
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Rows, for each id its place among them, and the place that is padding."""
+        """Rows, the index among them for each id, and the index of the padding row."""
         wanted = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
@@ -163,7 +163,7 @@ class EmbeddingTable(nn.Module):
 
 
 class EmbeddingBagTable(EmbeddingTable):
-    """`nn.EmbeddingBag` in the same way; takes what `EmbeddingTable` takes, and a mode."""
+    """`nn.EmbeddingBag` over a table; takes the options of `EmbeddingTable`, and a mode."""
 
     def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
         """`mode`: "sum", "mean" or "max" over the rows of a bag."""
@@ -191,7 +191,7 @@ class EmbeddingBagTable(EmbeddingTable):
 
 
 def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
-    """The tables of a model by name; those without a name get that of their place in the model.
+    """The tables of a model by name; those without a name get their module's path.
 
     Raises InvalidSpec for two different tables of one name.
     """

@@ -1,4 +1,4 @@
-"""`shoal run`: the workers of one job on this host."""
+"""The command `shoal run`: runs the workers of one job on this host."""
 
 import logging
 import signal
@@ -37,7 +37,7 @@ BAD_ARGUMENTS = 2
 
 
 def run(config: RunConfig) -> int:
-    """Run the workers and return the exit code for the shell; 2 for a script that is not there."""
+    """Run the workers and return the exit code for the shell; 2 if there is no such script."""
     if not config.module and not Path(config.script[0]).is_file():
         _say(
             f"no such script; saw {config.script[0]}; expected a Python file."
@@ -54,12 +54,12 @@ def run(config: RunConfig) -> int:
     orders = StopOrders()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        # What undoes what has started is not to be cut short by a repetition.
+        # A repetition must not interrupt the clean-up.
         if not orders.repeats(number):
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # Before the launcher takes the signals over, and after it.
+        # Before the launcher handles the signals, and after it.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if config.coordinators:
             _await_coordinator(config)
@@ -84,7 +84,7 @@ def run(config: RunConfig) -> int:
 
 
 def _syntax_error(script: Path) -> str:
-    """What Python would say of the script, which every worker would; empty if it can be compiled,
+    """Python's error for the script, which every worker would print; empty if it can be compiled,
     or is not source text."""
     if script.suffix != ".py":
         return ""
@@ -95,12 +95,12 @@ def _syntax_error(script: Path) -> str:
     except (SyntaxError, ValueError) as error:
         return printable("".join(traceback.format_exception_only(error)), lines=True)
     except OSError:
-        pass  # the worker says so
+        pass  # The worker reports it.
     return ""
 
 
 def _log_from_level(config: RunConfig) -> None:
-    """Have the launcher itself log as its workers do: from info on by default."""
+    """Let the launcher itself log as its workers do: from info on by default."""
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is not None and not structlog.is_configured():
@@ -108,8 +108,8 @@ def _log_from_level(config: RunConfig) -> None:
 
 
 def _await_coordinator(config: RunConfig) -> None:
-    """Return once one of the coordinators leads, or knows who does. Raises Unavailable: at once, or
-    where SHOAL_ADMISSION_S is set, which is told then, once these seconds are over."""
+    """Wait until one of the coordinators leads, or knows the leader. Raises Unavailable: at once,
+    or, if SHOAL_ADMISSION_S is set, after so many seconds of waiting, which is printed."""
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_told = False
@@ -131,7 +131,7 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Before anything is started: a finished job is begun anew on request, and refused else."""
+    """Reset a finished job if --fresh is given, else refuse it; before anything is started."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):

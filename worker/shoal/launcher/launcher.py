@@ -1,19 +1,19 @@
-"""Starts a host's workers of one job, watches them, and starts them again when they are killed.
+"""The launcher: starts a host's workers of one job, watches them, and restarts killed ones.
 
-Each worker has a slot, and the slot a member id: a worker that is started again is a fresh
-incarnation of the same member. Every exit and every halt (SIGSTOP) is reported to the coordinator
-at once, so that the others need not wait for a lease to run out (most exits before the kernel has
-taken the process down, see `shoal_client.liveness.lifeline`); and the launcher beats for the
-workers that live, so that one which is busy is not taken for lost. The launcher sleeps until a
-worker exits, is halted, is to be started or ended, or a signal arrives.
+Each worker has a slot, and the slot a member id: a restarted worker is a fresh incarnation of the
+same member. Every exit and every halt (SIGSTOP) is reported to the coordinator at once, so that the
+others need not wait for a lease to run out. Most exits are reported before the kernel has removed
+the process, see `shoal_client.liveness.lifeline`. The launcher sends heartbeats for the workers
+that live, so that a busy worker does not count as lost. It sleeps until a worker exits, is halted,
+has to be started or ended, or a signal arrives.
 
-A launcher does not outlast its job for a worker that cannot end: one that was declared lost while
-it was halted is killed and replaced, and one that does not end within the grace time of its job's
-end is killed, and left to the kernel if it hangs there.
+A launcher does not outlive its job because of a worker that cannot end. A worker that was declared
+lost while it was halted is killed and replaced. A worker that does not end within the grace time
+after the job's end is killed, and left to the kernel if it hangs there.
 
-What a worker ended for is not in its exit code alone: the board that it shares with the launcher
-says how its membership ended. One that was fenced (declared lost, and it lived), or that a time
-limit ended, is started again whatever its code; one that would be refused again is not.
+The exit code alone does not say why a worker ended: on the board that it shares with the launcher
+it notes how its membership ended. A worker that was fenced (declared lost, but alive), or that a
+time limit ended, is restarted whatever its code; a worker that would be refused again is not.
 """
 
 import math
@@ -50,11 +50,11 @@ from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 OUTPUT_S = 2.0
 """Time for the last lines of a worker that exited."""
 KILLED_ANSWER_S = 0.5
-"""Before a worker that was killed is started again: for the coordinator, which may be away, to say
+"""Pause before a killed worker is restarted: the coordinator, which may be away, can say meanwhile
 that there is nothing left to join."""
 WORKER_ADMISSION_S = 24 * 3600
-"""How long a worker waits for a coordinator to admit it: one was there when the run began, so the
-address is right, and the others train on while there is none."""
+"""Time that a worker waits for a coordinator to admit it: one was there when the run began, so the
+address is right, and the others train on without one."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -81,7 +81,7 @@ class Launcher:
     """One `shoal run`: `run` returns the exit code when no worker is left."""
 
     def __init__(self, config: RunConfig, orders: StopOrders) -> None:
-        """`orders`: of this process, so that those before and after the run count, too."""
+        """`orders`: of this process, so that signals before and after the run count, too."""
         self._config = config
         self._orders = orders
         self._host = socket.gethostname()
@@ -89,7 +89,7 @@ class Launcher:
             WorkerSlot(index=index, member_id=member_id)
             for index, member_id in enumerate(member_ids(config, self._host))
         ]
-        # Signal handlers put into it: a SimpleQueue is safe from there.
+        # Signal handlers put events into it: a SimpleQueue allows that.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators, self._events.put)
@@ -105,7 +105,7 @@ class Launcher:
         )
 
     def run(self) -> int:
-        """Start the workers and stay until all have ended."""
+        """Start the workers and return when all have ended."""
         with (
             self._signals(),
             BeatBoard(len(self.slots)) as board,
@@ -147,11 +147,11 @@ class Launcher:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers: the cluster that they train on is gone for good. Any thread may call."""
+        """End the workers: their cluster is gone for good. Any thread may call."""
         self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
-        """What happens next; None: it is time to start a worker, or to end one."""
+        """The next event; None: it is time to start a worker, or to end one."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
         until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
         if until_s == math.inf:
@@ -191,7 +191,7 @@ class Launcher:
         self._beats.started(process.pid, board.slots[slot.index], self._config.job)
         slot.watch = Watch(life, process.pid, lambda code: self._report_exit(process, code))
 
-    # On the threads that watch the worker, which know the order of what became of it.
+    # On the threads that watch the worker, which know the order of its events.
 
     def _exited(self, process: Process) -> None:
         code = process.exit_code
@@ -200,7 +200,7 @@ class Launcher:
         self._events.put(process)
 
     def _report_exit(self, process: Process, code: int) -> None:
-        """Once for each process: of most the lifeline tells before the kernel does."""
+        """Report an exit once per process: mostly the lifeline is earlier than the kernel."""
         with self._reporting:
             if process.pid in self._reported:
                 return
@@ -221,7 +221,7 @@ class Launcher:
         return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
-        # First of all: no beat may follow that says it lives.
+        # First of all: no later heartbeat may say that it lives.
         self._beats.halted(process.pid, halted)
         self._reporter.report(
             ReportHaltRequest(
@@ -240,7 +240,7 @@ class Launcher:
     def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
         slot = next((each for each in self.slots if each.process is process), None)
         if slot is None:
-            return  # it was left to the kernel, which has ended it after all
+            return  # It was left to the kernel, which has ended it after all.
         code = process.exit_code
         assert code is not None and slot.watch is not None
         slot.watch.close()
@@ -252,7 +252,7 @@ class Launcher:
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:
-            # Whether it ended the job, or has left it before the last batch.
+            # The answer tells if it ended the job, or has left before the last batch.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
@@ -275,18 +275,18 @@ class Launcher:
             return False
         if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
             return False
-        # What the answer to the report of this exit says of the job.
+        # The answer to the report of this exit tells the job's phase.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
         return not self._over and len(slot.exits) <= self._config.restart.max_restarts
 
     @property
     def _ends(self) -> bool:
-        """Whether nobody is to be started any more."""
+        """True if no worker is to be started any more."""
         return self._worker_ends.were_told or self._completed or bool(self._over)
 
     @property
     def _over(self) -> str:
-        """The job's phase if nobody can join it any more, as far as this launcher was told."""
+        """The job's phase if no member can join it any more, as far as this launcher knows."""
         return "" if self._completed else self._reporter.over
 
     @property
@@ -295,15 +295,15 @@ class Launcher:
 
     @property
     def _completed(self) -> bool:
-        """A worker that is done has ended the job: there is nothing to join any more. Not one whose
-        script has ended before the last batch, by a `break` or sys.exit(0)."""
+        """True if a worker of this launcher has ended the job: there is nothing left to join. A
+        script that ends before the last batch, by a `break` or sys.exit(0), does not end it."""
         if any(slot.found_it_finished for slot in self.slots):
             return True
         return self._num_done > 0 and not self._reporter.goes_on
 
     @property
     def _num_done(self) -> int:
-        """Workers whose script has ended without an error."""
+        """Number of workers whose script has ended without an error."""
         return sum(any(each.code == 0 for each in slot.exits) for slot in self.slots)
 
     def _end_if_starved(self) -> None:
@@ -338,7 +338,7 @@ class Launcher:
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
-        # The first time they may finish; a second one, or the bound, ends them.
+        # The first signal lets workers finish; a second one, or the limit, kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return
@@ -353,10 +353,10 @@ class Launcher:
         self._worker_ends.tell_all()
 
     def _exit_code(self) -> int:
-        """0 if the job was completed: what signals took from it on the way does not count."""
+        """Exit code of the run; 0 if the job was completed, in spite of signals on the way."""
         if self._completed:
-            # A replacement that came after the end was refused: no failure of the job. Nor is
-            # one whose members went on without it.
+            # A replacement that came after the end was refused, or a worker was fenced while the
+            # others went on without it: neither is a failure of the job.
             firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
             return next((each.code for each in firsts if each.is_scripts_own), 0)
         if self._given_up:
@@ -367,7 +367,7 @@ class Launcher:
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
-            return 0  # what their scripts say; the last line says that the job is not finished
+            return 0  # As their scripts ended; the last line says that the job is not finished.
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
@@ -407,7 +407,7 @@ class Launcher:
                 try:
                     print(f"{prefix}{line}", flush=True)
                 except BrokenPipeError:
-                    # As in any pipeline: when nobody reads any more, the work ends.
+                    # As in any pipeline: when the reader is gone, the work ends.
                     self._deaf = True
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     self._events.put(_Signalled(signal.SIGTERM))
@@ -415,7 +415,7 @@ class Launcher:
         return write
 
     def _outputs(self) -> HostOutputs:
-        """For who reads on the page, or elsewhere, what the workers print."""
+        """Serves the workers' output to readers on the page, or elsewhere."""
         config = self._config
         request = ServeOutputRequest(
             job=config.job,
@@ -436,7 +436,7 @@ class Launcher:
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:
-        """Watched until the workers are gone, and no longer than their board is there."""
+        """Watch the lifelines until the workers are gone, and only while their board exists."""
         try:
             yield
         finally:

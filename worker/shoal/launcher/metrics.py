@@ -1,4 +1,4 @@
-"""What Prometheus is told of a launcher: its workers, how they ended, how often they were started
+"""Prometheus metrics of a launcher: its workers, how they ended, how often they were started
 again."""
 
 import platform
@@ -17,7 +17,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `[HOST:]PORT`; a port alone is at 127.0.0.1. Raises InvalidSpec."""
+    """Host and port of `[HOST:]PORT`; a port alone means 127.0.0.1. Raises InvalidSpec."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidSpec("bad --metrics", seen=repr(text), expected="[HOST:]PORT")
@@ -26,9 +26,9 @@ def parse_address(text: str) -> tuple[str, int]:
 
 @contextmanager
 def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
-    """Serve the metrics within the block; nothing where there is no address.
+    """Serve the metrics within the block; no effect without an address.
 
-    Raises InvalidSpec where prometheus_client is not installed, AddressInUse.
+    Raises InvalidSpec if prometheus_client is not installed, AddressInUse.
     """
     if not address:
         yield
@@ -59,7 +59,7 @@ def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
 
 
 class _Collector:
-    """Asked on the thread of the metrics' server; slots only ever gain exits."""
+    """Collects metrics on the thread of the metrics' server; slots only ever gain exits."""
 
     def __init__(self, slots: Sequence[WorkerSlot]) -> None:
         self._slots = slots

@@ -1,4 +1,4 @@
-"""What `shoal run` was asked for, and the environment that each of its workers gets."""
+"""Options of `shoal run`, and the environment of each of its workers."""
 
 import os
 import sys
@@ -23,9 +23,9 @@ KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
     "MALLOC_TRIM_THRESHOLD_": str(1024 * 1024 * 1024),
 }
-"""Bytes, for glibc's malloc: blocks up to 32 MiB (the most it takes) come from its heap, and it
-gives the heap's end back only once more than 1 GiB is free there. Left to itself it hands what a
-step frees back to the kernel, which clears each page of it again for the next step."""
+"""Settings of glibc's malloc, in bytes: blocks up to 32 MiB (its maximum) come from its heap, and
+the heap shrinks only once more than 1 GiB is free at its end. By default malloc returns memory that
+a step frees to the kernel, which clears each page of it again for the next step."""
 
 
 _INTERNAL = Parameter(parse=False)
@@ -33,14 +33,14 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
-    """A number, or that of the GPUs or cores for `auto`, `gpu` and `cpu`. Raises InvalidSpec."""
+    """The number, or that of the GPUs or cores for `auto`, `gpu` and `cpu`. Raises InvalidSpec."""
     text = str(tokens[-1].value)
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
             return _num_gpus() or cores
         case "gpu":
-            return _num_gpus()  # without any, 0 is refused
+            return _num_gpus()  # If there are none, 0 is refused.
         case "cpu":
             return cores
     try:
@@ -52,7 +52,7 @@ def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
 
 
 def _num_gpus() -> int:
-    """The GPUs that this process may use, without torch, which takes seconds to import."""
+    """Number of GPUs that this process may use, without torch, which takes seconds to import."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
@@ -147,7 +147,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.job:
             name = _job_of(self.script[0], self.module)
-            # On a cluster that others use two runs of a script must not meet by accident.
+            # On a shared cluster two runs of a script must not meet by accident.
             unique = f"{name}-{os.urandom(3).hex()}" if self.coordinators else name
             object.__setattr__(self, "job", unique)
         if not is_name(self.job):
@@ -183,7 +183,7 @@ class RunConfig:
                 expected="--insecure only if the run starts a cluster of its own",
                 fix="Without a certificate the run speaks plain text already.",
             )
-        job_secret(self.environment)  # refused here, and not by each worker
+        job_secret(self.environment)  # Refused here, and not by each worker.
         self._set_bounds()
 
     def _set_bounds(self) -> None:
@@ -207,12 +207,12 @@ class RunConfig:
 
     @property
     def colour(self) -> bool:
-        """Whether the prefixes of the output are coloured."""
+        """True if the prefixes of the output are coloured."""
         return sys.stdout.isatty() and "NO_COLOR" not in self.environment
 
     @property
     def target(self) -> Sequence[str]:
-        """What each worker runs, after `python -u`."""
+        """Arguments of each worker, after `python -u`."""
         return ("-m", *self.script) if self.module else tuple(self.script)
 
 
@@ -222,7 +222,7 @@ def _job_of(target: str, module: bool) -> str:
 
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
-    """The environment of one worker, the one with this index on its host."""
+    """The environment of one worker, whose index on its host is given."""
     files = config.tls.files_of(Role.WORKER) or files_at(config.coordinators, Role.WORKER)
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
@@ -234,7 +234,7 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
         SHOAL_MIN_MEMBERS=str(config.min_members),
         SHOAL_MAX_MEMBERS=str(config.max_members),
         SHOAL_DESIRED_MEMBERS=str(config.desired_members),
-        # Not LOCAL_RANK: Accelerate takes that for a world of torchrun's, and ends without one.
+        # Not LOCAL_RANK: Accelerate then expects torchrun's variables, and ends without them.
         SHOAL_LOCAL_RANK=str(index),
         SHOAL_LOCAL_WORLD_SIZE=str(config.num_workers),
     )
@@ -246,7 +246,7 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:
-    """A member id for each worker; SHOAL_MEMBER_ID, where it is set, is their name or its start."""
+    """A member id for each worker; SHOAL_MEMBER_ID, if it is set, is the id or its beginning."""
     if given := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
             return [given]
@@ -257,7 +257,7 @@ def member_ids(config: RunConfig, host: str) -> list[str]:
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """The cores this process may use, shared by the workers; at least one each."""
+    """Number of cores this process may use, divided by the workers; at least one each."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 

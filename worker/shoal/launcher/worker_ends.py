@@ -11,19 +11,19 @@ from shoal_client.local.process import KILLED_S
 
 
 class WorkerEnds:
-    """When workers that are left are ended, by the monotonic clock."""
+    """Decides when remaining workers are ended, by the monotonic clock."""
 
     def __init__(
         self, slots: Sequence[WorkerSlot], *, job: str, grace_s: float, say: Callable[[str], None]
     ) -> None:
         self._slots, self._job, self._grace_s, self._say = slots, job, grace_s, say
         self.were_told = False
-        """All were told to end."""
+        """True if all were told to end."""
         self._over_s = self._kill_s = self._leave_s = math.inf
 
     @property
     def next_s(self) -> float:
-        """When `due` and `left_behind` have something to do."""
+        """The time of the next work for `due` and `left_behind`."""
         return min(self._over_s, self._kill_s, self._leave_s)
 
     @property
@@ -32,7 +32,7 @@ class WorkerEnds:
 
     def tell_all(self) -> None:
         """Let all finish their step and end, within the grace time."""
-        # By SIGTERM, whichever signal it was: on a SIGINT a script would end in the midst of its
+        # By SIGTERM, whichever signal it was: on a SIGINT a script would end in the middle of its
         # step, with a traceback each.
         self.were_told = True
         self._kill_s = time.monotonic() + self._grace_s
@@ -51,20 +51,20 @@ class WorkerEnds:
             slot.process.kill()
 
     def take(self, standing: Standing) -> None:
-        """A worker that was declared lost and cannot hear it makes room for the next one."""
+        """Kill a worker that was declared lost and cannot react, so that the next one can start."""
         slot = next((s for s in self.running if s.pid == standing.pid), None)
         if slot is None or not standing.is_lost or slot.was_killed:
             return
         now_s = time.monotonic()
         slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
-        # One that runs hears of it, and ends by itself.
+        # A worker that runs is notified, and ends by itself.
         if slot.halted or now_s >= slot.lost_s + self._grace_s:
             how = "while it was halted" if slot.halted else "and does not end"
             self._say(f"{slot.member_id} was declared lost {how}")
             self.kill([slot])
 
     def due(self, over: str, board: BeatBoard) -> None:
-        """Kill those whose time is over. `over`: the job's phase, if it has ended."""
+        """Kill workers whose time is over. `over`: the job's phase, if it has ended."""
         now_s = time.monotonic()
         if not over:
             self._over_s = math.inf
@@ -82,7 +82,7 @@ class WorkerEnds:
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
         """True if a worker does not end though its job has. Once a job is finished, a script that
-        has left it may do as much of its own as it likes."""
+        has left it may go on with work of its own."""
         if over != "finished" or slot.halted:
             return True
         place = board.slots[slot.index]
@@ -91,8 +91,8 @@ class WorkerEnds:
         return not has_another and not place.has_left(slot.pid)
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
-        """Those that were killed, and have not ended within KILLED_S, if the run `ends`: before,
-        they are in nobody's way."""
+        """Workers that were killed, and have not ended within KILLED_S, if the run `ends`: before
+        that they block nothing."""
         if time.monotonic() < self._leave_s:
             return
         self._leave_s = math.inf

@@ -1,4 +1,4 @@
-"""The places of a launcher's workers: the process of now, and how those before it ended."""
+"""The slots of a launcher's workers: the present process, and how earlier ones ended."""
 
 import signal
 from dataclasses import dataclass, field
@@ -14,9 +14,9 @@ DRAINED = 128 + signal.SIGTERM
 """The exit code of a worker that left its job in good order because it was asked to."""
 PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
-"""Before a worker is started again that failed by no fault of its script, twice as long each time:
-what made it lose its place (a host that swaps, a debugger, a laptop's lid), or kept a part from it,
-may go on for a while."""
+"""Limits of the pause before a restart of a worker that failed by no fault of its script, twice as
+long each time: the cause (a host that swaps, a debugger, a laptop's lid, a part that was away) may
+last for a while."""
 
 
 FOR_TORCHRUN = (
@@ -24,26 +24,26 @@ FOR_TORCHRUN = (
     " start it with torchrun --rdzv-backend=shoal (docs/torchrun.md), or leave the call out and let"
     " it train in a session (docs/tutorials/ddp.md, 'From a script for torchrun')"
 )
-"""What to do about an error of torch's, which says that RANK is not set."""
+"""Advice for an error of torch's, which says that RANK is not set."""
 NEWEST_BYTES = 1 << 14
 
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How one process of a slot ended."""
+    """The end of one process of a slot."""
 
     code: int
     ending: Ending
 
     @property
     def may_pass(self) -> bool:
-        """True if it failed because it was no member any more, by a time limit, or because a part
-        was away: not by its script."""
+        """True if the process failed because its membership had ended, by a time limit, or because
+        a part was away: not by its script."""
         return self._failed and self.ending in (Ending.FENCED, Ending.PASSING)
 
     @property
     def found_it_finished(self) -> bool:
-        """True if it stood by, or came too late: others had completed the job."""
+        """True if the process was a standby, or too late: others had completed the job."""
         return self._failed and self.ending is Ending.FINISHED
 
     @property
@@ -67,31 +67,31 @@ class Exit:
 
 @dataclass(kw_only=True)
 class WorkerSlot:
-    """One worker's place: the process of now, and how those before it ended."""
+    """One worker's slot: the present process, and how earlier ones ended."""
 
     index: int
     member_id: str
     launch_secret: str = field(default_factory=drawn, repr=False)
-    """By which the coordinator knows that a report on its processes is their launcher's."""
+    """The secret that proves to the coordinator that a report comes from the launcher."""
     process: Process | None = None
     halted: bool = False
-    """A signal has halted the process."""
+    """True if a signal has halted the process."""
     lost_s: float | None = None
-    """Since when the process claims to be a member that was lost, by the monotonic clock."""
+    """Time since which the process claims to be a lost member, by the monotonic clock."""
     was_killed: bool = False
-    """The launcher has killed the process."""
+    """True if the launcher has killed the process."""
     watch: Watch | None = None
     start_at_s: float | None = None
-    """When the next process is to be started, by the monotonic clock."""
+    """Time at which the next process is to be started, by the monotonic clock."""
     has_joined: bool = False
-    """One of its processes became a member of a job."""
+    """True if one of its processes became a member of a job."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
     """The newest lines of all its processes."""
 
     @property
     def pid(self) -> int:
-        """Of the process; 0: there is none."""
+        """The process's pid; 0: there is none."""
         return self.process.pid if self.process is not None else 0
 
     @property
@@ -100,12 +100,12 @@ class WorkerSlot:
 
     @property
     def found_it_finished(self) -> bool:
-        """Whether others had completed the job before its newest process could."""
+        """True if others had completed the job before its newest process could."""
         return bool(self.exits) and self.exits[-1].found_it_finished
 
     @property
     def advice(self) -> str:
-        """What to do about an error that does not say so itself; empty if nothing is known."""
+        """Advice for an error whose own text gives none; empty if nothing is known."""
         if not self.exits or self.exits[-1].code in (0, DRAINED):
             return ""
         newest = self.printed.part(NEWEST_BYTES).data
@@ -113,7 +113,7 @@ class WorkerSlot:
 
     @property
     def pause_s(self) -> float:
-        """Before the next process is started."""
+        """Pause before the next process is started."""
         if not self.exits[-1].may_pass:
             return 0.0
         before = sum(each.may_pass for each in self.exits[:-1])
@@ -121,7 +121,7 @@ class WorkerSlot:
 
 
 def describe(code: int) -> str:
-    """How a process ended, in words."""
+    """Text for the end of a process."""
     if code < 0:
         return how_it_ended(code)
     if code == DRAINED:

@@ -1,7 +1,7 @@
-"""A member that trains alone: no coordinator was named, so nobody can join it.
+"""A member that trains alone: no coordinator was named, so no member can join it.
 
-`LoneMember` takes the place that `MemberSession` has in a job of several, so that a script is the
-same in both. Its one generation has one member, and it keeps nothing that outlives the process:
+`LoneMember` replaces the `MemberSession` of a job with several members, so that a script is the
+same for both. Its one generation has one member, and it keeps no state that outlives the process:
 checkpoints do that.
 """
 
@@ -30,7 +30,7 @@ GENERATION = 1
 LIMITS = pb.Limits(
     heartbeat_s=0.5, prepare_s=10.0, bring_up_s=30.0, collective_s=30.0, join_s=120.0
 )
-"""What `shoal coordinator` has by default."""
+"""The defaults of `shoal coordinator`."""
 WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a cluster for it."
 
 
@@ -49,7 +49,7 @@ class LoneMember:
     # --- joining ---
 
     def join(self) -> None:
-        """Say that this member is alone."""
+        """Log that this member is alone."""
         log.warning(
             "training_alone",
             job=self._member.spec.job,
@@ -87,7 +87,7 @@ class LoneMember:
         )
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
-        """The one generation there is. Raises ProposalConflict if a validator rejects it."""
+        """The only generation. Raises ProposalConflict if a validator rejects it."""
         if above >= GENERATION:
             raise DeadlineExceeded(f"no generation follows generation {above} of a lone member")
         roster = self._roster()
@@ -128,7 +128,7 @@ class LoneMember:
         )
 
     def ready(self, record: pb.GenerationRecord) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: no member waits for the report."""
 
     # --- training ---
 
@@ -144,29 +144,29 @@ class LoneMember:
         return None
 
     def progress(self, step: int) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: no coordinator needs the step."""
 
     def does(self, doing: TrainerStatus) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: no heartbeats are sent."""
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Nobody has to wait."""
+        """Do nothing: no other member has to wait."""
 
     def resume(self) -> None:
-        """Nobody had to wait."""
+        """Do nothing: no other member had to wait."""
 
     def is_broken(self, generation: int) -> bool:
         return False
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """False: nobody can be lost, so what failed is this process's own."""
+        """False: no member can be lost, so the failure is this process's own."""
         return False
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
-        """Nobody waits to hear of it; whoever calls raises the error."""
+        """Do nothing: the caller raises the error."""
 
     def settle(self, step: int, *, has_state: bool, enough_for_call: int = 0) -> None:
-        """Nobody waits to hear of it."""
+        """Do nothing: no coordinator needs the step."""
 
     # --- leaving ---
 
@@ -185,11 +185,11 @@ class LoneMember:
         return True
 
     def successor(self) -> pb.GenerationRecord | None:
-        """Nobody changes the only generation."""
+        """None: the only generation does not change."""
         return None
 
     def failed(self, error: ShoalError) -> None:
-        """No launcher waits to hear of it."""
+        """Do nothing: no launcher waits for the error."""
 
     # --- how it stands ---
 

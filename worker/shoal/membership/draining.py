@@ -1,4 +1,4 @@
-"""Leaving in good order: what a script sees of it, and the signal that asks for it."""
+"""Drain of a member: the exception that a script sees, and the signal that asks for it."""
 
 import _thread
 import atexit
@@ -16,11 +16,11 @@ from shoal_client.host.stop_orders import SAME_ORDER_S, StopOrders
 from shoal_proto.errors import MemberDrained
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""As of a process that SIGTERM ended. `shoal run` does not start such a worker again."""
+"""The exit code of a process ended by SIGTERM. `shoal run` does not restart such a worker."""
 
 
 class Drained(SystemExit):
-    """This member was asked to leave, and nothing needs it any more: the script is to end.
+    """This member was asked to leave and is not needed any more: the script should end.
 
     Raised between two steps. A SystemExit: a script that does not catch it unwinds, and its
     process exits with 143.
@@ -59,11 +59,11 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class DrainSignal:
-    """Takes a SIGTERM as a wish to drain. A repetition within SAME_ORDER_S has no effect, even as
-    the script unwinds; a second SIGTERM after that ends the process, as by default.
+    """Handles a SIGTERM as a request to drain. A repetition within SAME_ORDER_S has no effect, even
+    while the script unwinds; a second SIGTERM after that ends the process, as by default.
 
-    Only if nobody else handles it, and if handlers can be set: in the main thread. A process that
-    the script forks is no member, and is ended by the first.
+    Only if the script does not handle it, and if handlers can be set: in the main thread. A process
+    that the script forks is no member, and the first SIGTERM ends it.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
@@ -72,7 +72,7 @@ class DrainSignal:
         self._orders = StopOrders()
         self._was_ordered = False
         self._next: Handler = signal.SIG_DFL
-        """Handles the second order."""
+        """The handler of the second order."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -82,7 +82,7 @@ class DrainSignal:
 
     @contextmanager
     def while_joining(self) -> Iterator[None]:
-        """Take the signal from now on, unless the block fails."""
+        """Handle the signal from now on, unless the block fails."""
         self.install()
         try:
             yield
@@ -91,8 +91,8 @@ class DrainSignal:
             raise
 
     def restore(self) -> None:
-        """Let the signal end the process again, unless another handler has come meanwhile. If there
-        was an order, it does so from the second one on."""
+        """Let the signal end the process again, unless another handler was set meanwhile. After an
+        order, the second one does so."""
         if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
@@ -113,8 +113,8 @@ class DrainSignal:
             signal.raise_signal(number)
 
     def _stay_while_fresh(self) -> None:
-        """Let no handler that the script sets now, or puts back, take a repetition of the order.
-        The script sees its handler in place, which gets the second order."""
+        """Keep a handler that the script sets now, or puts back, from seeing a repetition of the
+        order. The script sees its handler in place, and that one gets the second order."""
         set_before, get_before = signal.signal, signal.getsignal
 
         def set_behind(number: int, handler: Handler) -> Handler:
@@ -140,7 +140,7 @@ class DrainSignal:
                 # A handler in Python would wait for ever for a main thread that hangs.
                 _set_by_libc(signal.SIGTERM, None)
 
-        # As the interpreter ends it puts every handler in Python back to the default.
+        # The interpreter resets every Python handler to the default as it ends.
         atexit.register(self._ignore_repetitions)
         # threading.Thread takes locks, which the interrupted code may hold.
         _thread.start_new_thread(go, ())
@@ -157,18 +157,18 @@ _set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
-    """By thread: any may fork."""
+    """By thread: any thread may fork."""
 
     mask: set[signal.Signals | int] | None = None
-    """What was blocked before, where the signal is a wish to drain."""
+    """The signals blocked before, if this handler is in place."""
 
 
 _forking = _Forking()
 
 
 def _hold_signal() -> None:
-    """A process is about to be forked. One that came to it before it is no member any more would be
-    taken for a wish to drain, or be lost; a pool that had sent it would wait for ever."""
+    """Block the signal before a fork. In the child, a SIGTERM that arrived too early would count as
+    a request to drain, or be lost; a process pool that had sent it would wait for ever."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -180,7 +180,7 @@ def _let_signal_go() -> None:
 
 
 def _be_no_member() -> None:
-    """In a process that was just forked: a pool ends its own by SIGTERM, and waits for that."""
+    """Reset the signal in a forked child: a pool ends its processes by SIGTERM and waits for it."""
     if _forking.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_signal_go()
@@ -192,10 +192,10 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """True if nobody handles the signal.
+    """True if the script does not handle the signal.
 
     A script that keeps a handler aside and puts it back later, as Lightning's Trainer does, may put
-    back that of a session which is over.
+    back the handler of an earlier session.
     """
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):

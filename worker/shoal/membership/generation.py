@@ -1,4 +1,4 @@
-"""Where a member lives and with whom: its job, and the generation it has entered."""
+"""The surroundings of a strategy: its job, and the generation that the member has entered."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,32 +14,32 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, L
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Where a strategy lives: its job, the coordinators, and the member's identity as of now."""
+    """The surroundings of a strategy: job, coordinators, and the member's present identity."""
 
     job: str
     coordinators: Sequence[str]
     """host:port of every coordinator replica."""
     token: Callable[[], Token]
-    """The member's token with the generation it has entered. Free to call; any thread."""
+    """The member's token with the generation it has entered. Cheap; any thread."""
     limits: Limits
     """Every time limit in force, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """Up to when no limit of a wait for others ran, by `time.monotonic`. Any thread."""
+    """The time until which no limit of a wait for others ran, by `time.monotonic`. Any thread."""
     is_away: Callable[[], bool] = lambda: False
-    """Whether no coordinator is there at the moment. Any thread."""
+    """True if no coordinator is there at the moment. Any thread."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
     """True if this member is to leave and no generation follows without it. Any thread."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """What ended the membership, if something did. Free to call; any thread."""
+    """The error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)
-    """Where the members of a generation meet. The strategy closes them."""
+    """Stores in which the members of a generation meet. The strategy closes them."""
     does: Callable[[TrainerStatus], None] = lambda doing: None
-    """Takes what the trainer does, for the heartbeats. Any thread."""
+    """Receives the trainer's status, for the heartbeats. Any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """An agreed roster as one member sees it."""
+    """An agreed roster in the view of one member."""
 
     record: GenerationRecord
     token: Token
@@ -55,7 +55,7 @@ class Generation:
 
     @property
     def entries(self) -> list[RosterEntry]:
-        """The roster by rank."""
+        """Entries of the roster, by rank."""
         return sorted(self.record.roster.entries, key=lambda entry: entry.rank)
 
     @cached_property
@@ -76,7 +76,7 @@ class Generation:
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
-    """Rank of the member whose state the generation starts from, and of those who need it."""
+    """Rank of the member whose state the generation starts from, and ranks that receive it."""
     entries = generation.entries
     source_id = generation.record.roster.source_member_id or entries[0].member_id
     source = next(entry.rank for entry in entries if entry.member_id == source_id)

@@ -1,7 +1,7 @@
 """Health reports to the coordinator's status page, in the background.
 
-They inform people and decide nothing: a report that does not get through is counted and dropped,
-and training never waits for one or fails by one.
+Reports inform people and decide nothing: a report that fails is counted and dropped, and training
+never waits for a report or fails because of one.
 """
 
 import json
@@ -39,8 +39,8 @@ _NOT_SENT = (
 class HealthReporter:
     """Posts the newest health of one member every `interval_s`, from a thread of its own.
 
-    Newest wins: at most one report waits to be sent, and `update` changes it. The first update is
-    sent at once, later ones on the interval, the last one on `close`.
+    At most one report waits to be sent, and `update` changes it. The first update is sent at once,
+    later ones on the interval, the last one on `close`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class HealthReporter:
     ) -> None:
         """`url` is the coordinator's base URL, or a function that gives the current one.
 
-        An empty URL means that there is nobody to report to for now.
+        An empty URL means that there is no coordinator to report to for now.
         """
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
@@ -79,18 +79,18 @@ class HealthReporter:
 
     @property
     def num_sent(self) -> int:
-        """Reports that the coordinator took."""
+        """Number of reports that the coordinator has accepted."""
         return self._num_sent
 
     @property
     def num_failed(self) -> int:
-        """Reports that did not get through or were refused."""
+        """Number of reports that did not arrive or were refused."""
         return self._num_failed
 
     def update(self, figures: HealthFigures) -> None:
-        """Change what the next report says; what is None stays as it was. Never blocks.
+        """Change the next report; figures that are None stay unchanged. Never blocks.
 
-        Convert tensors before: `float(loss)` waits for the device, so do it as often as you can
+        Convert tensors before: `float(loss)` waits for the device, so convert as often as you can
         afford.
         """
         given = {
@@ -103,7 +103,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send what is still unsent, for at most `timeout_s`, and end the thread."""
+        """Send what is unsent, for at most `timeout_s`, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -178,7 +178,7 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """JSON has no NaN and no infinity; as text they get through, and they are what people seek."""
+    """The number for JSON, which has no NaN or infinity: those are sent as text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

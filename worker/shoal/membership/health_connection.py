@@ -13,11 +13,11 @@ from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 CONNECT_S = 2.0
-"""Where a caller states no limit of its own."""
+"""Limit for a caller without its own."""
 
 
 class ForkableBackend(httpcore.NetworkBackend):
-    """Connects over TCP. What comes to be TLS is used as `NO_FORK` has it."""
+    """Connects over TCP. TLS connections follow the rules of `NO_FORK`."""
 
     def __init__(self) -> None:
         self._plain = httpcore.SyncBackend()
@@ -34,8 +34,8 @@ class ForkableBackend(httpcore.NetworkBackend):
 
 
 class CoordinatorHttp:
-    """Posts JSON to a coordinator, a neighbour: by no proxy of the environment's. What it connects
-    with is that of the files as they are then. For one thread, from `with` on."""
+    """Posts JSON to a coordinator, without the environment's proxies. Connections use the present
+    certificate files. For one thread, from `with` on."""
 
     def __init__(self) -> None:
         self._context = _context()
@@ -48,7 +48,7 @@ class CoordinatorHttp:
         self._pool.close()
 
     def post(self, url: str, content: bytes, limits: Mapping[str, float]) -> httpcore.Response:
-        """Raises what httpcore raises."""
+        """The response of the coordinator. Raises as httpcore does."""
         own = identity.own()
         if own is not None and (now := own.material.client) is not self._context:
             self._pool.close()
@@ -58,7 +58,7 @@ class CoordinatorHttp:
             url,
             headers={"host": urlsplit(url).netloc, "content-type": "application/json"},
             content=content,
-            # The certificate that answers is to be a coordinator's, whatever the address.
+            # The answering certificate must be a coordinator's, whatever the address.
             extensions={"timeout": limits, "sni_hostname": COORDINATOR_NAME},
         )
 
@@ -73,7 +73,7 @@ def _context() -> ssl.SSLContext:
     own = identity.own()
     if own is not None:
         return own.material.client
-    # Without TLS no certificates are read, which takes 30 ms.
+    # Without TLS no certificates are read: reading takes 30 ms.
     with NO_FORK:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
@@ -111,7 +111,7 @@ class _Plain(httpcore.NetworkStream):
 
 
 class _Encrypted(httpcore.NetworkStream):
-    """A connection within TLS. It does not block: `until_done` waits for the network."""
+    """A connection within TLS. It never blocks: `until_done` waits for the network."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
@@ -132,7 +132,7 @@ class _Encrypted(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":
-            # A server says nothing unasked: data before the next request is its end.
+            # A server sends nothing unasked: data before the next request means that it closes.
             try:
                 self.read(1, timeout=0.0)
             except httpcore.ReadTimeout:
@@ -145,7 +145,7 @@ class _Encrypted(httpcore.NetworkStream):
 
 @contextlib.contextmanager
 def _errors(late: type[Exception], failed: type[Exception]) -> Iterator[None]:
-    """The errors of a socket as those of HTTP."""
+    """Raise the errors of a socket as those of httpcore."""
     try:
         yield
     except TimeoutError as error:

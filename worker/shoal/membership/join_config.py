@@ -1,4 +1,4 @@
-"""Who joins what: `shoal.join`'s arguments, and the environment where they are absent."""
+"""Configuration of a member: `shoal.join`'s arguments, or the environment if they are absent."""
 
 import os
 import re
@@ -31,20 +31,20 @@ MAX_MEMBERS = 1024
 """The upper bound of a job that states none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Where torchrun, Open MPI, MPICH and srun say how many processes they have started."""
+"""Variables in which torchrun, Open MPI, MPICH and srun state the number of their processes."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FromLauncher:
-    """What `shoal run` tells the workers that it starts; by itself a process has none of it."""
+    """Values from `shoal run` for its workers; a process started otherwise has none."""
 
     shared_directory: str = ""
-    """Where the workers of this host's launcher keep what they have in common; empty: nowhere."""
+    """The folder that the workers of this host's launcher share; empty: none."""
     beat_slot: str = ""
-    """Where the launcher looks for whom to beat; empty: this member beats by itself."""
+    """Slot in which the launcher reads the member to beat for; empty: the member beats itself."""
     job: str = ""
-    """The job that it runs workers for: a script may join others."""
+    """The job that the launcher runs workers for: a script may join others."""
     admission_s: float = ADMISSION_S
     """Seconds that a coordinator may take to admit this member. A worker of `shoal run` has a day:
     there was a coordinator at that address, and the job trains on while it is away."""
@@ -52,7 +52,7 @@ class FromLauncher:
 
 @dataclass(frozen=True, kw_only=True)
 class JoinConfig:
-    """What `shoal.join` needs to know. Checked at construction."""
+    """Settings of `shoal.join`. Checked at construction."""
 
     job: str
     """Name of the job."""
@@ -128,7 +128,7 @@ class JoinConfig:
         object.__setattr__(self, "desired_members", desired)
 
     def _check_alone(self) -> None:
-        """Raise InvalidSpec where several would each train alone for want of a coordinator."""
+        """Raise InvalidSpec if several processes would each train alone without a coordinator."""
         several = {
             "min_members": self.min_members,
             "desired_members": self.desired_members,
@@ -145,7 +145,7 @@ class JoinConfig:
             )
 
     def member(self) -> Member:
-        """This process as a member, with an incarnation of its own."""
+        """This process as a member, with a new incarnation."""
         incarnation = new_incarnation()
         host, directory = socket.gethostname(), self.launcher.shared_directory
         made_up = f"{_as_name(host)}-{os.getpid()}-{incarnation[-8:]}"
@@ -181,7 +181,7 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """The arguments that were given, and SHOAL_* from the environment for those that were not."""
+    """The given arguments, and SHOAL_* from the environment for the others."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)
@@ -231,7 +231,7 @@ def read_config(
 
 
 def _is_on(variable: str, text: str) -> bool:
-    """What such a variable says. Raises InvalidSpec."""
+    """The value of such a variable. Raises InvalidSpec."""
     if text.lower() not in ("", "0", "1", "false", "true"):
         raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
     return text.lower() in ("1", "true")
@@ -246,7 +246,7 @@ def shoal_version() -> str:
 
 
 def _own_address(coordinators: tuple[str, ...]) -> str:
-    """The address of the interface on the way to the coordinator. Sends nothing."""
+    """The address of the interface towards the coordinator. Sends nothing."""
     if not coordinators:
         return "127.0.0.1"
     host, _, port = coordinators[0].rpartition(":")
@@ -270,7 +270,7 @@ def _beat_slot(address: str) -> BeatSlot | None:
     try:
         slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
-        # A variable that came to another host, or to another user: this member beats by itself.
+        # The variable reached another host, or another user: this member beats by itself.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
     if not slot.lifeline.hold() and (holder := slot.lifeline.other_holder):
@@ -285,7 +285,7 @@ def _beat_slot(address: str) -> BeatSlot | None:
 
 
 def _script_name() -> str:
-    """The name of a job that trains alone, for its log."""
+    """Name of a job that trains alone, for its log."""
     return _as_name(Path(sys.argv[0]).stem)
 
 

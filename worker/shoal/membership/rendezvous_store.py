@@ -1,7 +1,7 @@
-"""The store under `torch.distributed`: keys of one generation, kept by the coordinator.
+"""The store for `torch.distributed`: keys of one generation, held by the coordinator.
 
-There is no port to race for and no host whose death takes the store along. Every call carries the
-fencing token, so no process outside the generation reads or writes its keys.
+No member has to open a port for it, and no member's host is needed for it to survive. Every call
+carries the fencing token, so no process outside the generation reads or writes its keys.
 """
 
 import threading
@@ -23,14 +23,14 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
 Value = str | bytes | Sequence[int]
 
-# The server answers a wait that ran out of time by itself; the call's own deadline comes after it.
+# The server itself answers a wait that timed out; the call's own deadline is this much later.
 _GRACE_S = 1.0
 CALL_S = 300.0
 """The longest that one call waits for a key."""
 MIN_SHARED_KEYS = 64
-"""Fewer keys at a time are read by each rank itself; more by one rank for all of its host."""
+"""Fewer keys at a time are read by each rank itself; more by one rank for all ranks of its host."""
 HOST_WAIT_S = 10.0
-"""For another rank that reads: it waits for the slowest of all. Then this rank reads too."""
+"""Limit of waiting for another rank that reads: after it this rank reads too."""
 
 
 class RendezvousStores:
@@ -39,7 +39,7 @@ class RendezvousStores:
     is_shared = True
 
     def __init__(self, coordinators: Sequence[str], shared_directory: Path | None = None) -> None:
-        """`coordinators`: host:port of each. `shared_directory`: of the ranks of this host."""
+        """`coordinators`: host:port of each. `shared_directory`: shared by this host's ranks."""
         self._coordinators = Coordinators(coordinators)
         self._shared_directory = shared_directory
 
@@ -56,8 +56,8 @@ class RendezvousStores:
 class RendezvousStore(Store):
     """One generation's keys. Any method may be called from any thread.
 
-    A key that does not come within the timeout raises DeadlineExceeded; after `abort`, whatever
-    waits and whatever is called raises GenerationBroken at once.
+    A key that is not set within the timeout raises DeadlineExceeded; after `abort`, every call in
+    progress and every later one raises GenerationBroken at once.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class RendezvousStore(Store):
         timeout_s: float,
         shared_directory: Path | None = None,
     ) -> None:
-        """`shared_directory`: of the ranks of this host, who read many values once for all; such
-        keys are set once."""
+        """`shared_directory`: shared by this host's ranks, of which one reads many values for all;
+        such keys are set once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None
@@ -84,7 +84,7 @@ class RendezvousStore(Store):
         self._waited: dict[str, bytes] = {}
 
     def abort(self, reason: str) -> None:
-        """End every call, now and from now on. Any thread."""
+        """End every call, in progress and later. Any thread."""
         with self._lock:
             self._aborted = self._aborted or reason
             self._ended.set()
@@ -92,7 +92,7 @@ class RendezvousStore(Store):
         for call in under_way:
             call.cancel()
 
-    # --- what torch calls, under the names of Python and, where they differ, of C++ ---
+    # --- called by torch, under the names of Python and, if they differ, of C++ ---
 
     def set(self, key: str, value: Value) -> None:
         self._set([(key, value)], append=False)
@@ -105,7 +105,7 @@ class RendezvousStore(Store):
 
     def get(self, key: str) -> bytes:
         # torch asks for each key twice, first to wait and then to read. The first answer serves
-        # both when nothing was called in between, so no order through the store is lost.
+        # both if nothing was called in between, so no order through the store is lost.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]
@@ -186,7 +186,7 @@ class RendezvousStore(Store):
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
-        # One call waits no longer than a coordinator lets it.
+        # A coordinator limits the wait of one call.
         rest_s = max(timeout_s - CALL_S, 0.0)
         request = pb.StoreGetRequest(
             token=self._token, keys=keys, timeout_s=timeout_s - rest_s, takes_packed=True
@@ -196,7 +196,7 @@ class RendezvousStore(Store):
         except DeadlineExceeded as error:
             if rest_s:
                 return self._asked(keys, rest_s)
-            # "timeout" is the word by which callers of torch's stores tell this error.
+            # Callers of torch's stores recognise this error by the word "timeout".
             raise DeadlineExceeded(
                 f"wait timeout after {timeout_s:g} s for {', '.join(keys)}",
                 seen=error.seen,

@@ -13,7 +13,7 @@ class GenerationStores(Protocol):
     """True if other members reach the same keys."""
 
     def open(self, token: Token, timeout_s: float, *, once_a_host: bool = False) -> Store:
-        """The keys of the token's generation. A key that does not come within the timeout raises
+        """The keys of the token's generation. A key that is not set within the timeout raises
         DeadlineExceeded. `once_a_host`: many keys are read once for all ranks of a host."""
 
     def close(self) -> None:
@@ -24,7 +24,7 @@ class LoneStore(HashStore):
     """The keys of a generation of one member: all are its own, so no call waits."""
 
     def abort(self, reason: str) -> None:
-        """Nothing waits that could be ended."""
+        """Do nothing: no call ever waits."""
 
 
 class LoneStores:
@@ -36,4 +36,4 @@ class LoneStores:
         return LoneStore()
 
     def close(self) -> None:
-        """There is no connection."""
+        """Do nothing: there is no connection."""

@@ -1,4 +1,4 @@
-"""A script's own conditions on a generation, whose verdict is everybody's.
+"""A script's own conditions on a generation, whose verdict applies to all members.
 
 @shoal.validator("scratch-space")
 def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
@@ -7,8 +7,8 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
         return shoal.Reject(seen=f"{free} bytes", expected="10 GB", fix="Clear /scratch.")
     return None
 
-Each member asks its validators before each generation that it is to be in. If one of them rejects,
-nobody starts, and all get a ProposalConflict that names the validator, the member and what it saw.
+Each member runs its validators before each generation that it takes part in. If one rejects, no
+member starts, and all get a ProposalConflict that names the validator, the member and what it saw.
 All members of a job must have the same validators.
 """
 
@@ -27,14 +27,14 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Reject:
-    """What is wrong with a roster, in the words that every member is told."""
+    """A rejection of a roster, with the text that every member sees."""
 
     seen: str
-    """What this member found."""
+    """The value that this member found."""
     expected: str = ""
-    """What it would have accepted."""
+    """The value that it would have accepted."""
     fix: str = ""
-    """What somebody can do about it."""
+    """Advice for a person."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,27 +45,27 @@ class RosterMember:
     rank: int
     host: str
     address: str
-    """Where the others reach it."""
+    """The address at which others reach it."""
     state: str
-    """What becomes of its training state: "initial", "keep", or "receive" from another."""
+    """Origin of its training state: "initial", "keep", or "receive" from another member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
-    """A generation that is about to start, as each of its members is shown it. Read-only."""
+    """A generation that is about to start, as shown to each of its members. Read-only."""
 
     generation: int
     members: tuple[RosterMember, ...]
-    """By rank."""
+    """Members by rank."""
     rank: int
-    """This member's own."""
+    """This member's own rank."""
     step: int
-    """Optimizer steps behind the state that all start from."""
+    """Optimizer steps of the state that all start from."""
     planned: bool
-    """Whether the generation before it still trains, and goes on if this one is rejected."""
+    """True if the generation before it still trains, and goes on if this one is rejected."""
     synchronous: bool
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What all members agree in: strategy, schema, torch, global_batch ..."""
+    """Values that all members agree on: strategy, schema, torch, global_batch ..."""
 
     @property
     def world_size(self) -> int:
@@ -84,10 +84,10 @@ _registered: dict[str, Validator] = {}
 
 
 def validator(name: str) -> Callable[[V], V]:
-    """Decorates a function that every session of this process asks before each generation.
+    """Decorates a function that every session of this process calls before each generation.
 
     It runs on a background thread while the script trains on, and has a part of the coordinator's
-    time limit for agreeing (`prepare_s`): one that raises, or is not done by then, rejects.
+    time limit for agreeing (`prepare_s`): a function that raises or exceeds it rejects.
     Raises InvalidSpec if another validator has the name.
     """
     if not is_name(name):
@@ -115,7 +115,7 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """The registered validators and a session's own, by name.
 
-    A function of the session's own that is not registered goes by its own name.
+    A function of the session's own that is not registered has the function's own name.
     """
     found = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
@@ -134,7 +134,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators, asked on a thread of their own so that the answer comes in time."""
+    """A session's validators, run on a thread of their own so that the answer is in time."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
@@ -143,16 +143,16 @@ class ValidatorSet:
 
     @property
     def names(self) -> str:
-        """As the other members are told, to have the same."""
+        """Names of the validators, for the proposal: all members must have the same."""
         return ",".join(self._validators)
 
     def rejections(self, roster: pb.Roster, limit_s: float) -> list[pb.Rejection]:
-        """What they have against the roster, within `limit_s`."""
+        """The validators' rejections of the roster, within `limit_s`."""
         if not self._validators:
             return []
         late = self._running
         if late is not None and late.thread.is_alive():
-            # Not one more thread for each roster: the first of them may never end.
+            # No further thread for each roster: the first of them may never end.
             seen = f"still at work on generation {late.roster.generation}"
             return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
         run = self._running = _Run(self._validators, view(roster, self._member_id))
@@ -165,7 +165,7 @@ class ValidatorSet:
 
 
 class _Run:
-    """One roster before all validators, one after the other."""
+    """One roster, shown to all validators in sequence."""
 
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
         self.roster = roster
@@ -179,7 +179,7 @@ class _Run:
             self.name = name
             try:
                 verdict = function(self.roster)
-            except BaseException as error:  # noqa: BLE001 - whatever it raises is its verdict
+            except BaseException as error:  # noqa: BLE001 - any exception is its verdict
                 verdict = Reject(seen=f"{type(error).__name__}: {error}", expected="no exception")
             if verdict is None:
                 continue
@@ -189,7 +189,7 @@ class _Run:
 
 
 def view(roster: pb.Roster, member_id: str) -> Roster:
-    """The roster as validators see it."""
+    """The roster in the form for validators."""
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
     members = tuple(
         RosterMember(
@@ -219,6 +219,6 @@ def _rejection(name: str, reject: Reject) -> pb.Rejection:
 
 
 def _origin(function: Validator) -> str:
-    """Where a function was defined: of a module that is loaded again it is the same place."""
+    """The place of a function's definition: a module that is loaded again has the same."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

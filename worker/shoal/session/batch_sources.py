@@ -1,4 +1,4 @@
-"""How batches come: a step at a time for members that train together, by lease for the others."""
+"""Sources of batches: by step for synchronous members, by sample lease for the others."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class BatchSource(ABC):
-    """All batches of a member, from where the job stands to its last."""
+    """All batches of a member, from the job's present position to its last."""
 
     def __init__(
         self, controller: ElasticController, fields: dict[str, str], loader: Loader
@@ -31,11 +31,11 @@ class BatchSource(ABC):
         self._loader = loader
         self._num_attempts = 0
         self._is_trained = False
-        """Whether a step on the batch that was handed out last is committed."""
+        """True if a step on the last batch is committed."""
         self.batch: Batch | None = None
-        """What was handed out last."""
+        """The batch that was handed out last."""
         self.all_trained = False
-        """Whether every step of the job was taken, by this member or another."""
+        """True if every step of the job was taken, by this member or another."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]: ...
@@ -43,10 +43,10 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Batches of the whole job for each member; None if that depends on the others."""
+        """Number of each member's batches in the whole job; None if it depends on the others."""
 
     def attempted(self) -> None:
-        """The batch is being trained on. Raises InvalidSpec where it was already."""
+        """Note that the batch is being trained on. Raises InvalidSpec if it already was."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -59,25 +59,25 @@ class BatchSource(ABC):
         self._num_attempts += 1
 
     def trained(self) -> None:
-        """The step on the batch is committed."""
+        """Note that the step on the batch is committed."""
         self._is_trained = True
 
     def acknowledged(self) -> Callable[[], None]:
-        """What is to be called once the present batch's step cannot be lost any more."""
+        """The function to call once the present batch's step cannot be lost any more."""
         return _nothing
 
     def close(self) -> None:
-        """Give back what was not trained on, and end the processes that load."""
+        """Return samples that were not trained on, and end the loading processes."""
         self._loader.close()
 
     def stop(self) -> bool:
-        """The script has left its loop: whether it did so for all members, having said so before.
+        """Note that the script has left its loop; True if it had announced this, for all members.
 
-        Returns once all of them have."""
+        Returns once all of them have left theirs."""
         return False
 
     def left(self) -> None:  # noqa: B027 - what is left to do depends on no step that was reached
-        """The script has left its loop, or has come to its end."""
+        """Note that the script has left its loop, or has come to its end."""
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
         self.batch, self._is_trained = batch, False
@@ -91,7 +91,7 @@ class BatchSource(ABC):
 
 
 class SynchronousBatches(BatchSource):
-    """The position is the committed step, so a step that did not happen comes again."""
+    """Batches by committed step, which is the position: so a failed step's batch comes again."""
 
     @property
     def num_steps(self) -> int:
@@ -99,7 +99,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before there are peers, whose connections a process that loads would have too.
+        # Before there are peers, whose connections a loading process would inherit.
         self._loader.start()
         while True:
             try:
@@ -127,7 +127,7 @@ class SynchronousBatches(BatchSource):
             strategy.loads(begins=False)
 
     def _is_stopped(self) -> bool:
-        """Whether members have agreed to stop here, before the samples end."""
+        """True if members have agreed to stop here, before the samples end."""
         strategy = self._strategy
         if strategy.position.stop_at is None:
             return False
@@ -136,11 +136,11 @@ class SynchronousBatches(BatchSource):
 
     @property
     def _strategy(self) -> SynchronousStrategy:
-        # These are its batches; to ask for that twice a step would cost more than all else here.
+        # The strategy is synchronous; a check twice a step would cost more than all else here.
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
-        """The job's last step, as far as members have agreed to stop before the samples end."""
+        """The job's last step: the last batch's, or an earlier one that members have agreed on."""
         strategy = self._strategy
         self._loader.begin_at(strategy.origin)
         stop_at, num_steps = strategy.position.stop_at, self.num_steps
@@ -166,7 +166,7 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # What the state went back to since, in a call within the loop, is no end of it.
+            # A state that went back since, in a call within the loop, does not count as its end.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -189,7 +189,7 @@ class SynchronousBatches(BatchSource):
 
 
 class LeasedBatches(BatchSource):
-    """The coordinator keeps the books; what a lost member held is trained on by another."""
+    """Batches by sample lease from the coordinator; another member trains on a lost one's."""
 
     _leases: Leases | None = None
     _leased: SampleRange | None = None
@@ -219,7 +219,7 @@ class LeasedBatches(BatchSource):
                     continue
                 yield from self._on(span)
             controller.strategy.flush()
-            # What the others did last comes too: from here on the model is the job's result.
+            # Fetch the other members' last updates: from here on the model is the job's result.
             controller.strategy.finish()
         except JobFinished as finished:
             # Others saw the last sample completed before this member asked for more.
@@ -227,7 +227,7 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _on(self, span: SampleRange) -> Iterator[Batch]:
-        """The batch of a range. A step that was refused comes again, with the same samples."""
+        """The batch of a range, offered again, with the same samples, if its step is refused."""
         strategy = self._controller.strategy
         step = strategy.step
         batch = self._loader.leased(
@@ -238,7 +238,7 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _after(self, span: SampleRange) -> Iterator[Span]:
-        """What is likely to come: leases are of many batches, one after the other."""
+        """The likely next spans: leases are of many batches in sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
@@ -258,11 +258,11 @@ class LeasedBatches(BatchSource):
 
 
 class Batches(Iterator[Batch]):
-    """What `session.batches` returns. `len()` is the number of steps of the whole job, for progress
-    bars; a job whose members go at their own pace has none, since it depends on the others.
+    """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
+    progress bars; an asynchronous job has none, since it depends on the other members.
 
-    Where a loop over it is left, what has been trained is what the script wants: no call behind it
-    is of an earlier step. A loop over it that is begun later goes on from there."""
+    When a loop over it is left, the script wants the model as trained so far: no later call
+    returns the result of an earlier step. A loop that is begun later continues from there."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -270,7 +270,7 @@ class Batches(Iterator[Batch]):
         self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises InvalidSpec where a loop over the batches has come to their end."""
+        """Raises InvalidSpec if a loop over the batches has come to their end."""
         if self._is_over:
             raise one_loop("the batches of session.batches are over, and a second loop begins")
         try:
@@ -298,7 +298,7 @@ class Batches(Iterator[Batch]):
 
 
 def one_loop(what: str) -> InvalidSpec:
-    """That batches are those of all epochs, to a script that has a loop for each of them."""
+    """The error for a script with a loop for each epoch: batches are those of all epochs."""
     return InvalidSpec(
         what,
         seen="one for each epoch, perhaps",
@@ -310,4 +310,4 @@ def one_loop(what: str) -> InvalidSpec:
 
 
 def _nothing() -> None:
-    """Nobody waits to hear of a step that all members took together."""
+    """Do nothing: a step that all members took together needs no acknowledgement."""

@@ -1,4 +1,4 @@
-"""What a session trains: the model and optimizer that were distributed, and what goes with them."""
+"""The distributed model and optimizer of a session, with registered state and options."""
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
@@ -69,64 +69,64 @@ class How(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a session distributes."""
+    """Options of a session's `distribute`."""
 
     place: LocalPlace
     backend: str
     reconfigures: bool
-    """Whether each generation takes the group of the one before, connected anew."""
+    """True if each generation takes the group of the one before, connected anew."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
     sync_batchnorm: bool
     in_step: Callable[[], bool]
-    """Whether a step of the session is open."""
+    """True if a step of the session is open."""
 
 
 class LongLivedObjects:
-    """The objects of one session's process that Python's collector of circles leaves alone.
+    """The objects of one session's process that Python's garbage collector skips.
 
-    A full collection goes through all objects that it knows of: some 300,000 with torch imported,
-    which takes 0.2 s. It comes when many new ones have been made, and bringing a generation up
-    makes many: so it came while all members waited for one another. What lives before the first
-    generation lives for as long as the session does, and need not be gone through.
+    A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s. It
+    runs when many new objects have been made, and bringing a generation up makes many: so it ran
+    while all members waited for one another. Objects that exist before the first generation exist
+    as long as the session does, and need not be visited.
     """
 
     def __init__(self) -> None:
         self._is_frozen = False
 
     def freeze(self) -> None:
-        """Leave alone from here on all that lives now. No effect if the script or another session
-        of the process has done so, or if the collector is off."""
+        """Skip all present objects from here on. No effect if the script or another session of the
+        process has frozen objects, or if the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
-            # What the script has just thrown away would stay until the session's end.
+            # Garbage that the script has just made would stay until the session's end.
             gc.collect(1)
             gc.freeze()
             self._is_frozen = True
 
     def release(self) -> None:
-        """Give all of it back to the collector. May be called twice."""
+        """Return all objects to the collector. May be called twice."""
         if self._is_frozen:
             gc.unfreeze()
         self._is_frozen = False
 
 
 class Distribution:
-    """Of one session; empty until `distribute`."""
+    """The distribution of one session; empty until `distribute`."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.fields: dict[str, str] = {}
-        """The proposal: what all members must have in common."""
+        """The proposal's fields: values that all members must have in common."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """Who trains what, where there are several optimizers."""
+        """The models of each optimizer, if there are several optimizers."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
         self._parameters: TrainedParameters | None = None
         self._held = ExitStack()
-        """What was changed in the script's model, its optimizer and the process."""
+        """Undoes the changes in the script's model, its optimizer and the process."""
 
     def distribute(
         self,
@@ -141,7 +141,7 @@ class Distribution:
                 distributed = self._distribute_all(model, optimizer, chosen, options, held)
                 self._held = held.pop_all()
         except BaseException:
-            # Nothing is distributed: the script may do so with something else.
+            # Nothing is distributed: the script may try again with something else.
             self.fields.clear()
             self.training = self._optimizer = self._guard = self._parameters = None
             self._controller.drop_strategy()
@@ -176,7 +176,7 @@ class Distribution:
         options: Options,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
-        """`held` is what takes back each change, once the session is over."""
+        """Distribute; `held` collects the calls that undo each change after the session."""
         refuse_wrapped(model)
         refuse_taken(model)
         give_own_memory(model)
@@ -208,7 +208,7 @@ class Distribution:
         if syncs:
             self.fields["sync_batchnorm"] = "true"
         if chosen.synchronous:
-            # Members that train apart may compute on what they have.
+            # Asynchronous members may compute on different devices.
             self.fields |= devices_of(model)
         self._controller.set_strategy(chosen, options.validators)
         optimizers = list(optimizers_of(optimizer).values())
@@ -236,7 +236,7 @@ class Distribution:
         chosen: Strategy,
         options: Options,
     ) -> ScriptCalls | OwnCounts | None:
-        """What is to hear of the script's calls of schedulers and averages, if anything is."""
+        """The watch on the script's calls of schedulers and averages, if there is one."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
         if chosen.schedule_option:
@@ -251,7 +251,7 @@ class Distribution:
                     f"reconfigure=True: strategy {chosen.name} has no process group",
                     expected="a strategy whose members take each step together, such as ddp",
                 )
-            # All members or none: nobody could connect to some of each.
+            # On all members or none: the two kinds of group cannot connect.
             self.fields["reconfigure"] = "true"
         if chosen.synchronous:
             name, reconfigures = options.backend or None, options.reconfigures
@@ -282,9 +282,9 @@ class Distribution:
         weight: object = None,
     ) -> SynchronousStrategy | None:
         """Let the next call of the strategy be for these of several optimizers; returns the
-        strategy, or None where there is one optimizer only.
+        strategy, or None if there is only one optimizer.
 
-        Raises InvalidSpec where it is not clear which are meant, or for another session's.
+        Raises InvalidSpec if the choice is unclear, or for another session's optimizer.
         """
         if self.training is None:
             if given is not None and given is not self._optimizer:
@@ -323,20 +323,20 @@ class Distribution:
 
     @property
     def guard(self) -> StepGuard:
-        """Raises InvalidSpec where nothing is distributed."""
+        """The guard of steps. Raises InvalidSpec if nothing is distributed."""
         _ = self._controller.strategy
         assert self._guard is not None, "made with what is distributed"
         return self._guard
 
     def check_model(self) -> None:
-        """Before the first generation makes its own of it. Raises InvalidSpec where the script has
-        changed since what it distributed."""
+        """Check the model before the first generation uses it. Raises InvalidSpec if the script
+        has changed the model since it was distributed."""
         if self._parameters is not None:
             self._parameters.check(0)
 
     def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
-        """State what members compare of the samples; returns it. Warns of layers that may not
-        train in small shares."""
+        """Set and return the fields that members compare of the samples. Warns of layers that may
+        not train in small shares."""
         details, samples = self._controller.details, fields_of(dataset, order)
         self.fields |= samples
         details.optional_fields, listings = content_fields(dataset)
@@ -345,7 +345,7 @@ class Distribution:
         return {**samples, **details.optional_fields}
 
     def _share_sizes(self, order: Order) -> ShareSizes | None:
-        """None if no layer depends on how many members there are."""
+        """Sizes of shares; None if no layer depends on the number of members."""
         if not self._controller.strategy.syncs_batchnorm or "sync_batchnorm" in self.fields:
             return None
         assert self._model is not None, "batches come behind distribute"
@@ -356,7 +356,7 @@ class Distribution:
         return shares
 
     def release(self) -> None:
-        """The session is over: all of it is the script's again. May be called twice."""
+        """Undo all changes to the script's objects, after the session. May be called twice."""
         self._held.close()
 
 
@@ -382,7 +382,7 @@ def _check_syncs(chosen: Strategy) -> None:
 
 
 def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> None:
-    """Raise InvalidSpec for a GradScaler that is to be registered and cannot be taken over."""
+    """Raise InvalidSpec for a GradScaler that is to be registered and is not supported."""
     if not isinstance(stateful, torch.amp.GradScaler) or not stateful.is_enabled():
         return
     if type(stateful) not in _KNOWN_SCALERS:
@@ -396,7 +396,7 @@ def _check_scaler(name: str, registered: RegisteredState, stateful: object) -> N
 
 
 def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
-    """Raise InvalidSpec where a scaler is registered for a strategy that cannot unscale."""
+    """Raise InvalidSpec if a scaler is registered for a strategy that cannot unscale."""
     if registered.scaler is not None and not strategy.unscales:
         raise InvalidSpec(
             f"strategy {strategy.name} does not unscale gradients",
@@ -407,7 +407,7 @@ def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:
-    """By name, or by place in the list; `alone` is the name of one."""
+    """Objects by name, or by index in the list; `alone` is the name of a single one."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):
@@ -416,7 +416,7 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
 
 
 def _as_given(named: Mapping[str, Any], given: Any) -> Any:
-    """These in the form in which the script gave its own."""
+    """The objects in the same form as the script's own: a dict, a list or a single one."""
     if isinstance(given, Mapping):
         return dict(named)
     return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -1,4 +1,4 @@
-"""Keeps a member in a generation that stands: forms it, changes it by plan, recovers."""
+"""Control of a member's generations: forms them, changes them by plan, recovers from breaks."""
 
 import time
 import traceback
@@ -44,30 +44,30 @@ from shoal_proto.v1.membership_pb2 import (
 log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
-"""Of the time to accept or reject; a quarter is for the peers, the rest for the way there."""
+"""Of the time to accept or reject; a quarter is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""Of a value in a proposal: the settings of an optimizer of many groups have more."""
+"""The limit of a value in a proposal: the settings of an optimizer of many groups have more."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
-"""Out of memory, a port, a device: what may be otherwise a second later."""
+"""Out of memory, a port, a device: errors that may not recur a second later."""
 
 
 @dataclass
 class CallBetweenSteps:
-    """One that all members make together, such as `session.evaluate`."""
+    """A call that all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
-    """The script has asked for a batch, or begun a step: who has asked for its rank alone need not
-    be where the others are."""
+    """True if the script has asked for a batch, or begun a step: a script that has only asked for
+    its rank need not be where the others are."""
     is_under_way: bool = False
-    """The script is in it."""
+    """True while the script is in the call."""
     has_too_few: bool = False
-    """The generation has fewer members than a step needs, for the sake of the call."""
+    """True if the generation, formed for the call, has fewer members than a step needs."""
     end_step: int = 0
-    """Where the script's loop over the batches has ended: so many steps are behind the call, and
-    none can come again."""
+    """The step at which the script's loop over the batches has ended: the state may not go back
+    before it, as no step can come again."""
 
     def check_end(self, call: str, step: int) -> None:
-        """Raise StateLost where the state went back behind the script's loop: it is over."""
+        """Raise StateLost if the state went back to before the end of the script's loop."""
         if step < self.end_step:
             raise StateLost(
                 f"{call} behind the loop over the batches cannot be of the trained model",
@@ -80,18 +80,18 @@ class CallBetweenSteps:
 
 @dataclass
 class ProposalDetails:
-    """What goes with the fields of a member's proposal, from its model and its batches."""
+    """Further content of a member's proposal, from its model and its batches."""
 
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """What those members must have in common that state it."""
+    """Values that must be the same on the members that state them."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """By field: what its value is a digest of."""
+    """By field: the content that its value is a digest of."""
     shares: ShareSizes | None = None
-    """Where members may have shares that are too small for a layer of the model."""
+    """Share sizes, if shares may be too small for a layer of the model."""
 
 
 class ElasticController:
-    """One member's membership and its strategy, in step with each other.
+    """One member's membership and its strategy, kept in step with each other.
 
     All methods are the trainer's; only `_on_break`, `_judge`, `_find_unreachable` and
     `_find_checkpoints` run on the membership's thread.
@@ -109,7 +109,7 @@ class ElasticController:
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
         self.on_entered: Callable[[], None] = lambda: None
-        """Called in each generation that the member has entered, before the script goes on."""
+        """Called in each generation that the member has entered, before the script continues."""
         self.call = CallBetweenSteps()
         self.details = ProposalDetails()
         self._is_ready = False
@@ -129,8 +129,8 @@ class ElasticController:
         )
 
     def attend(self) -> None:
-        """Become a member. Raises what the coordinator refuses with, Unavailable, or Drained if
-        this member was asked to leave before."""
+        """Become a member. Raises the coordinator's refusal, Unavailable, or Drained if this
+        member was asked to leave before."""
         with ExitStack() as refused:
             refused.callback(self.job_log.close)
             refused.callback(self._stop_listening)
@@ -146,7 +146,7 @@ class ElasticController:
         log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
     def set_strategy(self, strategy: Strategy, validators: ValidatorSet) -> None:
-        """From now on the member trains with this strategy, where these validators let it."""
+        """Train with this strategy from now on; these validators may reject rosters."""
         if isinstance(self.membership, LoneMember):
             self.membership.check_strategy(strategy.name, synchronous=strategy.synchronous)
         self._validators, self._strategy = validators, strategy
@@ -172,12 +172,12 @@ class ElasticController:
         return RendezvousStores(addresses, self.member.shared_directory)
 
     def drop_strategy(self) -> None:
-        """Train with none: its model was refused."""
+        """Train with no strategy: its model was refused."""
         self._strategy = None
 
     @property
     def has_proposed(self) -> bool:
-        """Whether the others know what this member trains."""
+        """True if the others know what this member trains."""
         return self._proposed
 
     @property
@@ -193,7 +193,7 @@ class ElasticController:
         """The generation in which the next step may begin, formed or changed if need be.
 
         Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
-        Drained once this member was asked to leave and nothing needs it any more.
+        Drained once this member was asked to leave and is not needed any more.
         """
         try:
             with drained():
@@ -242,7 +242,7 @@ class ElasticController:
                 return generation
 
     def stand(self, fields: dict[str, str]) -> Generation:
-        """The generation that this member is in, or the next one if that is over: for what is done
+        """The generation that this member is in, or the next one if that is over: for calls
         between two steps, where no planned change takes place.
 
         Waits and raises as `ensure_generation`.
@@ -254,9 +254,9 @@ class ElasticController:
         return self.generation
 
     def _end_of_script(self, strategy: Strategy) -> None:
-        """The script asks for the next step: what it did behind the last one is done."""
+        """Finish the last step: the script asks for the next, and is done with the last."""
         if strategy.checkpoint_due:
-            # A job that goes on from there does not take these steps again.
+            # A job that resumes from the checkpoint does not take these steps again.
             self.job_log.flush()
         try:
             strategy.between_steps()
@@ -266,8 +266,8 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self) -> None:
-        """The script takes no further step: what it did behind the last one belongs to that, as in
-        a checkpoint that is due. Raises as a strategy's `between_steps`."""
+        """Finish the last step, as the script takes no further one: its later changes belong to
+        that step, as in a checkpoint that is due. Raises as a strategy's `between_steps`."""
         if self._left or not self._is_ready:
             return
         try:
@@ -278,13 +278,13 @@ class ElasticController:
             log.debug("not_concluded", reason=str(error)[:300])
 
     def _hand_over_and_leave(self) -> None:
-        """The next generation goes on without this member."""
+        """Hand over to the next generation, which goes on without this member."""
         successor = self.membership.successor()
         if successor is not None:
             self._hand_over(successor)
 
     def _hand_over(self, successor: GenerationRecord) -> None:
-        """What those hold that are not in the next generation is left with those that are."""
+        """Leave state of members that are not in the next generation with members that are."""
         assert self.generation is not None, "it stops here"
         self.job_log.flush()
         stay = {entry.member_id for entry in successor.roster.entries}
@@ -292,11 +292,11 @@ class ElasticController:
         try:
             self.strategy.hand_over(leaving=members - stay)
         except (RuntimeError, RetryError, RejoinError) as error:
-            # Somebody is lost just now: the next generation finds out, and starts from less.
+            # A member was lost just now: the next generation notices, and starts from less.
             log.debug("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
-        """Whether an error in a step tells of a lost peer, not of the user's own code."""
+        """True if an error in a step means a lost peer, not an error of the user's own code."""
         if self.generation is None or not self.strategy.synchronous:
             return False
         if isinstance(error, GenerationBroken):
@@ -304,15 +304,15 @@ class ElasticController:
         if isinstance(error, RuntimeError):
             is_broken = self.membership.is_broken(self.generation.number)
             return is_broken or self.strategy.is_failure(error)
-        # Whatever finds that values make no sense, a script's own check of its loss among others.
+        # Any error may come from wrong values, for example that of a script's check of its loss.
         finds = isinstance(error, Exception) and not isinstance(error, ShoalError)
         return (finds or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
-        """A peer was lost in the generation: go back to the last committed step.
+        """Go back to the last committed step, after a peer was lost in the generation.
 
-        Raises `error` again if nobody else finds the generation broken, InvalidSpec if the members'
-        scripts wait in different places, and Drained as `ensure_generation`.
+        Raises `error` again if no other member finds the generation broken, InvalidSpec if the
+        members' scripts wait in different places, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -322,8 +322,8 @@ class ElasticController:
             raise
 
     def _keep_state(self) -> None:
-        """This member leaves, and no generation goes on from the last step: the first one of those
-        that are left of its generation writes a checkpoint, if it can by itself."""
+        """Write a checkpoint, if this member leaves and no generation goes on from the last step:
+        the first remaining member of the generation does so, if it holds the whole state."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
             return
@@ -339,7 +339,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # First of all: a member that waits for this one finds out by its connection.
+        # First of all: a member that waits for this one notices by its connection.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)
@@ -360,19 +360,19 @@ class ElasticController:
         self.membership.settle(strategy.step, has_state=strategy.has_state, enough_for_call=enough)
 
     def _enough_for_call(self) -> int:
-        """How many members can hold the model between two steps."""
+        """The smallest number of members that can hold the model between two steps."""
         least = self.member.spec.min_members
         return next((n for n in range(1, least) if not self.strategy.refuses(n)), least)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """The trainer does something that the others are to wait for."""
+        """Let the others wait for something that the trainer does."""
         if self._strategy is not None and not self._strategy.synchronous:
-            # Whoever waits for a clock is not to wait for this member's.
+            # Members that wait for clocks must not wait for this member's.
             self._strategy.rest()
         self.membership.pause(reason, limit_s)
 
     def resume(self) -> None:
-        """It is done."""
+        """End the pause."""
         self.membership.resume()
 
     def leave(self, *, completed: bool, reason: str) -> None:
@@ -380,7 +380,7 @@ class ElasticController:
         if self._left:
             return
         self._left = True
-        # Each of them, from the last line to the first, whatever another one raises.
+        # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:
             releases.callback(self.job_log.close)
             if self._strategy is not None:
@@ -417,14 +417,14 @@ class ElasticController:
             self._bring_up(record)
 
     def _bring_up(self, record: GenerationRecord) -> None:
-        """Enter an agreed generation. If that fails, settle for the next one.
+        """Enter an agreed generation. If that fails, report the step for the next one.
 
-        Raises what another try would only meet again.
+        Raises errors that another attempt would only meet again.
         """
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._seen = generation.number
-        # What it fails with then may be their fault, and is never worth its state.
+        # If members receive state, a failure may be theirs, and this member's state is kept.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -445,15 +445,15 @@ class ElasticController:
         text = f"{type(error).__name__}: {error}"
         own = self._is_own(number, error)
         if own:
-            # Whatever comes of it, a person finds here what happened.
+            # Logged in any case, so that a person finds here what happened.
             # Without the values of variables: tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if own and strategy.synchronous:
-            # First of all: the others go on without this member, and need not wait to find out.
+            # First of all: the others go on without this member, and need not detect it.
             self.membership.report_broken(text, own=True, state_lost=lost)
-            # The frames hold what it made so far, which may be just what the next try lacks.
+            # The frames hold objects of this attempt, whose memory the next may need.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
         another_try = isinstance(error, _WORTH_ANOTHER_TRY) or (gives_state and not lost)
@@ -468,7 +468,7 @@ class ElasticController:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
-        """Whether a bring-up failed by this member itself, not because another one did."""
+        """True if a bring-up failed on this member itself, not because another one failed."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
@@ -479,7 +479,7 @@ class ElasticController:
         """The newest generation of an asynchronous strategy, which trains on through changes."""
         token = self.membership.token
         if token.generation > generation.number:
-            # It is there already: the membership's thread has taken it, and the token moved.
+            # The membership's thread has it already, and the token has the new number.
             record = self.membership.await_generation(above=generation.number, timeout_s=1.0)
             generation = Generation(record=record, token=token)
             self.strategy.enter(generation)
@@ -514,7 +514,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Members that train are not to blame then: the newcomer is refused, and they go on.
+            # Members that train are not to blame: the newcomer is refused, and they go on.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
@@ -537,7 +537,7 @@ class ElasticController:
         try:
             self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
         except OSError as error:
-            # A host without a port to spare trains all the same; its peers do not check it.
+            # A host without a free port trains all the same; its peers do not check it.
             log.warning("no_probe_port", reason=str(error))
             return
         member.info.probe_port = self._probe.port
@@ -553,7 +553,7 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """The value as a proposal has it: of a long one its beginning, and a digest of all of it."""
+    """The value for a proposal: of a long one its beginning, and a digest of all of it."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

@@ -22,11 +22,11 @@ from shoal_proto.numbers_given import as_index
 
 Metrics = Mapping[str, float | int | Tensor]
 Measure = Callable[[Batch], Metrics]
-"""What is to be summed over the samples of one batch, by name."""
+"""A function that returns sums over the samples of one batch, by name."""
 
 
 class Evaluation:
-    """Of one data set, in its own order."""
+    """An evaluation of one data set, in its own order."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Evaluation:
         batch_size: int | None,
         collate: Collate | None,
     ) -> None:
-        """`batch_size` is a member's. A DataLoader gives its data set, batch size and collate."""
+        """`batch_size` is per member. A DataLoader gives its data set, batch size and collate."""
         if isinstance(data, DataLoader):
             batch_size = data.batch_size if batch_size is None else batch_size
             collate = collate or own_collate(data)
@@ -59,12 +59,12 @@ class Evaluation:
         strategy: Strategy,
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
-        """The sums over all samples, the same on every member. A member that is lost meanwhile
-        takes its part with it: the others begin again, with what they have summed let go of."""
+        """The sums over all samples, the same on every member. If a member is lost meanwhile, its
+        part is lost too: the others discard their sums and begin again."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
-            # Their shares take as long as they take: who is done with its own waits.
+            # Shares take different times: a member that is done with its own waits.
             with pausing():
                 own = self._sums(index, count)
                 strategy.finish_passes()
@@ -83,7 +83,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Also without a share of it: forward passes may need all members.
+            # Without a share of it too: forward passes may need all members.
             found = named(self._measured(batch))
             if not batch.indices:
                 found = {name: _nothing_of(value) for name, value in found.items()}
@@ -110,8 +110,8 @@ class Evaluation:
 
 
 def _check_shape(name: str, value: float | int | Tensor, before: float | int | Tensor) -> None:
-    """Raise InvalidSpec unless the values of two batches are one and one of the same: torch would
-    repeat a tensor of one element to the size of the other."""
+    """Raise InvalidSpec unless the values of two batches have the same shape: torch would broadcast
+    a tensor of one element to the size of the other."""
     shapes = [tuple(v.shape) if isinstance(v, Tensor) else () for v in (value, before)]
     if shapes[0] != shapes[1]:
         raise InvalidSpec(

@@ -1,4 +1,4 @@
-"""`shoal.join`: how a script comes by its session."""
+"""`shoal.join`: creates a script's session."""
 
 import logging
 import multiprocessing
@@ -73,14 +73,14 @@ def join(
 
 
 class _Certificate:
-    """Of the session before, in this process."""
+    """The certificate of the last session in this process."""
 
     own: TlsIdentity | None = None
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Connect by these files. Without any, no longer by those of a session before, of another
-    cluster; a certificate that the process has otherwise stays."""
+    """Connect with these files. Without any, drop those of an earlier session, of another cluster;
+    a certificate that the process has from elsewhere stays."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -99,8 +99,8 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 
 def _set_log_level(environment: Mapping[str, str]) -> None:
-    """Log from SHOAL_LOG_LEVEL on, by default what is a line a change, unless the script says
-    itself what becomes of structlog's lines. Raises InvalidSpec for a level that there is not."""
+    """Log from SHOAL_LOG_LEVEL on, by default one line a change, unless the script configures
+    structlog itself. Raises InvalidSpec for an unknown level."""
     name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is None:
@@ -108,7 +108,7 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
             "SHOAL_LOG_LEVEL is no level", seen=name, expected="debug, info, warning or error"
         )
     if not structlog.is_configured():
-        # The reasons of others are among what is told, and by default a terminal shows it.
+        # Log lines contain text from other members, which a terminal would interpret.
         *processors, renderer = structlog.get_config()["processors"]
         structlog.configure(
             processors=[*processors, printable_event, renderer],
@@ -117,9 +117,9 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec where a process that the trainer has spawned, to load batches say, runs the
-    script once more: it would take the trainer's place in the job."""
-    # multiprocessing says so itself while such a process imports the main module.
+    """Raise InvalidSpec if a process that the trainer has spawned, say to load batches, runs the
+    script again: it would take the trainer's place in the job."""
+    # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(
             "a process that the script has started imports the script, and joins the job in it",

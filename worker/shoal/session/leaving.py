@@ -1,4 +1,4 @@
-"""End of a session's block: what the job is told of it, and which error the script sees."""
+"""End of a session's block: the membership ends, with a reason, and the script sees an error."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -15,7 +15,7 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""So long a member that is to leave waits for a batch whose loading processes give no sign."""
+"""A leaving member stops waiting for a batch if its loading processes are silent for so long."""
 
 log = structlog.get_logger(__name__)
 
@@ -38,12 +38,12 @@ class Leaving:
         self._drains_for = ""
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order. Any thread, also within a handler of signals."""
+        """Ask to leave in good order. Any thread, also within a signal handler."""
         self._drains_for = reason
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """A batch does not come, and its loading processes have given no sign for so long. Raises
+        """Note that a batch is late, and its loading processes have been silent for so long. Raises
         Drained if this member was asked to leave, and would wait for that batch for ever."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drains_for and (is_alone or silent_s >= SILENT_DRAIN_S):
@@ -73,8 +73,8 @@ class Leaving:
             self._leave(reason="left before the last batch")
 
     def because_of(self, error: BaseException) -> None:
-        """Leave because of an error, which stays the one that the script sees: what fails on the
-        way out is logged, and noted on it."""
+        """Leave because of an error, which stays the one that the script sees: a failure while
+        leaving is logged, and noted on the error."""
         try:
             self._leave(reason=reason_of(error))
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised
@@ -84,8 +84,8 @@ class Leaving:
                 error.add_note(f"Leaving the session failed, too: {text}")
 
     def _has_ended(self) -> bool:
-        """True if the job has, with what this member has trained; waits for the others. Raises what
-        the last checkpoint failed with."""
+        """True if the job has ended, with the steps that this member has; waits for the others.
+        Raises the error of the last checkpoint."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields and self._controller.strategy.checkpoint_failure:

@@ -1,4 +1,4 @@
-"""The micro-batches of one step: each is passed through once, and all of them are."""
+"""The micro-batches of one step, with a check that each is passed through once."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,11 +25,11 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""So far from a loss its mean is looked for."""
+"""Number of graph nodes near a loss among which its mean is searched."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
-    """What gives this fraction of the loss."""
+    """A loss function that returns this fraction of the loss."""
     if fraction == 1.0:
         return loss_function
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
@@ -37,14 +37,14 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 @contextmanager
 def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
-    """The loss to pass backward with this weight. Where that is 0, all gradients of it are: the
-    mean over no tokens is no number, and nor are gradients that come through a division by 0."""
+    """The loss to pass backward with this weight. With weight 0 all of its gradients are made 0:
+    the mean over no tokens is NaN, and so are gradients through a division by 0."""
     if weight:
         yield loss
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Behind gathered rows comes what the losses of other members ask of this one's.
+    # Before gathered rows in the graph come gradients that other members' losses ask for.
     nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
     handles = [node.register_prehook(_nothing) for node in nodes]
     try:
@@ -55,7 +55,7 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # Those of outputs that nothing depends on are None.
+    # Gradients of outputs that nothing depends on are None.
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
@@ -64,7 +64,7 @@ def _before(node: Node) -> Iterable[Node | None]:
 
 
 def _near(loss: Tensor) -> Iterable[Node]:
-    """The last of what a loss was computed by."""
+    """The last operations that computed a loss."""
     found = [loss.grad_fn] if loss.grad_fn is not None else []
     for node in found:
         new = [before for before, _ in node.next_functions if before not in found]
@@ -75,8 +75,8 @@ def _near(loss: Tensor) -> Iterable[Node]:
 
 
 def _is_even(counts: Tensor, num_samples: int) -> bool:
-    """Whether targets that count so much are as many for each sample, wherever in their order a
-    sample has its own: next to each other, or as far apart as there are samples."""
+    """True if all samples have the same sum of these counts, for either order of the targets: those
+    of a sample adjacent, or as far apart as there are samples."""
     if counts.numel() % num_samples:
         return False
     by_sample = counts.reshape(num_samples, -1).sum(1)
@@ -85,12 +85,12 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is no mean over so many samples: of other shares of the
-    batch it would be another one. One over all of `num_gathered` rows is the same on all members,
-    whatever of them counts."""
+    """Raise InvalidSpec for a loss that is no mean over so many samples: with other shares of the
+    batch it would be a different loss. A mean over all of `num_gathered` rows is the same on all
+    members, whichever rows count."""
     found = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(found) >= num_samples > 1:
-        return  # a mean for each sample, of which the loss is the mean
+        return  # A mean for each sample; the loss is the mean of these.
     for counts in found:
         if num_gathered and not counts.numel() % num_gathered:
             continue
@@ -109,8 +109,8 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is a sum over so many samples, which the share's weight
-    would make smaller once more. One over all of `num_gathered` rows is the same on all members."""
+    """Raise InvalidSpec for a loss that is a sum over so many samples: the share's weight would
+    scale it again. A sum over all of `num_gathered` rows is the same on all members."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -129,7 +129,7 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
-    """The present context, for samples [start, stop) of those of the `whole` share."""
+    """The present context, for samples [start, stop) of the `whole` share."""
     samples, batchnorm = whole.samples, whole.batchnorm
     if samples is not None:
         samples = replace(samples, first=samples.first + start, count=stop - start)
@@ -139,26 +139,26 @@ def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) ->
 
 
 class MicroBatches:
-    """How one step's batch is cut, and which part is passed through at this moment."""
+    """The cut of one step's batch into parts, and the part that is passed through at present."""
 
     def __init__(self, strategy: Strategy, batch: Batch | None, max_parts: int) -> None:
         self._strategy = strategy
         self._batch = batch
         self._max_parts = max_parts
         self._num_parts = 0
-        """0: the batch is not cut."""
+        """Number of parts; 0: the batch is not cut."""
         self._num_begun = 0
         self._num_passes = 0
         self._by_weight = False
         self._part: Batch | None = None
         self._refusal: InvalidSpec | None = None
         self._aside: BuffersAside | None = None
-        """Buffers as they were before passes of what stands in for samples."""
+        """Buffers as they were before passes of stand-ins."""
         self.num_gathered = 0
-        """Rows that `session.gather` has returned last; 0: it was not called."""
+        """Rows that the last `session.gather` has returned; 0: it was not called."""
 
     def _fraction(self) -> float:
-        """Without a share each part is as much."""
+        """The present part's fraction of the share; without samples, all parts are equal."""
         if self._part is None or self._batch is None:
             return 1.0
         size = self._batch.num_samples
@@ -200,21 +200,21 @@ class MicroBatches:
         set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
     def stand_in(self) -> None:
-        """What passes change in the model's buffers from here on is of no sample of the step: it is
-        undone with the part, or before the step is committed."""
+        """Note that passes from here on have a stand-in for samples: their changes to the model's
+        buffers are undone with the part, or before the step is committed."""
         if self._aside is None:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # A step without samples has none to begin with, in whatever part.
+        # In a step without samples no part has any: all passes are of stand-ins.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None
 
     def passing(self, *, by_weight: bool = False) -> float:
-        """A backward pass begins; returns for how much of this member's share.
+        """Begin a backward pass; returns its fraction of this member's share.
 
-        Raises InvalidSpec where the parts have no place for it, or where the pass before it was not
+        Raises InvalidSpec if the parts do not allow the pass, or if the pass before it was not
         weighted in the same way.
         """
         if self._num_passes and by_weight != self._by_weight:
@@ -241,8 +241,8 @@ class MicroBatches:
         return self._fraction()
 
     def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
-        """Compute gradients of a mean loss over this fraction of the share, or, where `counted` is
-        given, over so many of what the step's losses are weighted by."""
+        """Compute gradients of a mean loss over this fraction of the share, or, if `counted` is
+        given, over so many of the units that the step's losses are weighted by."""
         if counted is not None:
             with counting(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
@@ -252,8 +252,8 @@ class MicroBatches:
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
         """Raise InvalidSpec for a loss that is no mean over the samples, or, with a weight, a sum:
-        at once for one of a part, or with the step if it has no other pass. A script that cuts its
-        batch itself is not known to have made this one from all of its samples."""
+        at once for a part, or when the step ends if it has no other pass. If a script cuts its
+        batch itself, a loss need not cover all samples of it."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
@@ -267,8 +267,8 @@ class MicroBatches:
             self._refusal = refusal
 
     def check_samples(self) -> None:
-        """Raise InvalidSpec for a loss without a weight where the batch lacks some of its samples:
-        what it counts for would be taken from those that there should be."""
+        """Raise InvalidSpec for a loss without a weight if the batch lacks some of its samples: the
+        remaining ones would count for more."""
         batch = self._batch
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return
@@ -288,7 +288,7 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """The same, of the samples that it is called with; `look` is called with each loss."""
+        """The loss function with checks, for its own samples; `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -304,9 +304,9 @@ class MicroBatches:
         return checked
 
     def counted(self, weight: float | Tensor) -> float:
-        """What a loss of this weight counts for: nothing where there are no samples.
+        """The number that a loss of this weight counts for: 0 if there are no samples.
 
-        Raises InvalidSpec for what is no weight.
+        Raises InvalidSpec if the weight is not valid.
         """
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
@@ -320,8 +320,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: which samples meet in a part depends on the
-        shares that parts are cut from."""
+        """Raise InvalidSpec within a loop over parts: the shares that parts are cut from decide
+        which samples meet in a part."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",
@@ -334,8 +334,8 @@ class MicroBatches:
             )
 
     def check_complete(self) -> None:
-        """The step is to be committed. Raises InvalidSpec unless every part was passed through, and
-        for a loss that `check_mean` found."""
+        """Check a step before it is committed. Raises InvalidSpec unless every part was passed
+        through, and for a loss that `check_mean` found."""
         if self._refusal is not None and self._num_passes == 1:
             raise self._refusal
         if self._aside is not None:

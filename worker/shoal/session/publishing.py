@@ -24,7 +24,7 @@ from shoal_proto.v1 import weights_pb2
 
 
 class SessionSeries:
-    """Made by `session.series`. Every member makes the same calls."""
+    """A series made by `session.series`. Every member makes the same calls."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class SessionSeries:
         *,
         metadata: Mapping[str, object] | None = None,
     ) -> Ticket:
-        """Publish the model as it is behind the last step, as the next version of the series.
+        """Publish the model as it is after the last step, as the next version of the series.
 
         To be called by all members at the same place between two steps:
 
@@ -66,16 +66,16 @@ class SessionSeries:
                 policy.publish(metadata={"loss": loss.item()})
 
         Returns once this member's own part is copied; it is sent, replicated and committed in the
-        background, see `Ticket.wait`. No member waits for another one, and nothing is gathered on
-        one of them. If a member is lost before its part is on the servers, there is no such
-        version, and the next one has its number. Readers see whole versions only.
+        background, see `Ticket.wait`. No member waits for another, and none gathers the parts. If a
+        member is lost before its part is on the servers, there is no such version, and the next one
+        has its number. Readers see whole versions only.
 
         `model`: another module or tensors by name, the same on all members, such as an average.
         DTensors among them are published by the slices that each member has. Under an asynchronous
-        strategy the member with rank 0 publishes what it has in hand, and the call does nothing on
-        the others. A series with `tables` publishes what the servers hold, as of one cut that has
-        all pushes acknowledged before the call; of the member with rank 0 come only buffers and
-        parameters that are not trained.
+        strategy the member with rank 0 publishes its present values, and the call does nothing on
+        the others. A series with `tables` publishes the servers' values, as of one cut that
+        includes all pushes acknowledged before the call; only buffers and untrained parameters
+        come from the member with rank 0.
 
         Raises InvalidSpec within a step, before the first batch is asked for, and for what cannot
         be published; Overloaded if there is no memory for the copy.
@@ -83,7 +83,7 @@ class SessionSeries:
         self._check_closed("series.publish")
         strategy = self._controller.strategy
         if self._has_tables and strategy.synchronous:
-            strategy.own_weights()  # refuses it, on all members alike
+            strategy.own_weights()  # Raises the refusal, on all members.
         generation = self._generation = self._controller.stand(self._fields)
         rank, world_size = generation.rank, generation.world_size
         if not strategy.synchronous:
@@ -120,8 +120,8 @@ class SessionSeries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End with the session's block: an `__exit__`. What is on its way is committed first,
-        unless the block ends by an error."""
+        """End with the session's block: an `__exit__`. Publications in progress are committed
+        first, unless the block ends by an error."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

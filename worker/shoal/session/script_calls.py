@@ -1,9 +1,9 @@
-"""What a script does with its learning rate schedulers and averaged models in a session.
+"""A watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-In plain torch they are stepped behind `optimizer.step()`. In a session that is at the end of the
-`with session.step()` block, so what is called in the block waits until then. One that the session
-does not carry would count its own calls: begun anew on a member that joins, and ahead of the others
-where a step did not happen. That trains something else without an error, so it is refused.
+In plain torch they are stepped after `optimizer.step()`. In a session the optimizer steps at the
+end of the `with session.step()` block, so such calls in the block wait until then. An object that
+the session does not carry would count its own calls: from 0 on a member that joins, and ahead of
+the others after a failed step. It would train a different model without an error, so it is refused.
 """
 
 import functools
@@ -31,14 +31,14 @@ log = structlog.get_logger(__name__)
 
 
 class OwnCounts:
-    """What is told of a scheduler that a script steps by the steps of its own member, where members
-    train apart: it gets as far as that member's share of the updates, and begins anew on one that
-    is started again."""
+    """Warns of a scheduler that a script steps by its own member's steps, if members train apart:
+    it gets as far as that member's share of the updates, and begins anew on a member that is
+    started again."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the schedule that the strategy has."""
+        """`given`: the schedule that the strategy was given."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -50,11 +50,11 @@ class OwnCounts:
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
 
     def release(self) -> None:
-        """The session is over. May be called twice."""
+        """End the watch with the session. May be called twice."""
         _forget(self._optimizers, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """The script makes this call on its scheduler."""
+        """Make the script's call on its scheduler, with a warning the first time."""
         if stateful is not self._given and not self._is_told:
             self._is_told = True
             log.warning(
@@ -67,7 +67,7 @@ class OwnCounts:
 
 
 class ScriptCalls:
-    """Those that concern the optimizers and the models of one session."""
+    """The script's calls that concern the optimizers and the models of one session."""
 
     def __init__(
         self,
@@ -75,24 +75,24 @@ class ScriptCalls:
         registered: RegisteredState,
         in_step: Callable[[], bool],
     ) -> None:
-        """`in_step` tells whether a step of the session is open."""
+        """`in_step` returns True if a step of the session is open."""
         self._owners: Sequence[Any] = owners
         self._registered = registered
         self._in_step = in_step
 
     def watch(self) -> None:
-        """From now on."""
+        """Watch calls from now on."""
         for owner in self._owners:
             _watching[owner] = self
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
         _watch(AveragedModel, "update_parameters", _averaged)
 
     def release(self) -> None:
-        """The session is over: they are the script's again. May be called twice."""
+        """End the watch with the session: the objects are the script's. May be called twice."""
         _forget(self._owners, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
-        """The script makes this call on its object: now, or once the optimizer has stepped."""
+        """Make the script's call on its object: now, or once the optimizer has stepped."""
         if stateful not in self._registered:
             kind = type(stateful).__name__
             raise InvalidSpec(
@@ -109,7 +109,7 @@ class ScriptCalls:
 
 
 _watching: WeakKeyDictionary[Any, ScriptCalls | OwnCounts] = WeakKeyDictionary()
-"""By optimizer and by model; of all sessions in this process."""
+"""By optimizer and by model, for all sessions of this process."""
 
 
 def _forget(owners: Sequence[Any], calls: ScriptCalls | OwnCounts) -> None:
@@ -133,7 +133,7 @@ def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
     model = arguments[0] if arguments else None
     if model is None or model in _watching:
         return model
-    # An average of a part of the model, of a backbone say, is one of its parameters too.
+    # An average of a part of the model, such as a backbone, is of its parameters too.
     for reference in _watching.keyrefs():
         owner = reference()
         if isinstance(owner, nn.Module) and any(part is model for part in owner.modules()):
@@ -142,8 +142,8 @@ def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
-    """torch takes the parameters of both in turn. Those of a stage would be averaged with others
-    than their own, and nobody would hear of it before the members compare their averages."""
+    """Refuse averages of partial models: torch pairs parameters by order, so those of a stage would
+    be averaged with wrong ones, unnoticed until members compare their averages."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
@@ -160,7 +160,7 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Let this method of a class, and of those made of it, tell the session that is concerned.
+    """Wrap this method of a class and its subclasses: calls go to the session concerned.
 
     Once for the process; harmless without a session.
     """
@@ -179,7 +179,7 @@ def _watched(
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call() -> Any:
-            # A scheduler steps those that it is made of, and a class the one it is made of.
+            # A scheduler steps the schedulers in it, and a subclass calls its base class.
             _depth.calls += 1
             try:
                 return plain(self, *args, **kwargs)

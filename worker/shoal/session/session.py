@@ -1,4 +1,4 @@
-"""A member of a job as a training script sees it."""
+"""The session: a member of a job in the view of a training script."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -53,19 +53,19 @@ Given = TypeVar("Given", bound=Optimizers)
 
 
 PAUSE_S = 1800.0
-"""Limit of a pause that states none."""
+"""Limit of a pause without `limit_s`."""
 
 
 class ScriptPause:
-    """The script's pause, of which a session has one at a time: the member does something of its
-    own, for which the others wait."""
+    """The script's pause, one at a time in a session: the member does something of its own, and
+    the others wait for it."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.is_on = False
 
     def also(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
-        """Pause as `hold`, unless the script has done so already."""
+        """Pause as `hold`, unless the script is in a pause already."""
         return nullcontext() if self.is_on else self.hold(reason, limit_s)
 
     @contextmanager
@@ -93,10 +93,10 @@ class Session:
     """Made by `shoal.join`; a member while the `with` block runs.
 
     Leaving the block normally after the last batch completes the job; leaving it by an exception
-    or before the last batch takes only this member out, and the others go on.
+    or before the last batch removes only this member, and the others go on.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
-    However the block ends, nothing of the session is left in the process: another one may follow.
+    After the block nothing of the session is left in the process: another session may follow.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Session:
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
         self._held = ExitStack()
-        """Whatever the block has taken, released in the opposite order however it ends."""
+        """Resources of the block, released in the opposite order however it ends."""
 
     @property
     def _place(self) -> LocalPlace:
@@ -132,7 +132,7 @@ class Session:
             held.callback(self._steps.release)
             with self._signal.while_joining():
                 self._controller.attend()
-            # Without effect where the block's end has left.
+            # No effect if the end of the block has left already.
             held.callback(self.leave, reason="left by an error")
             held.push(self._leaving.end)
             held.callback(self._signal.restore)
@@ -147,16 +147,16 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # Forked by the script within the block, which it now leaves: no member of the job.
+            # A process that the script forked within the block: it is no member of the job.
             return
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
         """Stop being a member; `completed` ends the job for all. The first call counts."""
         reports, self._reports = self._reports, None
-        # Each of them, from the last line to the first, whatever another one raises.
+        # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave, so a report comes second.
+            # After a failure the others wait for this member to leave, so reports come second.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -169,9 +169,9 @@ class Session:
     def drain(self, reason: str) -> None:
         """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
 
-        Returns at once. The step under way is finished, the others agree on a step from which on
-        they train without this member, and there the batches end with `shoal.Drained`, a
-        SystemExit of code 143. Nobody's generation breaks for it.
+        Returns at once. The step in progress is finished, and the others agree on a step from which
+        on they train without this member. There the batches end with `shoal.Drained`, a
+        SystemExit of code 143. No generation breaks.
         """
         self._leaving.drain(reason)
 
@@ -202,18 +202,18 @@ class Session:
         """The model and optimizer to train with from now on, the same over all changes.
 
         With `checkpoints`, the state is written to disk every so many steps while training goes
-        on, and a job that finds no member with state goes on from the newest one there. With
-        `keyed_dropout`, what the model's dropout modules drop depends on seed, step and sample
-        alone, so that it is the same with any number of members. `sync_batchnorm`: BatchNorm takes
-        the statistics of all members' samples, as torch's SyncBatchNorm modules do by themselves.
+        on, and a job in which no member has state resumes from the newest checkpoint. With
+        `keyed_dropout`, the model's dropout depends on seed, step and sample alone, so that it is
+        the same with any number of members. `sync_batchnorm`: BatchNorm uses
+        the statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
-        Several models or optimizers are given by name or in lists, and come back so; `backward`
-        and the like then say which optimizers they are for. See docs/strategies.md.
+        Several models or optimizers are given by name or in lists, and returned in the same form;
+        `backward` and others then take the optimizers that they are for. See docs/strategies.md.
 
-        A compiled Keras model with its own optimizer goes on training through `fit`: see
-        `shoal.integrations.keras_session`. `reset_parameters` fills what is on the meta device.
+        A compiled Keras model with its own optimizer is still trained by `fit`: see
+        `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
 
-        Raises UnknownStrategy, or what the strategy refuses the model or optimizer with.
+        Raises UnknownStrategy, or the strategy's refusal of the model or optimizer.
         """
         check_entered(self._reports, "session.distribute")
         if self._trained.fields:
@@ -237,22 +237,22 @@ class Session:
         return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
     def register(self, name: str, stateful: S) -> S:
-        """Let the state of an object of the script's be part of what is trained: anything with
+        """Make the state of a script's object part of the trained state: any object with
         `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler, an
         `AveragedModel`, a sampler or a metric. Before the first batch, on every member alike.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
-        It is committed with each step, with all that the script does behind the step before it asks
-        for the next batch; it is taken back with a step that did not happen, given to members that
+        It is committed with each step, including changes after the step and before the next batch
+        is asked for. It is rolled back if a step fails, sent to members that
         join, written to checkpoints and read from them. All members must hold the same, which is
         compared in each new generation, before each checkpoint and at the end:
-        RegisteredStateDiffers names what differs. Returns the object.
+        RegisteredStateDiffers names the difference. Returns the object.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
-        within `session.step()`, are done once the optimizer has stepped, if the step is committed.
+        within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec for what cannot be carried: docs/strategies.md.
+        Raises InvalidSpec for state that cannot be carried: docs/strategies.md.
         """
         self._trained.register(name, stateful)
         return stateful
@@ -271,11 +271,11 @@ class Session:
         """This member's part of every batch from the job's present step to its last.
 
         Train on each within `session.step()`. After a lost peer the same step comes again, cut for
-        the members that are left. Asynchronous members get whole batches of the size given.
+        the remaining members. Asynchronous members get whole batches of the given size.
 
-        Shuffled by seed 0 unless said otherwise. `loading`: num_workers, prefetch_factor,
-        pin_memory, persistent_workers, worker_init_fn and the like, as in torch's DataLoader; or
-        give a DataLoader, whose settings count where nothing else is said, its batch_size as the
+        Shuffled by seed 0 by default. `loading`: num_workers, prefetch_factor,
+        pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader; or
+        give a DataLoader, whose settings are the defaults, its batch_size as the
         global one. See docs/data.md.
         """
         strategy = self._controller.strategy
@@ -303,8 +303,8 @@ class Session:
     def step(self) -> Step:
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
 
-        A lost peer inside is recovered from and the step did not happen: `committed` of the object
-        stays false. Any other error goes on to the caller, and the member leaves with it.
+        A lost peer inside is recovered from, and the step did not happen: the object's `committed`
+        stays False. Any other error is raised to the caller, and the member leaves because of it.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.because_of
@@ -320,69 +320,69 @@ class Session:
         """Compute gradients of `loss`, the mean over the samples of the batch, or of a part of it
         within a loop over `batch.parts`.
 
-        With `weight`, the loss is a mean over so many of something else: the tokens that are not
-        padding, say. The step's gradients are those of the mean over all tokens of the global
-        batch. A weight for every pass of a step on every member, or for none.
+        With `weight`, the loss is a mean over so many of another unit: for example the tokens that
+        are not padding. The step's gradients are those of the mean over all tokens of the global
+        batch. Give a weight for every pass of a step on every member, or for none.
 
-        Of several optimizers, `optimizer` says whose parameters the loss trains: one or a list.
-        Gradients of all others are left as they are.
+        With several optimizers, `optimizer` is one or a list: the loss trains their parameters.
+        Gradients of all others stay unchanged.
         """
         self._steps.backward(loss, weight, optimizer)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all members' shares of the batch, in the order that one process has them in:
-        for losses over pairs of samples. Gradients go through it.
+        """The rows of all members' shares of the batch, in the order of a single process, for
+        losses over pairs of samples. Gradients flow through it.
 
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        Of a tensor with a row for each sample of the share, whose sizes may differ. The loss is one
+        `tensor` has a row for each sample of the share; shares may differ in size. The loss is one
         over all rows, the same on every member, or a mean over the member's own rows, which begin
         at `batch.first`, each against all rows: then weights become those of one process. All
-        members call it as often in a step, in the same order. See docs/contrastive.md.
+        members call it equally often in a step, in the same order. See docs/contrastive.md.
 
-        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies where it
-        has no meaning, and on all members where their tensors do not fit together.
+        Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that do
+        not support it, and on all members if their tensors do not fit together.
         """
         return self._steps.gather(tensor)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Step one of several optimizers now, within the step: what comes behind it in the step
-        computes with what it has changed, as a generator's loss does with a discriminator that has
-        just learnt.
+        """Step one of several optimizers now, within the step. Later passes of the step compute
+        with the changed weights, as a generator's loss does with a discriminator that has just
+        learnt.
 
-        An optimizer that has gradients at the end of the step is stepped there without this. All of
-        it is taken back if the step does not happen, for which a copy of what changes is kept until
-        its end. All members call it at the same place.
+        An optimizer that has gradients at the end of the step is stepped there without this call.
+        A failed step undoes all of it, for which a copy of the changed tensors is kept until the
+        step ends. All members call it at the same point.
         """
         self._steps.update(optimizer)
 
     def pause(self, reason: str, *, limit_s: float = PAUSE_S) -> AbstractContextManager[None]:
-        """Let the others wait for what this member does in the `with` block, between two steps or
+        """Let the others wait while this member runs the `with` block, between two steps or
         before the first batch:
 
             if session.rank == 0:
                 with session.pause("validation"):
                     evaluate(model)
 
-        Meanwhile no limit runs by which a hang is found: nobody is expelled, no collective of the
-        others runs out of time, and who joins or is to leave waits. A loss is noticed as ever.
-        After `limit_s` seconds, half an hour unless it is given, this member is taken for hung
-        itself: the others go on without it, and its next step raises DeadlineExceeded. Any members
-        may be paused at a time, all of them too. `reason` is what `shoal why` shows.
+        Meanwhile no limit of hang detection runs: no member is expelled, no collective of the
+        others times out, and joining or leaving members wait. A loss is noticed as always.
+        After `limit_s` seconds, by default half an hour, this member counts as hung
+        itself: the others go on without it, and its next step raises DeadlineExceeded. Any number
+        of members may be paused at a time. `shoal why` shows `reason`.
 
-        Asynchronous strategies wait for nobody, paused or not.
+        Asynchronous strategies wait for no member, paused or not.
         """
         check_entered(self._reports, "session.pause")
         return self._pause.hold(reason, limit_s)
 
     def forward_backward(self, batch: Batch, loss_function: LossFunction) -> Tensor:
-        """The forward and backward pass of a batch in one: as
+        """Run the forward and backward pass of a batch in one call: as
 
             loss = loss_function(model(batch.inputs), batch.targets)
             session.backward(loss)
 
-        and what strategies with a pipeline need, which interleave the two. Returns the mean loss
+        but also for strategies with a pipeline, which interleave the two. Returns the mean loss
         over this member's samples, detached; of a part, over the part's, and 0 for an empty one.
         """
         return self._steps.forward_backward(batch, loss_function)
@@ -396,7 +396,7 @@ class Session:
         collate: Collate | None = None,
         limit_s: float = PAUSE_S,
     ) -> dict[str, Any]:
-        """Sums over all samples of a data set, of which each member measures its share:
+        """Sums over all samples of a data set; each member measures its share:
 
             def measure(batch):
                 outputs = model(batch.inputs)
@@ -404,10 +404,10 @@ class Session:
 
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
-        To be called by all members behind the same step, without gradients being computed. Each
+        All members call it after the same step, and no gradients are computed. Each
         sample counts once. If a member is lost meanwhile, the others begin again in the next
-        generation; the model is that of `step_number` then. Members may take `limit_s` seconds
-        for their shares, as in a `pause`. `batch_size` is a member's; a DataLoader gives its data
+        generation, with the model of `step_number` at that time. Members may take `limit_s` seconds
+        for their shares, as in a `pause`. `batch_size` is per member; a DataLoader gives its data
         set, batch size and collate function.
         """
         self._steps.check_closed("session.evaluate")
@@ -419,8 +419,8 @@ class Session:
         )
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
-        """The value of all members in one, "sum", "mean", "max" or "min": a number, a tensor, or
-        several of them by name. To be called by all members behind the same step.
+        """The "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
+        several of them by name. All members call it after the same step.
 
         If a member is lost meanwhile, the others' values are reduced, in the next generation.
         """
@@ -448,7 +448,7 @@ class Session:
 
         The newest `keep` versions are kept, each on `copies` parameter servers; floating point
         numbers are published in `dtype`, if it is given. With `tables`, under a strategy that
-        trains embedding tables, a version also has the rows of these, as of the same cut as its
+        trains embedding tables, a version also has their rows, as of the same cut as its
         parameters. Raises InvalidSpec for options out of range, and in a session without a cluster.
         """
         check_entered(self._reports, "session.series")
@@ -460,9 +460,9 @@ class Session:
 
     def log(self, values: Mapping[str, Scalar]) -> None:
         """Log numbers by name, `{"loss": loss}`, to the page, to metrics and to the `trackers`,
-        once a step, whoever is lost or joins. In a step they are that step's, if it is committed;
-        behind one, its. Every member calls it; what one of them logged is shown, the first time.
-        In a step of which a member has no samples it logs nothing: see `Batch.is_stand_in`.
+        once a step, even if members are lost or join. In a step they are that step's, if it is
+        committed; after a step, the last one's. Every member calls it; one member's values are
+        shown, the first of a step. A member without samples logs nothing: see `Batch.is_stand_in`.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -472,8 +472,8 @@ class Session:
     def stop(self, reason: str) -> None:
         """End the job before its samples end, for all members, as finished: early stopping.
 
-        Any member may call it, or all. Called in a step, that step is the last one; called between
-        two, the one before is: the batches end on all members without another being committed.
+        Any member may call it, or all. Called in a step, it makes that step the last one; called
+        between two, the one before: the batches end on all members without another commit.
         After it go on with the loop, which ends by itself; or leave it, on all members alike.
         `reason` is shown as the job's. Under local SGD the job ends with the round.
         """
@@ -484,18 +484,18 @@ class Session:
     ) -> Tensor:
         """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
 
-        To be called in the step, behind the last backward pass, by all members. The norm is that of
-        the whole model's gradients, however they are spread over members; with several optimizers
-        that of the gradients which `optimizer` uses.
+        All members call it in the step, after the last backward pass. The norm is that of
+        the whole model's gradients, however they are sharded; with several optimizers, that of
+        the gradients of `optimizer`.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model by name, on the host, with the keys that the undistributed model has.
+        """The whole model by name, on the host, with the keys of the undistributed model.
 
-        Under strategies that spread parameters all members must call it, at the same step: between
-        two batches, or behind the last one within the `with` block. If one is lost meanwhile, the
-        others begin again in the next generation; the model is that of `step_number` then.
+        Under strategies that shard parameters all members must call it, at the same step: between
+        two batches, or after the last one within the `with` block. If one is lost meanwhile, the
+        others begin again in the next generation, with the model of `step_number` at that time.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:
@@ -526,24 +526,24 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This member's in the present generation, from `batches` on: before the first batch,
-        asking waits for the others."""
+        """This member's rank in the present generation, from `batches` on: before the first batch,
+        reading it waits for the others."""
         return self._present().rank
 
     @property
     def is_first(self) -> bool:
-        """Whether this member has rank 0: for what is to be done once, such as to log. If that
-        member is lost, another one has rank 0. To be asked as `rank`."""
+        """True if this member has rank 0: for work that is done once, such as logging. If that
+        member is lost, another one has rank 0. Waits as `rank`."""
         return self._present().rank == 0
 
     @property
     def world_size(self) -> int:
-        """How many members the present generation has. To be asked as `rank`."""
+        """Number of members in the present generation. Waits as `rank`."""
         return self._present().world_size
 
     @property
     def step_number(self) -> int:
-        """Steps committed so far."""
+        """Number of committed steps."""
         return self._controller.strategy.step
 
     def _present(self) -> Generation:

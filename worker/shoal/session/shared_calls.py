@@ -1,4 +1,4 @@
-"""What members do together between two steps, carried over the loss of one of them."""
+"""Calls that members make together between two steps, repeated if one of them is lost."""
 
 import json
 import math
@@ -23,18 +23,18 @@ Value = float | int | Tensor | Mapping[str, float | int | Tensor]
 """A number, a tensor, or several by name."""
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
-"""Of what is reduced in one call: state has other ways."""
+"""Limit of the bytes reduced in one call: state is moved by other means."""
 MAX_REASON_CHARS = 200
 _HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
 _COUNTS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _DTYPES = (*_HALVES, torch.float32, torch.float64, *_COMPLEX, *_COUNTS)
-"""Of tensors, that members can reduce."""
+"""Dtypes of tensors that members can reduce."""
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 class SharedCalls:
-    """Of one session. Each call returns once all members have its result."""
+    """The shared calls of one session. Each returns once all members have its result."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields` are the proposal's."""
@@ -42,18 +42,18 @@ class SharedCalls:
         self._fields = fields
 
     def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
-        """What `attempt` returns in a generation in which no member is lost meanwhile.
+        """The result of `attempt` in a generation in which no member is lost meanwhile.
 
-        `call` says what this is: all members must make the same one.
+        `call` describes the call: all members must make the same one.
         """
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # Until it returns nobody is taken in whose script would be elsewhere.
+        # Until the call returns no member may join, as its script would be elsewhere.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost with the last one: whether all have its result is not known.
+                # A member was lost in the last call: it is unknown if all have its result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.stand(self._fields)
             position.in_call = True
@@ -75,7 +75,7 @@ class SharedCalls:
             position.stands("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
-        """Whether it is certain that all members have come so far."""
+        """True if it is certain that all members have come so far."""
         try:
             wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
         except RuntimeError as error:
@@ -99,7 +99,7 @@ class SharedCalls:
     def _recover(self, error: Exception) -> None:
         if not self._controller.is_break(error):
             raise error
-        # The frames below hold the wrapped model and with it the group that is to go.
+        # The frames below hold the wrapped model and with it the group that must be freed.
         traceback.clear_frames(error.__traceback__)
         self._controller.recover(error)
 
@@ -156,7 +156,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
 def present(
     controller: ElasticController, fields: dict[str, str], *, has_batches: bool
 ) -> Generation:
-    """The generation that rank and world size are of, formed if there is none yet."""
+    """The generation whose rank and world size a script asks for; formed if there is none."""
     if controller.generation is not None:
         return controller.generation
     if not has_batches:
@@ -169,7 +169,7 @@ def present(
 
 
 def note_loss(error: BaseException, controller: ElasticController) -> None:
-    """Where a script ends with a loss that it met by itself, between steps, say what to do."""
+    """Add advice to the error if the script's own collective, between steps, lost a member."""
     if controller.is_break(error):
         error.add_note(
             "A member was lost in a collective call that the script makes between two steps. "
@@ -179,10 +179,10 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 
 def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """The values by name, as they are reduced; one alone has the empty name.
+    """The values by name, in the form in which they are reduced; one alone has the empty name.
 
     Truth values and integers of all sizes become int64, so that sums do not wrap; scalars of NumPy
-    become Python numbers. Raises InvalidSpec for what cannot be reduced so.
+    become Python numbers. Raises InvalidSpec for values that cannot be reduced so.
     """
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {name: _reducible(name, each, op) for name, each in given.items()}
@@ -234,8 +234,8 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Collective: the values of all members in one. Of members with the same `part` the first one
-    counts; `None`: all count.
+    """Collective: reduce the values of all members to one. Of members with the same `part` the
+    first one counts; `None`: all count.
 
     Raises InvalidSpec, on all members, if they do not have values of the same names and shapes.
     """
@@ -272,7 +272,7 @@ def _told(value: float | int | Tensor) -> list[Any]:
 def _reduced(
     tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
 ) -> Tensor:
-    """Half types are summed up as float32, and rounded once."""
+    """The reduced tensor. Half types are summed up as float32, and rounded once."""
     dtype = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
     host = tensor.detach().to("cpu", dtype, copy=True)
     if not counts[group.rank()]:
@@ -288,8 +288,8 @@ def _reduced(
 
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
-    """The largest or smallest, NaN where any member has NaN: Gloo compares pairs, and of a number
-    and NaN takes either."""
+    """The largest or smallest value, NaN if any member has NaN: Gloo compares pairs, and of a
+    number and NaN takes either."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)
@@ -306,13 +306,13 @@ def _all_reduce(host: Tensor, op: str, group: dist.ProcessGroup) -> None:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """The sum, rounded once where its parts are finite; integers stay integers."""
+    """The sum, rounded once if its parts are finite; integers stay integers."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:
         return math.fsum(numbers)
     except (OverflowError, ValueError):
-        # Beyond all finite numbers, or infinities of both signs.
+        # Larger than all finite numbers, or infinities of both signs.
         return float(sum(numbers))
 
 

@@ -1,4 +1,4 @@
-"""The steps of a session: how one begins and is committed or not, and what a script calls in it."""
+"""The steps of a session: their begin, commit or failure, and the calls of a script in a step."""
 
 import math
 import time
@@ -42,7 +42,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_number
 
 ForOptimizers = Optimizer | Sequence[Optimizer] | None
-"""Of several optimizers, those that a call is for."""
+"""The optimizers that a call is for, if there are several."""
 
 
 class Step:
@@ -67,15 +67,15 @@ class Step:
         self._leave = leave
         self._started_s = 0.0
         self.is_open = False
-        """Whether it has begun and not yet ended."""
+        """True if the step has begun and not yet ended."""
         self.committed = False
         self.loss: Tensor | None = None
         """The mean of this member's losses so far; NaN if it has no samples in the step."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
-        """Once rows were gathered."""
+        """Set once rows were gathered."""
         self._opened = ExitStack()
-        """What is set for this thread while the step is open."""
+        """Undoes what is set for this thread while the step is open."""
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -113,14 +113,14 @@ class Step:
             self.micro_batches.stand_in()
 
     def _close(self) -> None:
-        """Take back what `_open` has set, however far that came."""
+        """Undo `_open`, also if it has failed half-way."""
         self.is_open = False
         set_current(NO_STEP)
         if self._rows is not None:
             self._rows.close()
 
     def release(self) -> None:
-        """The session is over, and with it the step. May be called twice."""
+        """End the step with the session. May be called twice."""
         self._opened.close()
 
     def __exit__(
@@ -144,17 +144,17 @@ class Step:
 
     @property
     def batch(self) -> Batch | None:
-        """What is trained on, where the session hands out batches."""
+        """The batch that is trained on, if the session hands out batches."""
         return self._source.batch if self._source is not None else None
 
     @property
     def _is_uneven(self) -> bool:
-        """Whether the members' shares of the batch are of different sizes."""
+        """True if the members' shares of the batch are of different sizes."""
         batch = self.batch
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Of a pass whose mean loss has this weight among those of the step; 0: of no samples."""
+        """Add a pass whose mean loss has this weight among those of the step; 0: no samples."""
         self._weight += weight
         loss = loss.detach()
         if not weight:
@@ -175,7 +175,7 @@ class Step:
         self._gathers().check_own(outputs, tensor)
 
     def _gathers(self) -> RowGathers:
-        """Raises InvalidSpec under a strategy where rows cannot be gathered."""
+        """The step's row exchange. Raises InvalidSpec if the strategy cannot gather rows."""
         if self._rows is None:
             strategy, generation = self._controller.strategy, self._controller.generation
             lack = strategy.gathers_lack()
@@ -201,8 +201,8 @@ class Step:
         return self._rows
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
-        """The batch's samples, on which random numbers depend from here on, and not on the members;
-        a stand-in draws as the sample that it repeats, the first."""
+        """The batch's samples, by which random numbers are drawn from here on, independent of the
+        members; a stand-in draws as the sample that it repeats, the first."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -233,8 +233,8 @@ class Step:
             self._reports.step_done(controller.strategy, loss, seconds, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """True: the step did not happen, and this member stands ready for it to come again; if a
-        peer was lost, in the next generation."""
+        """True if the step did not happen and this member is ready to take it again: in the next
+        generation if a peer was lost."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -242,7 +242,7 @@ class Step:
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
-            # The frames below hold the wrapped model and with it the group that is to go.
+            # The frames below hold the wrapped model and with it the group that must be freed.
             traceback.clear_frames(error.__traceback__)
             try:
                 self._controller.recover(error)
@@ -251,7 +251,7 @@ class Step:
                 raise
             return True
         told = refusal_of(error, self._state())
-        # At once, so that the others need not find out by waiting for this member.
+        # At once, so that the others need not detect it by waiting for this member.
         self._leave(told or error)
         if told is not None:
             raise told from error
@@ -273,10 +273,10 @@ def _look_at_gather(
     """Check the script's own `torch.distributed.all_gather`, if the members' shares are of unequal
     sizes.
 
-    If ranks hand in tensors of other sizes than the others expect, Gloo ends a process, or waits
-    until the limit of a collective, in each generation anew. So in such a step members first tell
-    each other what they hand in. `torch.distributed.nn.all_gather`, and the layers that scripts for
-    SimCLR and CLIP have, go through this call too.
+    If ranks pass tensors of other sizes than the others expect, Gloo ends a process, or waits until
+    the limit of a collective, and again in each generation. So in such a step members first
+    exchange their sizes. `torch.distributed.nn.all_gather`, and the layers in scripts for
+    SimCLR and CLIP, go through this call too.
     """
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:
@@ -284,18 +284,18 @@ def _look_at_gather(
 
 
 class Steps:
-    """Each call here is documented where a script calls it, in `Session`."""
+    """The calls of a script in a step; `Session` documents each."""
 
     def __init__(self, controller: ElasticController, trained: Distribution) -> None:
         self._controller = controller
         self._trained = trained
         self._newest: Step | None = None
         self._generators: Sequence[Tensor] = ()
-        """States of torch's generators before the first step, which begins them anew."""
+        """States of torch's generators before the first step, which seeds them anew."""
         before_calls(dist, "all_gather", _look_at_gather)
 
     def release(self) -> None:
-        """The session is over: close a step that is open still, and let torch draw numbers as if
+        """End with the session: close a step that is still open, and let torch draw numbers as if
         there had been no step. May be called twice."""
         if self._newest is not None:
             self._newest.release()
@@ -329,7 +329,7 @@ class Steps:
         return self._newest is not None and self._newest.is_open
 
     def check_closed(self, call: str) -> None:
-        """Raise InvalidSpec within a step, for a call that has its place between two."""
+        """Raise InvalidSpec within a step, for a call that belongs between two."""
         if self.in_step:
             raise InvalidSpec(
                 f"{call} within a step", expected="the call after the with session.step() block"
@@ -402,7 +402,7 @@ class Steps:
 
 
 def _check_loss(loss: object) -> None:
-    """Raise InvalidSpec for what is no loss that could train anything."""
+    """Raise InvalidSpec if the object is no loss that can train anything."""
     seen = ""
     if not isinstance(loss, Tensor):
         seen = type(loss).__name__
@@ -421,7 +421,7 @@ def _check_loss(loss: object) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """What the others are told of a member that leaves with this error."""
+    """The reason that the others see for a member that leaves with this error."""
     if isinstance(error, Drained):
         return f"drained: {error.reason}"
     text = str(error)
@@ -429,7 +429,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_of_end(strategy: Strategy | None) -> str:
-    """Why a job that has come to its end is over: what it shows as its reason from then on."""
+    """The reason that a finished job shows from then on."""
     done = "all batches were trained on"
     if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
         done = f"stopped by the script: {strategy.position.reason}"
@@ -437,4 +437,4 @@ def reason_of_end(strategy: Strategy | None) -> str:
 
 
 def _nothing() -> None:
-    """A step outside of `batches` has no samples to account for."""
+    """Do nothing: a step outside of `batches` has no samples to account for."""

@@ -1,10 +1,10 @@
-"""What a script must leave to the session: stepping the optimizer, losses as they are, and which
-parameters are trained.
+"""A guard against scripts that do what is the session's part in a step: to step the optimizer, to
+scale losses, and to choose which parameters are trained.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may do it as well, and then every gradient is applied twice; or it may scale the loss for
-fp16 and leave the scaling in the gradients. Both train without an error and arrive elsewhere. Or it
-drops the gradients behind what was its optimizer.step(), so that the session steps on none.
+torch may step it too: then every gradient is applied twice. It may scale the loss for fp16 and
+leave the scaling in the gradients. Both train without an error and reach another result. Or it
+drops the gradients after its former optimizer.step(), so that the session steps on none.
 """
 
 import functools
@@ -39,12 +39,12 @@ from shoal.torch_private.tensors import (
 from shoal_proto.errors import InvalidSpec
 
 EARLY_STEPS = 10
-"""In a member's first steps what its losses are means over is looked at."""
+"""The number of a member's first steps in which the mean of its losses is checked."""
 _MARK = "_shoal_watched"
 
 
 class _Within:
-    """Says when a block is entered and when it is left, and does something behind one that raises
+    """Reports the begin and the end of a block, and calls a function after one that raises
     nothing. Each step goes through some, and a generator takes ten times as long."""
 
     def __init__(
@@ -67,7 +67,7 @@ class _Within:
 
 
 class StepGuard:
-    """Watches the optimizers, and the losses that one session computes gradients of."""
+    """Watches the optimizers and losses of one session."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class StepGuard:
         strategy: Strategy,
         given: References,
     ) -> None:
-        """A registered scaler's losses are unscaled. `given`: the parameters of the script's model,
-        of which the strategy may have made others."""
+        """Losses of a registered scaler are unscaled. `given`: the parameters of the script's
+        model, which the strategy may have replaced."""
         self._strategy = strategy
         self._clips = False
         self._trained = trained
@@ -87,14 +87,14 @@ class StepGuard:
         self._commits = False
         self._computes = False
         self._first_step: int | None = None
-        """How many were committed before this member's first."""
+        """Number of committed steps before this member's first."""
         self._held: list[list[Tensor]] = []
-        """Of each group the parameters, and what stood behind the model then."""
+        """The parameters of each group, at the time when `_behind` was the model's modules."""
         self._behind: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Whose gradients the script has dropped, all of them, since the pass that gave them; and
-        whether they are None since, or zeros."""
+        """Optimizers whose gradients the script has all dropped since the last pass that computed
+        some; True if they are None since, False if zeros."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -109,15 +109,15 @@ class StepGuard:
         watch_wrapping(_look_at_wrapping)
 
     def check(self) -> None:
-        """Raise InvalidSpec where the next step would train something else than the last."""
+        """Raise InvalidSpec if the next step would train other parameters than the last."""
         step = self._step()
         if self._first_step is None:
             self._first_step = step
         self._check_groups(self._trained.check(step))
 
     def _check_groups(self, behind: list[nn.Module]) -> None:
-        """The optimizers hold what they held when the model's present parameters, those `behind`
-        it, were given to them."""
+        """Check that the optimizers hold the parameters that they were given with the model's
+        present parameters, of the modules `behind` it."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         if behind is not self._behind:
             self._held, self._behind = list(map(list, groups)), behind
@@ -126,12 +126,12 @@ class StepGuard:
             raise self._refusal("other parameters in param_groups")
 
     def open(self) -> None:
-        """A step of the session begins."""
+        """Note that a step of the session begins."""
         self._emptied.clear()
         self.modes.note()
 
     def release(self) -> None:
-        """The session is over: the optimizer is the script's again. May be called twice."""
+        """Return the optimizer to the script, after the session. May be called twice."""
         self._others.release()
         for hook in self._hooks:
             hook.remove()
@@ -139,18 +139,18 @@ class StepGuard:
             vars(each).pop("add_param_group", None)
 
     def committing(self) -> AbstractContextManager[None]:
-        """Within, the optimizer may be stepped: the session does."""
+        """A context in which the session may step the optimizer."""
         return _Within(self._set_commits)
 
     def computing(self) -> AbstractContextManager[None]:
-        """Within, the session computes gradients: of a loss that the registered scaler has scaled,
-        if there is one. Raises InvalidSpec behind a pass of any other."""
+        """A context in which the session computes gradients: of a loss that the registered scaler
+        has scaled, if there is one. Raises InvalidSpec after a pass of any other loss."""
         return _Within(self._set_computes, self._check_scaled)
 
     def look_at_loss(self, loss: Tensor) -> None:
-        """A backward pass of it begins. What it goes through is told in the first step: later ones
-        have losses of the same making, and a graph may be large. Raises InvalidSpec for functions
-        that `refuse_layers` cannot see."""
+        """Check the graph of a loss as its backward pass begins. Only in the first step: later ones
+        have similar losses, and a graph may be large. Raises InvalidSpec for functions that
+        `refuse_layers` cannot see."""
         if self._step() == self._first_step:
             self._others.look(loss)
             strategy = self._strategy
@@ -160,7 +160,7 @@ class StepGuard:
 
     @property
     def is_early(self) -> bool:
-        """Whether this is one of the member's first steps."""
+        """True in the member's first steps."""
         return self._first_step is None or self._step() < self._first_step + EARLY_STEPS
 
     def _set_commits(self, commits: bool) -> None:
@@ -185,7 +185,7 @@ class StepGuard:
             )
 
     def emptying(self, parameters: Iterable[Tensor], *, to_none: bool) -> None:
-        """The script drops the gradients of these parameters."""
+        """Note that the script drops the gradients of these parameters."""
         if self._commits or self._computes:
             return
         dropped = {id(each) for each in parameters}
@@ -195,9 +195,9 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """The step is to be committed. Raises InvalidSpec if the script has dropped all gradients
-        behind the last pass that gave some: a loop of plain torch does so behind its
-        optimizer.step(), where they have done their work."""
+        """Check before the commit. Raises InvalidSpec if the script has dropped all gradients after
+        the last pass that computed some: a loop of plain torch does so after its
+        optimizer.step(), when they are used up."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
@@ -210,24 +210,24 @@ class StepGuard:
                 )
 
     def look_at_scaling_down(self, weight: Tensor) -> None:
-        """A pass scales down those rows of a weight that its samples use. Raises InvalidSpec where
-        that leaves another weight on each member, as `refuse_layers` does of layers."""
+        """Check a pass that scales down the rows of a weight that its samples use. Raises
+        InvalidSpec if members would get different weights, as `refuse_layers` does for layers."""
         strategy = self._strategy
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
 
     def trains(self, module: nn.Module) -> bool:
-        """Whether the module has parameters of the distributed model."""
+        """True if the module has parameters of the distributed model."""
         return self._trained.has_any(module.parameters())
 
     def clipping(self, max_norm: float) -> AbstractContextManager[None]:
-        """Within, the session clips gradients to this norm, by whatever means."""
+        """A context in which the session clips gradients to this norm, by any means."""
         self._note_norm(max_norm)
         return _Within(self._set_clips)
 
     def look_at_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
-        """Torch's own clipping has taken the norm of these parameters' gradients. Raises
-        InvalidSpec where that is not the norm which the script means."""
+        """Check torch's own clipping, after it has taken the norm of these parameters' gradients.
+        Raises InvalidSpec if that is not the norm which the script means."""
         if self._clips:
             return
         is_ours = self._trained.has_any(parameters)
@@ -242,16 +242,16 @@ class StepGuard:
                 " model's gradients",
             )
         if is_ours and not self._commits and not math.isinf(max_norm):
-            # To infinity is how a script asks for the norm alone, as for the log of one member.
+            # A script clips to infinity to get only the norm, for example for one member's log.
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:
-        """For the others, who are to clip to the same in this step."""
+        """Note the norm for the vote: all members have to clip to the same in this step."""
         if isinstance(self._strategy, SynchronousStrategy):
             self._strategy.position.norms.append(float(max_norm))
 
     def _step(self) -> int:
-        """How many are committed."""
+        """Number of committed steps."""
         return self._strategy.step
 
     def _before_step(self, *_: Any) -> None:
@@ -277,15 +277,15 @@ class StepGuard:
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Refuse a session's backward pass that goes through these tensors, unless it is the
-        registered scaler that made them."""
+        """Refuse a session's backward pass through these tensors, unless the registered scaler has
+        made them."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(through)  # type: ignore[no-untyped-call]
 
     def refuse(self, scaler: object, call: str) -> None:
-        """The script makes this call: an error, if the session does so for the scaler."""
+        """Raise InvalidSpec for the script's call if the session makes it for this scaler."""
         if scaler is self._registered.scaler:
             raise InvalidSpec(
                 f"the script called scaler.{call}() itself, after {self._step()} committed steps",
@@ -297,7 +297,7 @@ class StepGuard:
             )
 
     def _through_scaled(self, scaler: object, gradient: Tensor) -> None:
-        # The scaled loss of another model is none of the session's business.
+        # A scaled loss of another model does not concern the session.
         if self._computes and scaler is self._registered.scaler:
             self._is_scaled = True
         elif self._computes:
@@ -324,7 +324,7 @@ def _look_at_scaling_down(weight: Tensor) -> None:
 
 
 def _look_at_wrapping(module: nn.Module) -> None:
-    """Raise InvalidSpec for a wrapper that brings together what the session does already."""
+    """Raise InvalidSpec for a wrapper that averages gradients, which the session does already."""
     guard = _guard()
     if isinstance(module, ModuleProxy) or (guard is not None and guard.trains(module)):
         raise InvalidSpec(
@@ -338,7 +338,7 @@ def _look_at_wrapping(module: nn.Module) -> None:
 
 
 def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
-    """The parameters of an optimizer that have one at present."""
+    """The parameters of an optimizer that have a gradient at present."""
     groups = optimizer.param_groups
     return (each for group in groups for each in group["params"] if each.grad is not None)
 
@@ -350,8 +350,8 @@ def _guard() -> StepGuard | None:
 
 
 def _watch_scalers() -> None:
-    """Let every kind of GradScaler that there is tell what it has scaled to the guard of the step
-    that is open on the thread, if one is. Once for the process; harmless without a session."""
+    """Let every subclass of GradScaler report what it has scaled to the guard of the step that is
+    open on the thread, if one is. Once for the process; harmless without a session."""
     kinds: list[type] = [torch.amp.GradScaler]
     while kinds:
         kind = kinds.pop()
@@ -366,8 +366,8 @@ def _watch_scalers() -> None:
 
 
 def _watch_zeroing() -> None:
-    """Let optimizers and models tell the guard of the step that is open on the thread whose
-    gradients a script drops. Once for the process; harmless without a session."""
+    """Let optimizers and models report to the guard of the open step on the thread when a script
+    drops their gradients. Once for the process; harmless without a session."""
     if not hasattr(Optimizer.zero_grad, _MARK):
         Optimizer.zero_grad = _told(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
         nn.Module.zero_grad = _told(  # type: ignore[method-assign]

@@ -1,4 +1,4 @@
-"""What the status page learns of a member's steps."""
+"""Reports of a member's steps for the status page."""
 
 import os
 import time
@@ -19,11 +19,11 @@ from shoal_proto.health import CourseFigures, HealthFigures
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
-"""Reading a loss may wait for the device, so it is done no more often than this."""
+"""The shortest interval between reads of a loss, which may wait for the device."""
 
 
 def check_entered(reports: "StepReports | None", call: str) -> None:
-    """Raise InvalidSpec for a call outside the block of its session, which alone has some."""
+    """Raise InvalidSpec for a call outside the block of its session, which alone has reports."""
     if reports is None:
         raise InvalidSpec(
             f"{call} outside a session",
@@ -33,7 +33,7 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
 
 
 USUAL_OF = 16
-"""The newest steps that say how long a step usually takes."""
+"""Number of the newest steps whose median is the usual time of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class TrainingPause:
 
     generation: int
     paused_s: float
-    """From commit to commit, less what a step usually takes."""
+    """From commit to commit, less the usual time of a step."""
     lost_steps: int
     """Steps that had been committed, and are taken again."""
 
@@ -101,13 +101,13 @@ class StepReports:
         self._unreported: tuple[Tensor | None, float] | None = None
 
     def trains_for(self, num_steps: int | None) -> None:
-        """The job has so many steps, where that is known."""
+        """Set the number of steps of the job, if it is known."""
         self._num_steps = num_steps
 
     def step_done(
         self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
     ) -> None:
-        """A step was committed. Costs nothing but once in an interval."""
+        """Note that a step was committed. Costs next to nothing, but for one call per interval."""
         if strategy.synchronous:
             self._note_pause(strategy)
         self._samples += num_samples
@@ -134,7 +134,7 @@ class StepReports:
             )
         )
         if generation.rank == 0:
-            # One line a change, of one member for all.
+            # One line per change, logged by one member for all.
             told = self._controller.membership.waiting_for
             named = f"generation {pause.generation}"
             log.info(f"{told if told.startswith(named) else named}; {pause}")
@@ -167,9 +167,9 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send what is unsent, within a bound; if all is well, with the last step's figures."""
+        """Send unsent reports, within a bound; on success with the last step's figures."""
         if completed:
-            # Else the device may be what failed, and reading a loss from it would never end.
+            # After a failure, reading a loss from a failed device might never end.
             self._report()
         if self._strategy is not None:
             strategy = self._strategy

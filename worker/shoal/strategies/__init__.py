@@ -1,4 +1,4 @@
-"""How a model is trained by many: one class a strategy, found by its name."""
+"""Strategies for training one model on many members: one class each, found by name."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -28,9 +28,9 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """The strategy of that name with its default options, or the one given.
+    """The strategy of that name with its default options; a strategy object is returned as it is.
 
-    Raises UnknownStrategy, which lists those there are.
+    Raises UnknownStrategy, which lists the known names.
     """
     if isinstance(strategy, Strategy):
         return strategy

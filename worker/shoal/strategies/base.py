@@ -1,6 +1,6 @@
-"""What the session asks of a strategy, and what it promises the strategy in return.
+"""The interface between the session and a strategy, with the promises of both.
 
-One strategy object lives as long as the session. Its life, as the session calls it (all on the
+One strategy object lives as long as the session. The session calls it in this order (all on the
 trainer's thread, but for `cut`):
 
     distribute -> attach -> enter(generation)
@@ -10,8 +10,8 @@ trainer's thread, but for `cut`):
       -> asynchronous only, training on meanwhile: enter(next generation)
     -> close
 
-A step is committed when `end_step` returns, or it did not happen: whatever fails in between leaves
-`step` as it was, and after `abandon` the state is again the one of the last committed step.
+A step is committed when `end_step` returns, or it did not happen: a failure before that leaves
+`step` as it was, and after `abandon` the state is again that of the last committed step.
 """
 
 from abc import ABC, abstractmethod
@@ -44,43 +44,43 @@ class Strategy(ABC):
     their token moves."""
 
     passes_meet: ClassVar[bool] = True
-    """Synchronous strategies: whether members communicate in the passes of a step."""
+    """Synchronous strategies: True if members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
-    """Whether `torch.compile` may be called of what was distributed: passes go through the user's
+    """True if `torch.compile` may be called on what was distributed: passes go through the user's
     model as a whole."""
     trains_several: ClassVar[bool] = False
-    """Whether several models and optimizers may be distributed, as `SeveralModels`."""
+    """True if several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False
-    """Whether a job may go on from a checkpoint with another batch size, at its sample."""
+    """True if a job may go on from a checkpoint with another batch size, at its sample."""
     syncs_batchnorm: ClassVar[bool] = False
-    """Whether BatchNorm may normalise the samples of all members, see
+    """True if BatchNorm may normalise the samples of all members, see
     `shoal.layouts.synced_batchnorm`."""
     shares_samples: ClassVar[bool] = False
-    """Synchronous strategies: whether several members work on the same samples."""
+    """Synchronous strategies: True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
-    """Whether the gradients of a step are those of the members' shares of a batch together."""
+    """True if a step's gradients are those of all members' shares of a batch together."""
     state_is_spread: ClassVar[bool] = False
-    """Whether it takes all members to put the model together."""
+    """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
-    """Whether what a script registers is committed with its steps; see `carry`."""
+    """True if state that a script registers is committed with its steps; see `carry`."""
     initialises: ClassVar[bool] = False
-    """Whether `distribute` takes a model on the meta device, whose weights one member makes; others
-    are given it with its weights in memory."""
+    """True if `distribute` takes a model on the meta device, whose weights one member initialises;
+    other strategies are given models with their weights in memory."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """What the user trains with from now on; the same objects over all generations.
+        """The model and optimizer to train with; the same objects over all generations.
 
-        Checks all that can be checked without talking to anybody and raises RefusedError
+        Checks all that can be checked without communication and raises RefusedError
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
         """
 
     def use_backend(self, backend: Backend) -> None:  # noqa: B027 - not all have collectives
-        """Take this backend for the collectives. Synchronous strategies: called before
+        """Use this backend for collectives. Synchronous strategies: called before
         `distribute`."""
 
     def keep_checkpoints(self, checkpoints: CheckpointStore) -> None:
-        """Write checkpoints, and start from one where no member has state. Called before all else.
+        """Write checkpoints, and start from one if no member has state. Called first of all.
 
         Raises InvalidSpec for a strategy whose state members do not hold.
         """
@@ -90,8 +90,8 @@ class Strategy(ABC):
         )
 
     def carry(self, registered: RegisteredState) -> None:
-        """Commit this state with each step, take it back with a step that did not happen, and give
-        it to whoever gets the model's. Called before `distribute`.
+        """Commit this state with each step, restore it if a step fails, and send it to each member
+        that is given the model's state. Called before `distribute`.
 
         Raises InvalidSpec for a strategy that `carries` none.
         """
@@ -106,46 +106,46 @@ class Strategy(ABC):
 
     @property
     def schedule_option(self) -> str:
-        """Where it takes a schedule of learning rates that goes by the updates of all members, as
-        one that a script steps does not: how it is given. Else empty."""
+        """The option for a schedule of learning rates that counts the updates of all members, which
+        a schedule that the script steps does not. Empty if there is no such option."""
         return ""
 
     @property
     def given_schedule(self) -> LRScheduler | None:
-        """That schedule, if there is one."""
+        """The schedule given by that option, if there is one."""
         return None
 
     @property
     def unscales(self) -> bool:
-        """Whether losses may be scaled by a registered GradScaler: the strategy unscales their
-        gradients, and takes no step with one that overflowed, on any member."""
+        """True if losses may be scaled by a registered GradScaler: the strategy unscales their
+        gradients, and takes no step if a gradient overflowed, on any member."""
         return False
 
     def gradients_lack(self) -> str:
-        """Why gradients that a script finds behind a backward pass cannot be measured there, by
-        torch's `clip_grad_norm_`; empty if they are those of the whole model and batch."""
+        """The reason why torch's `clip_grad_norm_` cannot measure gradients after a backward pass;
+        empty if they are those of the whole model and batch."""
         return ""
 
     def gathers_lack(self) -> str:
-        """Why the members' rows cannot be gathered within a step; empty if they can."""
+        """The reason why members' rows cannot be gathered within a step; empty if they can."""
         if not (self.synchronous and self.passes_meet):
             return "members whose steps are their own, with models that differ meanwhile"
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
-        """The script has done all that it does behind the last step. Synchronous strategies: called
-        by all members, at the same step. Raises as `end_step`."""
+        """Note that the script is done with the last step. Synchronous strategies: called by all
+        members, at the same step. Raises as `end_step`."""
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
-        """Learn what the order of samples follows from: global batch, dataset, seed, shuffle.
+        """Set what the order of samples follows from: global batch, dataset, seed, shuffle.
 
-        Called once, before the first generation; not at all where the script has batches of its
-        own. Checkpoints keep it, see `shoal.checkpoint.samples`.
+        Called once, before the first generation; never if the script has batches of its own.
+        Checkpoints keep it, see `shoal.checkpoint.samples`.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
-        """Steps of the complete checkpoints that this member could start from, at most 100, the
-        newest ones. Asked on the membership's thread, where nobody holds the job's state."""
+        """Steps of the complete checkpoints that this member could start from, the newest 100 at
+        most. Called on the membership's thread, if no member holds the job's state."""
         return ()
 
     @property
@@ -155,65 +155,65 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if the members write checkpoints: one more, if one leaves whom nobody replaces."""
+        """True if the members write checkpoints: also one more if a member leaves unreplaced."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
-        """True if this member is to leave behind the last step, as no generation follows without
+        """True if this member is to leave after the last step, as no generation follows without
         it. Returns once the checkpoint of that step is written, or has failed."""
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
-        """Write a checkpoint of the last step, if this member holds the whole state: it is to
-        leave, and no generation runs in which the members could write one together."""
+        """Write a checkpoint of the last step, if this member holds the whole state: the member is
+        to leave, and no generation runs in which the members could write one together."""
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """What the last checkpoint of the job failed with, once all steps are taken."""
+        """The error of the job's last checkpoint, once all steps are taken."""
         return None
 
     @property
     def checkpoint_due(self) -> bool:
-        """Whether a checkpoint is written of the state behind the last step."""
+        """True if a checkpoint is written of the state after the last step."""
         return False
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
-        """What all members must have in common for this strategy, for the proposal.
+        """Values that all members must have in common for this strategy, for the proposal.
 
         "schema" and "optimizer" digests at least. The session adds strategy, synchronous, torch,
         global_batch, dataset and seed.
         """
 
     def refuses(self, world_size: int) -> str:
-        """Why the model cannot be trained by so many members: what is expected. Empty: it can.
+        """The reason why so many members cannot train the model: what is expected. Empty: they can.
 
-        Asked of every roster before anybody acts on it, on the membership's thread: be quick.
+        Called for every roster before any member acts on it, on the membership's thread: be quick.
         """
         return ""
 
     def attach(self, context: Context) -> None:
-        """Learn the surroundings. Called once, when this process has become a member."""
+        """Set the context. Called once, when this process has become a member."""
         self.context = context
 
     @abstractmethod
     def enter(self, generation: Generation) -> None:
         """Bring the generation up; return once its first collective (if it has any) has passed.
 
-        Raises GenerationBroken if it broke meanwhile: the session waits for the next one.
+        Raises GenerationBroken if the generation breaks meanwhile: the session waits for the next.
         """
 
     def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
-        """Make whatever waits for a peer of the generation raise at once, `enter` included.
+        """Make every wait for a peer of the generation raise at once, `enter` included.
 
         Runs on the membership's thread: be quick, raise nothing.
         """
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
-        """The generation stops here by agreement: leave nothing with members that are to go.
+        """Leave no state with members that are to go: the generation stops here by agreement.
 
-        Called by all its members, at the same step, before any of them abandons it. These
-        members are `leaving`, all others stay: the same on all of them.
+        Called by all its members, at the same step, before any of them abandons it. The members
+        named `leaving` leave, all others stay: the same on all of them.
         """
 
     @abstractmethod
@@ -225,11 +225,11 @@ class Strategy(ABC):
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Get ready to compute one step: gradients are zero and parameters as they should be."""
+        """Prepare for one step: gradients are zero and parameters as they should be."""
 
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
-        """The next pass is that of part `index` of `num_parts` of this member's share, and all of
-        them together are the step's. Gradients need be those of all members behind the last one."""
+        """Begin part `index` of `num_parts` of this member's share: the next pass is that part's.
+        Gradients need to be those of all members only after the last part."""
 
     @abstractmethod
     def backward(self, loss: Tensor, weight: float) -> None:
@@ -241,10 +241,10 @@ class Strategy(ABC):
         """
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
-        """Compute gradients of `loss`, a mean over `weight` of something: tokens, say.
+        """Compute gradients of `loss`, a mean over `weight` units: tokens, for example.
 
-        The step's gradients are those of the mean over all that the members' passes together have.
-        Raises InvalidSpec for a strategy that weighs by samples only.
+        The step's gradients are those of the mean over the units of all members' passes together.
+        Raises InvalidSpec if the strategy weighs by samples only.
         """
         raise InvalidSpec(
             f"strategy {self.name} weighs losses by samples only",
@@ -256,18 +256,18 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def local_model(self) -> nn.Module:
-        """The modules that this member's passes compute with, whose buffers they change. Free to
-        call."""
+        """The modules that this member's passes compute with, and whose buffers they change. Costs
+        next to nothing."""
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """What a forward pass goes through at this moment."""
+        """The module that a forward pass goes through at present."""
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """The forward and backward pass in one, for strategies that interleave them.
+        """Run the forward and backward pass in one, for strategies that interleave them.
 
         Returns the mean loss over this member's samples, detached.
         """
@@ -279,7 +279,7 @@ class Strategy(ABC):
         """Scale the step's gradients, as they are after all backward passes, so that their common
         2-norm over the whole model is at most `max_norm`. Returns the norm before.
 
-        As it stands: for a member that holds the whole model.
+        This version is for a member that holds the whole model.
         """
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm
@@ -290,7 +290,7 @@ class Strategy(ABC):
         all members at the same step."""
 
     def weights(self) -> HeldWeights:
-        """What this member holds of the model behind the last committed step, to be published: not
+        """This member's part of the model after the last committed step, to be published: not
         copied. Raises GenerationBroken outside of a generation."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish its weights",
@@ -298,8 +298,8 @@ class Strategy(ABC):
         )
 
     def own_weights(self) -> HeldWeights:
-        """What this member holds of the model beside what the parameter servers hold, as `weights`;
-        for a series with tables."""
+        """This member's part of the model beside the parameter servers' part, as `weights`; for a
+        series with tables."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",
@@ -307,16 +307,16 @@ class Strategy(ABC):
         )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
-        """All samples were trained on: raise TrainingFailed if what came of it is no result."""
+        """Raise TrainingFailed, after the last sample, if the training has no usable result."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
-        """Called on all members behind forward passes between two steps: raise on all of them where
-        members had to compute with the same layers and have not."""
+        """Check forward passes between two steps, on all members: raise on all of them if members
+        had to compute with the same layers and did not."""
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
-        """Which share of each batch is this member's, and how many shares there are.
+        """The index of this member's share of each batch, and the number of shares.
 
-        Asked once the generation is entered.
+        Called once the generation is entered.
         """
         return generation.rank, generation.world_size
 
@@ -336,44 +336,44 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def has_state(self) -> bool:
-        """Whether this member holds trained state, from a generation it has fully entered."""
+        """True if this member holds trained state, from a generation that it has fully entered."""
 
     def hang_in(self, generation: int) -> str:
-        """What hung in the generation, if this member ended it for that; else nothing."""
+        """Description of a hang in the generation if this member ended it for that; else empty."""
         return ""
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
-        """What is wrong with the members' scripts, if the generation was ended for that; else
-        nothing."""
+        """The error in the members' scripts, if the generation was ended for that; else None.
+        See `ScriptPlaces`."""
         return None
 
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """The trainer asks the coordinator what comes next, or has the answer: it waits for others
-        meanwhile. Free to call."""
+        """Note that the trainer asks the coordinator what comes next, or has the answer: meanwhile
+        it waits for others. Costs next to nothing."""
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """The trainer waits for a batch to be loaded, or has it. Free to call."""
+        """Note that the trainer waits for a batch to be loaded, or has it. As cheap as `asks`."""
 
     def has_leftovers(self) -> bool:
-        """True if the values that members computed together may be what an aborted collective left:
-        where an abort ends it well, the trainer goes on with half of a result."""
+        """True if values that members computed together may be half a result: an aborted collective
+        that ended without an error may have left them."""
         return False
 
     def is_failure(self, error: BaseException) -> bool:
-        """Whether the error tells that a peer failed to answer, rather than the user's own code.
+        """True if the error means that a peer failed to answer; False for the user's own errors.
 
-        Asked of synchronous strategies for a RuntimeError in a step or in `enter`.
+        Called, in synchronous strategies, for a RuntimeError in a step or in `enter`.
         """
         return False
 
     @property
     def steps_per_round(self) -> int:
-        """How many steps are acknowledged together, at most (asynchronous only)."""
+        """The largest number of steps that are acknowledged together (asynchronous only)."""
         return 1
 
     def redoes(self, error: BaseException) -> bool:
-        """Whether the step that ends with this error is to be taken again by this member alone:
-        with the same samples, and `step` as it was. Asked before anything else about an error."""
+        """True if this member alone takes the step that ends with this error again: with the same
+        samples, and `step` as it was. Called before anything else looks at an error."""
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
@@ -384,16 +384,16 @@ class Strategy(ABC):
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures for the health report, e.g. "staleness". Free to call; any thread."""
+        """Figures for the health report, e.g. "staleness". Costs next to nothing; any thread."""
         return {}
 
     @property
     def warning(self) -> str:
-        """What a person should know of the training, for the health report. Free to call."""
+        """A warning about the training for the health report. Costs next to nothing."""
         return ""
 
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
-        """This member has no samples for now, so the others are not to wait for its next step.
+        """Note that this member has no samples for now: the others need not wait for its next step.
 
         Called again and again while that lasts.
         """
@@ -403,4 +403,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of everything. May be called twice, and without `enter` ever called."""
+        """Release everything. May be called twice, and without `enter` ever called."""

@@ -1,4 +1,4 @@
-"""Models that a script has compiled, wholly or in part, before it distributes them or behind."""
+"""Models that a script has compiled, wholly or in part, before or after it distributes them."""
 
 from torch import nn
 
@@ -7,12 +7,12 @@ from shoal_proto.errors import InvalidSpec
 
 
 def in_place(model: nn.Module) -> nn.Module:
-    """The user's module, compiled in place where `torch.compile` has wrapped it."""
+    """The user's module, compiled in place if `torch.compile` has wrapped it."""
     return compiled_in_place(model) if is_compiled(model) else model
 
 
 def not_compiled(strategy: str, module: str) -> InvalidSpec:
-    """What is told of a wrapper around a distributed model that is never called as a whole."""
+    """The error for a wrapper around a distributed model that is never called as a whole."""
     return InvalidSpec(
         f"strategy {strategy} cuts a model into parts, of which a wrapper around it compiles none",
         seen=f"torch.compile of {module or 'the distributed model'}",

@@ -10,14 +10,14 @@ from shoal_proto.errors import InvalidSpec
 
 @dataclass(frozen=True, kw_only=True)
 class StepState:
-    """Where the error came up."""
+    """The step in which the error was raised."""
 
     strategy: str
     step: int
     num_samples: int | None
-    """Of this member's share; None: the session hands out no batches."""
+    """Size of this member's share; None: the session hands out no batches."""
     syncs_batchnorm: bool
-    """Whether the strategy has sync_batchnorm=True."""
+    """True if the strategy has sync_batchnorm=True."""
 
 
 def refusal_of(error: BaseException, state: StepState) -> InvalidSpec | None:
@@ -71,7 +71,7 @@ def _written_in_place(state: StepState) -> InvalidSpec:
 
 
 def _parts_and_wholes(state: StepState) -> InvalidSpec:
-    """For a script that computes with parameters as if they were whole."""
+    """The refusal for a script that computes with parameters as if they were whole."""
     return InvalidSpec(
         f"the step computed with parameters of which a member has a part under {state.strategy}",
         seen="a parameter, a gradient or a module of the model by itself, beside a whole tensor",
@@ -87,4 +87,4 @@ _REFUSALS: dict[str, Callable[[StepState], InvalidSpec]] = {
     "Trying to backward through the graph a second time": _second_backward,
     "has been modified by an inplace operation": _written_in_place,
 }
-"""By what the text of torch's error has in it."""
+"""By a part of the text of torch's error."""

@@ -1,13 +1,13 @@
-"""The strategy `async-diloco`: members step by themselves for a round, then push how far they came.
+"""The strategy `async-diloco`: members step alone for a round, then push their change.
 
 The outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) is taken by the parameter servers
-on each member's round as it comes, not on the mean of all; nobody waits for anybody (as in Liu et
-al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member goes
-on from the values of right after its own push, which have what the others pushed meanwhile.
+on each member's round as it arrives, not on the mean of all; no member waits for another (as in Liu
+et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
+goes on from the values right after its own push, which include the pushes of others meanwhile.
 
-- The optimizer is the member's own: any that torch has, its state too, stepped in the member.
-- A round's samples count once its push is acknowledged. What a member that is lost had seen since
-  its last push is lost with it, and trained on by others.
+- The optimizer is the member's own, with its state: any of torch's, stepped in the member.
+- A round's samples count once its push is acknowledged. If a member is lost, its work since its
+  last push is lost with it, and others train on those samples.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,15 +43,15 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, fewer where samples run out: members share each epoch
+        """A round is `every_steps` steps, fewer if samples run out: members share each epoch
         fairly, so no round has more steps than two such shares. Every member's push moves
         the values by itself. `staleness`: "damp" slows the outer step down by the rounds that
-        others pushed since, momentum first, so that the settings of "diloco" do for several
+        others pushed since, momentum first, so that the settings of "diloco" suit several
         members; "scale" divides its rate by their number; with "none" `outer_lr` and
-        `outer_momentum` have to be chosen for the number of members. `compression`: how the
-        changes of a round are made small, as those of `shoal.DiLoCo`.
+        `outer_momentum` have to be chosen for the number of members. `compression`: compresses the
+        changes of a round, as for `shoal.DiLoCo`.
 
-        Raises InvalidSpec for what is out of range.
+        Raises InvalidSpec for values out of range.
         """
         if staleness not in KINDS:
             raise InvalidSpec(
@@ -83,7 +83,7 @@ class AsyncDiLoCo(AsyncSGD):
 
     @property
     def schedule_option(self) -> str:
-        """None: a member's own optimizer follows the script's schedule."""
+        """Empty: a member's own optimizer follows the script's schedule."""
         return ""
 
     @property
@@ -99,7 +99,7 @@ class AsyncDiLoCo(AsyncSGD):
             self._began = {n: _on_host(p) for n, p in self._shared.values.parameters.items()}
 
     def end_step(self, acknowledged: Callable[[], None]) -> None:
-        # Raises for what is not finite, before it is in the member's own values.
+        # Raises for gradients that are not finite, before they reach the member's own values.
         gradients_of(self._shared.values.parameters, self._step)
         self._shared.optimizer.step()
         self._step += 1
@@ -115,7 +115,7 @@ class AsyncDiLoCo(AsyncSGD):
             self._losses.look(self._step)
 
     def _end_round(self) -> None:
-        """Push what the round has changed, and go on from what the servers make of it."""
+        """Push the round's change, and go on from the servers' new values."""
         if not self._steps_of_round:
             return
         gone = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
@@ -138,5 +138,5 @@ class AsyncDiLoCo(AsyncSGD):
 
 
 def _on_host(parameter: Tensor) -> Tensor:
-    """A copy of the values."""
+    """Copy of the values."""
     return parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

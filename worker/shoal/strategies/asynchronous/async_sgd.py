@@ -1,16 +1,16 @@
 """The strategy `async-sgd`: every member trains at its own pace against the parameter servers.
 
-A step computes gradients on the values in hand, pushes them, and takes back the values of right
-after the push, in one exchange with every server. The optimizer runs there, once for all members;
-what the user holds is the model, whose parameters are overwritten in place, and the optimizer
-object, whose learning rates travel with every push, unless a schedule of them was given to the job.
+A step computes gradients on the values in hand, pushes them, and receives the values right after
+the push, in one exchange with every server. The optimizer runs there, once for all members. The
+user holds the model, whose parameters are overwritten in place, and the optimizer object, whose
+learning rates travel with every push, unless a schedule of them was given to the job.
 
-- A parameter without gradient in a step is left alone by the optimizer, as `torch.optim` does: no
-  weight decay, no momentum, no step counted. What other members changed in it still comes back.
-- What becomes of gradients of values that others have changed since: `staleness_policy.py`.
+- The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
+  decay, no momentum, no step counted. Changes by other members still arrive.
+- Gradients of values that others have changed since: see `staleness_policy.py`.
 - Buffers, such as running means, are no parameters: each member keeps its own.
-- The values that training starts from are those of rank 0 of the first generation. Should it die
-  half-way through, another member creates what is missing, from its own initial values.
+- Training starts from the values of rank 0 of the first generation. If that member dies half-way
+  through, another member creates the missing shards, from its own initial values.
 """
 
 import math
@@ -66,34 +66,34 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec, StalenessPolicy
 log = structlog.get_logger(__name__)
 
 LEVELS = ("applied", "replicated", "durable")
-"""What a push may wait for."""
+"""Acknowledgements that a push may wait for."""
 MAX_REDONE = 16
-"""A member gives up a step that was taken again on fresh values so often."""
+"""A member gives up a step that was taken again on fresh values more often than this."""
 BEGINNING_UPDATES = 100
-"""Who first gets values with more updates behind them came to a job that trains already: whether
-the loss falls is not for it to tell."""
+"""A member whose first values have more updates has joined a job that trains already: it cannot
+tell if the loss falls."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """The model that all members train together, as one of them holds it."""
+    """The model that all members train together, on one of them."""
 
     model: nn.Module
     optimizer: Optimizer
     values: SharedValues
     """The model's parameters, to send and to fill."""
     spec: OptimizerSpec
-    """What the servers do with what they are pushed."""
+    """The optimizer for pushes, on the servers."""
     gradients: StepGradients
-    """Those of the whole model, with which no step begins."""
+    """Gradients of the whole model; a step begins with none."""
     compressor: PushCompressor | None = None
-    """Of the member's gradients; None: they are pushed as they are."""
+    """Compressor of the member's gradients; None: they are pushed as they are."""
     followed: FollowedSchedule | None = None
-    """Whose rates go with each push; None: those that the optimizer has."""
+    """The schedule whose rates go with each push; None: the optimizer's rates go."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
-        """Parameters that are this member's own, by name."""
+        """Parameters that this member keeps as its own, by name."""
         shared = self.values.parameters
         return {name: each for name, each in self.model.named_parameters() if name not in shared}
 
@@ -103,17 +103,17 @@ class PushOptions:
     """The options of a script's pushes."""
 
     policy: StalenessPolicy
-    """What is done with gradients whose values others have changed since."""
+    """The treatment of gradients whose values others have changed since."""
     schedule: LRScheduler | None
     """Sent with the job; without a schedule, learning rates are sent with each push."""
     acknowledgement: Acknowledgement.ValueType
-    """What a push waits for."""
+    """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
-    """How long a step waits for lost shards to come back."""
+    """The time that a step waits for lost shards to come back."""
     must_fall: bool = False
-    """Whether a loss that is not lower at the end than at first is an error."""
+    """True if a loss that is not lower at the end than at first is an error."""
     compression: Compression | None = None
-    """How gradients are made small before they are pushed."""
+    """The compression of gradients before they are pushed."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lost_wait_s",))
@@ -132,7 +132,7 @@ class PushOptions:
 
 
 def level(acknowledge: str) -> Acknowledgement.ValueType:
-    """The level of this name. Raises InvalidSpec where there is none."""
+    """The level of this name. Raises InvalidSpec if there is none."""
     name = f"ACKNOWLEDGEMENT_{acknowledge.upper()}"
     if acknowledge not in LEVELS:
         raise InvalidSpec(
@@ -140,46 +140,46 @@ def level(acknowledge: str) -> Acknowledgement.ValueType:
             seen=repr(acknowledge),
             expected=" or ".join(LEVELS),
         )
-    # Where a shard has no backup, "replicated" is what its primary alone can give.
+    # If a shard has no backup, "replicated" is the acknowledgement of its primary alone.
     return Acknowledgement.Value(name)
 
 
 class StepRefusals:
-    """The refusals of the step in progress by shards for which it was too stale: what to push
-    again, and when to give up."""
+    """The shards that refused the step in progress as too stale: says which parts to push again,
+    and when to give up."""
 
     def __init__(self) -> None:
         self.shards: frozenset[int] = frozenset()
-        """Which refused it last; what the others have counts."""
+        """The shards that refused it last; the other shards' parts count."""
         self.num_redone = 0
         self._passes = StepPasses()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-        """A step begins that may be refused. What it changes of the model's buffers, and of these
-        parameters, is undone then; those that are trained are the servers'."""
+        """Begin a step that may be refused. A refusal undoes its changes to the model's buffers and
+        to these parameters; the servers hold the trained ones."""
         self._passes.begin(model, untrained)
 
     @property
     def may_redo(self) -> bool:
-        """Whether the step is to be taken once more."""
+        """True if the step is to be taken once more."""
         return self.num_redone <= MAX_REDONE
 
     def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
-        """So many steps were taken before this one. Raises StateLost as `check_whole`."""
+        """Undo the refused step, after `step` taken ones. Raises StateLost as `check_whole`."""
         self.shards = frozenset(stale)
         self.num_redone += 1
         self._passes.undo()
         self._passes.check_whole(step)
 
     def over(self) -> None:
-        """The step was taken."""
+        """Note that the step was taken."""
         self.shards, self.num_redone = frozenset(), 0
         if self._passes.in_step:
             self._passes.settle()
             self._passes.commit()
 
     def tell(self, step: int, refusal: StalePush) -> NoReturn:
-        """Raise the refusal, or that there were too many."""
+        """Raise the refusal, or an error if there were too many."""
         if self.may_redo:
             raise refusal
         raise StalePush(
@@ -194,7 +194,7 @@ class AsyncSGD(Strategy):
     name: ClassVar[str] = "async-sgd"
     synchronous: ClassVar[bool] = False
     pushes_rows: ClassVar[bool] = True
-    """Whether each step pushes the rows of embedding tables."""
+    """True if each step pushes the rows of embedding tables."""
 
     def __init__(
         self,
@@ -215,27 +215,27 @@ class AsyncSGD(Strategy):
 
         `staleness`: "damp", "none", "scale", "compensate" or "reject", see
         `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
-        `compensation` is lambda_0, or lambda where it is not `adaptive`.
+        `compensation` is lambda_0, or lambda if it is not `adaptive`.
 
-        `schedule`: one of torch's, of the optimizer that is distributed. Its rates go by the number
+        `schedule`: one of torch's, of the optimizer that is distributed. It goes by the number
         of updates that all members have made together, and the script does not step it: it travels
-        with the job, and the servers step it. One that they do not have, such as a LambdaLR, each
-        member steps by what it knows of the job's updates, and sends the rates with its pushes.
+        with the job, and the servers step it. A schedule that they do not have, such as a LambdaLR,
+        is stepped by each member, by the job's updates that it knows of; rates go with its pushes.
 
-        `acknowledge`: what a push waits for. "replicated": every backup of the shards, where there
-        is one; "durable": the disk of the shard's server too; "applied": neither, so that it may be
-        lost with its server.
+        `acknowledge`: the acknowledgement that a push waits for. "replicated": every backup of the
+        shards, if there is one; "durable": the disk of the shard's server too; "applied": neither,
+        so that the push may be lost with its server.
 
-        `compression`: how gradients are made small for a slow network, as for `shoal.DDP`. What is
-        left out of them is sent with later ones. See docs/compression.md.
+        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that is
+        left out is sent with later gradients. See docs/compression.md.
 
-        `lost_wait_s`: how long a step waits where every server of a shard is gone, for one that
+        `lost_wait_s`: if every server of a shard is gone, a step waits so long for one that
         comes back with its journal; also before the shard is called lost, which may take 15
         minutes. Then, and at once by default, it ends with StateLost.
 
-        `loss_must_fall`: behind the last sample, a loss that is not lower than at first is an
-        error, TrainingFailed, as one that is not finite is in any case. Leave it out where a loss
-        need not fall: adversarial training, rewards.
+        `loss_must_fall`: after the last sample, a loss that is not lower than at first is an
+        error, TrainingFailed. A loss that is not finite always is. Leave it out if a loss need
+        not fall: adversarial training, rewards.
 
         Raises InvalidSpec for options that contradict each other.
         """
@@ -283,7 +283,7 @@ class AsyncSGD(Strategy):
             **self._clock.fields(),
             **self._own_fields(),
         }
-        # Members from before there was any say nothing of it.
+        # Members of releases without compression state none.
         if chosen is not None:
             self._fields["compression"] = str(chosen)
         self._tables = TableExchange(model, None if chosen is None else row_codec(chosen.name))
@@ -306,15 +306,15 @@ class AsyncSGD(Strategy):
         return self._options.schedule
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
-        """What the servers do with what they are pushed."""
+        """The optimizer for the servers."""
         return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:
-        """What else all members must have in common."""
+        """Further fields that all members must have in common."""
         return {}
 
     def _rates(self) -> list[float]:
-        """What goes with a push; empty where the servers know the rates."""
+        """Learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             # New shards have version 1.
             self._shared.followed.to(self._num_updates - 1)
@@ -337,7 +337,7 @@ class AsyncSGD(Strategy):
         self._tables.attach(context, self._options.acknowledgement)
 
     def enter(self, generation: Generation) -> None:
-        """The first one brings the values; a later one changes nothing, training goes on."""
+        """Get the values in the first generation; in later ones training simply goes on."""
         if self._has_state:
             return
         client = self._connected()
@@ -361,7 +361,7 @@ class AsyncSGD(Strategy):
             is_broken=is_broken,
         )
         self._has_state = True
-        # First values are not waited for like this: a generation is brought up within a limit.
+        # Not for first values: a generation is brought up within a limit.
         client.wait_for_lost(self._options.lost_wait_s)
         self._tables.wait_for_lost(self._options.lost_wait_s)
         # New shards have version 1.
@@ -372,7 +372,7 @@ class AsyncSGD(Strategy):
         self._cut_generation = max(self._cut_generation, generation)
 
     def abandon(self) -> None:
-        """Nothing ties this member to a generation."""
+        """Do nothing: this member holds nothing of a generation."""
 
     def begin_step(self) -> None:
         self._shared.gradients.forget()
@@ -400,7 +400,7 @@ class AsyncSGD(Strategy):
         gradients = gradients_of(self._shared.values.parameters, self._step)
         rows = self._tables.gather()
         self._clock.before_push()
-        # A step that is taken anew has brought its rows to the tables already.
+        # A repeated step has pushed its rows to the tables already.
         step, push_of_rows = None, None
         if rows and not self._refusals.num_redone:
             step = self._connected().joint_step(self._tables.shard_ids(rows))
@@ -412,7 +412,7 @@ class AsyncSGD(Strategy):
             self._begin_anew(result)
         self._refusals.over()
         self._clock.pushed()
-        # The servers stepped for it; else a learning-rate schedule warns that nobody did.
+        # The servers stepped; without the mark a learning-rate schedule warns about the order.
         mark_stepped(self._shared.optimizer)
         self._step += 1
         self._count(result)
@@ -425,7 +425,7 @@ class AsyncSGD(Strategy):
 
     @property
     def _num_updates(self) -> int:
-        """Of the shard that has had most, as far as this member knows."""
+        """Updates of the shard that has most, as far as this member knows."""
         return max(self._connected().versions.values(), default=0)
 
     @property
@@ -441,7 +441,7 @@ class AsyncSGD(Strategy):
 
     def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
         compensates = self._shared.spec.staleness.kind == "compensate"
-        # Copied: a retry must send the same, and by then some of the new values may be there.
+        # Copied: a retry must send the same, and by then some new values may have arrived.
         bases = self._shared.values.copies() if compensates else None
         encoded = None
         if self._shared.compressor is not None:
@@ -464,7 +464,7 @@ class AsyncSGD(Strategy):
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
-        """Get fresh values for the shards that refused the step; what the others have counts."""
+        """Get fresh values and raise, after some shards refused the step; other parts count."""
         self._refusals.refused(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
@@ -474,9 +474,9 @@ class AsyncSGD(Strategy):
         return isinstance(error, StalePush) and self._refusals.may_redo
 
     def finish(self) -> None:
-        """Take the values as they are now: once all samples are done, the job's final ones."""
+        """Get the present values: once all samples are done, the job's final ones."""
         self._clock.rest()
-        # Rows that are looked up from here on are those of now as well.
+        # Rows that are looked up from here on are present ones as well.
         self._tables.begin_step()
         self._refresh()
 
@@ -484,7 +484,7 @@ class AsyncSGD(Strategy):
         self._clock.rest()
 
     def _refresh(self) -> None:
-        """Take the values as they are now."""
+        """Get the present values."""
         self._connected().pull(self._shared.values.writable(), wait_s=0.0)
         self._counts.rollbacks.see(self._connected().versions)
         self._shared.values.adopt()
@@ -498,13 +498,13 @@ class AsyncSGD(Strategy):
         return self._has_state
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The values this member computes with, on the host: behind the last sample those of the
-        job, before that as of its last push. Buffers are its own; the optimizer's state lives on
-        the servers."""
+        """The values that this member computes with, on the host: after the last sample those of
+        the job, before that as of its last push. Buffers are the member's own; the servers hold the
+        optimizer's state."""
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:
-        """The values in hand, whole: one member publishes for all."""
+        """The present values, whole: one member publishes for all."""
         model = self._shared.model
         return held_by_all(
             dict(model.named_parameters()),

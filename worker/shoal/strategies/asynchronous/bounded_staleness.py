@@ -1,4 +1,4 @@
-"""The strategies `ssp` and `bsp`: `async-sgd` with a bound on how far members may drift apart."""
+"""The strategies `ssp` and `bsp`: `async-sgd` with a bound on the distance between members."""
 
 from typing import Any, ClassVar
 
@@ -12,15 +12,15 @@ class SSP(AsyncSGD):
     name: ClassVar[str] = "ssp"
 
     def __init__(self, *, staleness_bound: int = DEFAULT_BOUND, **options: Any) -> None:
-        """`options`: those of `async-sgd`. Raises InvalidSpec."""
+        """Takes the options of `async-sgd` as `options`. Raises InvalidSpec."""
         super().__init__(consistency="ssp", staleness_bound=staleness_bound, **options)
 
 
 class BSP(AsyncSGD):
-    """Bulk synchronous parallel: every member's pushes of a round before anyone's next pull."""
+    """Bulk synchronous parallel: all pushes of a round are applied before any next pull."""
 
     name: ClassVar[str] = "bsp"
 
     def __init__(self, **options: Any) -> None:
-        """`options`: those of `async-sgd`. Raises InvalidSpec."""
+        """Takes the options of `async-sgd` as `options`. Raises InvalidSpec."""
         super().__init__(consistency="bsp", **options)

@@ -1,5 +1,5 @@
-"""How a member comes by its first values: from the servers, once there are any, or as the one who
-brings them there."""
+"""The first values of a member: pulled from the servers, or created there from the member's
+own."""
 
 import threading
 import time
@@ -17,8 +17,8 @@ log = structlog.get_logger(__name__)
 PATIENCE_SHARE = 0.25
 """After this share of the limit without values, any member creates them."""
 LOOK_S = 0.5
-"""How often a member that waits for servers asks again, and one that waits for its first values
-looks whether its generation broke."""
+"""Interval at which a member that waits for servers asks again, and at which one that waits for
+its first values checks if its generation broke."""
 
 
 def await_servers(
@@ -26,8 +26,8 @@ def await_servers(
 ) -> None:
     """Place the job's shards, as soon as there is a parameter server to hold them.
 
-    Raises NoServers when the limit has passed without one, GenerationBroken, and what placing is
-    refused with.
+    Raises NoServers when the limit has passed without one, GenerationBroken, and the errors with
+    which placing is refused.
     """
     began_s = time.monotonic()
     waits = False
@@ -71,10 +71,10 @@ def first_values(
     limit_s: float,
     is_broken: Callable[[], bool],
 ) -> None:
-    """Have the job's values in `values`, created from these if nobody else does so in time.
+    """Pull the job's values into `values`; create the job's from these if no other member does.
 
-    Who `creates` does so at once. Raises ShardNotReady when the limit has passed, GenerationBroken,
-    and what the servers refuse the optimizer with.
+    A member that `creates` does so at once. Raises ShardNotReady when the limit has passed,
+    GenerationBroken, and the errors with which the servers refuse the optimizer.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s
@@ -89,7 +89,7 @@ def first_values(
 
 
 def _pulled(client: ParameterClient, values: SharedValues, wait_s: float, give_up_s: float) -> bool:
-    """Whether the values were there and have been taken."""
+    """True if the values existed and were pulled."""
     try:
         client.pull(values.writable(), wait_s=wait_s)
     except ShardNotReady:

@@ -1,4 +1,4 @@
-"""The gradients of a step as they are sent, once nothing is wrong with them."""
+"""The gradients of a step, checked and ready to be sent."""
 
 import math
 from collections.abc import Mapping
@@ -11,9 +11,9 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """By name, on the host and contiguous; parameters without one are left out.
+    """Gradients by name, on the host and contiguous; parameters without one are left out.
 
-    Raises what a server would refuse them with, before any part of the step has left:
+    Raises the errors with which a server would refuse them, before any part of the step is sent:
     DtypeMismatch or NonFiniteGradient.
     """
     found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
@@ -39,14 +39,14 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients with NaN or Inf.
 
-    A sum is finite only if all of its terms are, and is much cheaper than to ask each of them;
-    where it is not, they are asked, since finite numbers may have overflowed.
+    A sum is finite only if all of its terms are, and is much cheaper than checking each gradient.
+    If it is not, each is checked, since finite numbers may have overflowed.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    # One look at each device: on a GPU it waits for all that was begun.
+    # One look at each device: on a GPU it waits for all work in progress.
     if all(math.isfinite(torch.stack(own).sum().item()) for own in sums.values()):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]

@@ -1,4 +1,4 @@
-"""Whether the loss of a job falls: told where members at their own pace undo each other's steps."""
+"""Detection of a loss that does not fall, as when members undo each other's steps."""
 
 import math
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from shoal_proto.errors import TrainingFailed
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
-"""Losses are looked at as the mean of so many of this member's steps."""
+"""Losses are judged by the mean over so many of this member's steps."""
 NUM_RECENT = 3
-"""So many windows are compared with the first one."""
+"""Number of windows that are compared with the first one."""
 EXPECTED_SHARE = 0.97
-"""Of the first window's loss: what the recent ones should be below."""
+"""Recent losses should be below this share of the first window's loss."""
 RISE_SHARE = 0.1
-"""By so much of the first window's loss it must be higher to be called rising."""
+"""A loss that is higher by this share of the first window's loss is called rising."""
 FIX = (
     "Lower the learning rate or the momentum, or train with fewer members:"
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""A first window whose mean is so many times its first loss has seen the first steps fail: then the
-first loss is what the others are compared with."""
+"""If a first window's mean is more than so many times its first loss, the first steps have failed:
+then later losses are compared with the first loss."""
 PATIENCE_UPDATES = 200
-"""Before the job has had so many, by all members, nothing is said of a finite loss."""
+"""Before all members have made so many updates, a finite loss is not reported."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",
@@ -37,18 +37,18 @@ _IN_WORDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Stagnation:
-    """The loss has not fallen, has risen, or is not a number."""
+    """A loss that has not fallen, has risen, or is not a number."""
 
     first: float
     """Mean of the member's first steps."""
     recent: float
-    """Mean of its last ones."""
+    """Mean of the member's last steps."""
     num_updates: int
-    """Of all members, since this one began."""
+    """Updates of all members, since this one began."""
 
     @property
     def event(self) -> str:
-        """What it is, for the log."""
+        """The event's name in the log."""
         if not math.isfinite(self.recent):
             return "loss_not_finite"
         is_higher = self.recent > self.first + RISE_SHARE * abs(self.first)
@@ -66,7 +66,7 @@ class Stagnation:
 
 
 class LossWatch:
-    """Sees a member's mean losses, one a window, and says while they do not fall."""
+    """Compares a member's mean losses, one a window, and reports if they do not fall."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -76,10 +76,10 @@ class LossWatch:
     def see(
         self, mean_loss: float, num_updates: int, first_loss: float = math.inf
     ) -> Stagnation | None:
-        """Take the mean loss of the last window, at `num_updates` of the job. `first_loss`: the
-        first one in it.
+        """Compare the mean loss of the last window, at `num_updates` of the job. `first_loss`: the
+        first loss in it.
 
-        Returns what is wrong, or None while the loss falls or it is too early to tell.
+        Returns the problem, or None while the loss falls or it is too early to tell.
         """
         if self._first is None:
             blown_up = mean_loss > BLOW_UP * first_loss > 0
@@ -89,7 +89,7 @@ class LossWatch:
         self._recent = [*self._recent, mean_loss][-NUM_RECENT:]
         since = num_updates - self._began
         if not math.isfinite(mean_loss):
-            # Waiting would not help.
+            # Later windows would not help.
             return Stagnation(first=self._first, recent=mean_loss, num_updates=since)
         if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
             return None
@@ -102,10 +102,10 @@ class LossWatch:
 
 
 class LossMonitor:
-    """One member's losses, of which a warning is logged when the job's begins not to fall."""
+    """One member's losses; logs a warning when the loss stops falling."""
 
     def __init__(self, policy: str) -> None:
-        """`policy`: what the job does about staleness, for the log."""
+        """`policy`: the job's treatment of staleness, for the log."""
         self._policy = policy
         self._watch = LossWatch()
         self._losses: list[Tensor] = []
@@ -114,20 +114,20 @@ class LossMonitor:
 
     @property
     def warning(self) -> str:
-        """What is wrong, for the health report. The same words as in the log, for as long as it
-        stays wrong in the same way."""
+        """The problem, for the health report. The same text as in the log, for as long as the
+        problem is the same."""
         return str(self._told) if self._told is not None else ""
 
     def add(self, loss: Tensor) -> None:
-        """One more; read later: on a GPU that would wait for the device."""
+        """Add a loss. It is read later: on a GPU that would wait for the device."""
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:
-        """Whether a window of steps is full."""
+        """True if a window of steps is full."""
         return bool(self._losses) and not step % WINDOW_STEPS
 
     def look(self, num_updates: int) -> None:
-        """Say, once each time that it begins, that the loss does not fall."""
+        """Judge the window that is full; log each time that the loss begins not to fall."""
         mean, first = torch.stack(self._losses).mean().item(), self._losses[0].item()
         self._losses.clear()
         self._last = self._watch.see(mean, num_updates, first)
@@ -141,10 +141,10 @@ class LossMonitor:
             self._log(self._last)
 
     def check(self, *, must_fall: bool) -> None:
-        """This member has taken its last step: say how it ended.
+        """Judge the final loss, after this member's last step.
 
-        Raises TrainingFailed for a loss that is not finite, and where it `must_fall` for one that
-        has not.
+        Raises TrainingFailed for a loss that is not finite, and, with `must_fall`, for one that has
+        not fallen.
         """
         last = self._last
         if last is None:
@@ -156,7 +156,7 @@ class LossMonitor:
                 expected="a loss that is lower than at first" if must_fall else "a finite loss",
                 fix=FIX,
             )
-        # Once more, as it ended: what stands far above may be forgotten by now.
+        # Once more, at the end: the first warning is far above in the log.
         self._told = last
         self._log(last)
 

@@ -1,4 +1,4 @@
-"""A torch optimizer, and a torch schedule of learning rates, as the parameter servers know them."""
+"""Conversion of a torch optimizer and schedule of learning rates for the parameter servers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,7 +41,7 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """The optimizer for the servers. Raises UnsupportedOptimizer for what they do not have."""
+    """The optimizer for the servers. Raises UnsupportedOptimizer if they do not have it."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -76,7 +76,7 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
 def _check_new(optimizer: Optimizer) -> None:
     """Raise UnsupportedOptimizer for one that has stepped: the servers begin with a new one."""
     for state in optimizer.state.values():
-        # Adagrad has some from the beginning, with no step behind it.
+        # Adagrad has state from the beginning, without any step.
         stepped = float(state["step"]) > 0 if "step" in state else bool(_held(state))
         if stepped:
             raise UnsupportedOptimizer(
@@ -112,8 +112,8 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec where a hyper-parameter other than the rate is not the one that the servers
-    were given: only rates travel with pushes."""
+    """Raise InvalidSpec if a hyper-parameter other than the rate differs from that on the servers:
+    only rates travel with pushes."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -131,8 +131,8 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
 
 
 class FollowedSchedule:
-    """A schedule that the servers do not have: each member steps its own to where the job is, and
-    sends the rates that it gives with its pushes."""
+    """A schedule that the servers do not have: each member steps its own to the job's number of
+    updates, and sends the rates with its pushes."""
 
     def __init__(self, schedule: LRScheduler) -> None:
         self._schedule = schedule
@@ -140,14 +140,14 @@ class FollowedSchedule:
 
     @staticmethod
     def follows(schedule: LRScheduler) -> bool:
-        """Whether it is one that members have to step, as those that call the script are."""
+        """True if members have to step the schedule, since it calls the script or is unknown."""
         parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
         return any(type(part) not in _PHASES for part in parts)
 
     def to(self, num_updates: int) -> None:
-        """Let the optimizer have the rates behind so many updates of all members together."""
+        """Give the optimizer the rates after so many updates of all members together."""
         # There may be more updates than were planned: a step that was lost with its member is taken
-        # again. One cycle goes on below zero then, and raises an error.
+        # again. OneCycleLR would then go on below zero and raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
         mark_stepped(self._schedule.optimizer)
         while self._num_steps < last:
@@ -155,7 +155,7 @@ class FollowedSchedule:
             self._num_steps += 1
 
     def __str__(self) -> str:
-        """What members have to have in common, as far as it can be told: not what functions do."""
+        """Settings that members must have in common, as far as known: not the code of functions."""
         state = self._schedule.state_dict()
         told = [f"{name}={state[name]}" for name in sorted(state) if _is_told(state[name])]
         return f"{type(self._schedule).__name__}({', '.join(told)}), stepped by each member"
@@ -168,8 +168,8 @@ def _is_told(value: object) -> bool:
 
 
 def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise InvalidSpec for a schedule that is not this optimizer's, or not at its beginning, or
-    does not go by steps."""
+    """Raise InvalidSpec for a schedule that is not this optimizer's, has begun, or does not go by
+    steps."""
     if isinstance(schedule, ReduceLROnPlateau):
         raise InvalidSpec(
             "a schedule that goes by a metric, which each member would have its own of",
@@ -240,7 +240,7 @@ _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
 
 
 def in_words(message: Message) -> str:
-    """What a message says, in one line that a conflict can show a person."""
+    """Text of a message, in one line that a conflict can show a person."""
     return " ".join(str(message).split())
 
 

@@ -1,17 +1,17 @@
-"""A member's gradients made small before they are pushed, and what was left out of them.
+"""Compression of a member's gradients before they are pushed, and the remainder of it.
 
-What the codec leaves out of a shard's gradients, the residual, is added to the next ones (error
-feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). It is kept by shard, and so by
-parameter: of a parameter without gradient in a step nothing is sent, and its residual stays.
+The codec leaves out a part of a shard's gradients, the residual, which is added to the next ones
+(error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). It is kept by shard, and
+so by parameter: if a parameter has no gradient in a step, nothing is sent, and its residual stays.
 
-A residual counts once, whatever becomes of a push:
+A residual counts once, whatever the outcome of a push:
 
 - It leaves with the push. When the server has said that the shard's part was applied, the new
-  residual takes its place.
-- A part that was refused as too stale changed nothing: the old residual is back. The step's
+  residual replaces it.
+- A part that was refused as too stale changed nothing: the old residual is restored. The step's
   gradients for that shard are computed anew.
-- Of a push that failed in another way, nobody knows what was applied: what was left of those
-  shards is dropped.
+- If a push failed in another way, it is unknown what was applied: the residuals of those shards
+  are dropped.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -33,14 +33,14 @@ Left = dict[tuple[str, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class _InFlight:
-    """What becomes of the residuals of one shard's blocks."""
+    """Residuals of one shard's blocks, before and after a push in progress."""
 
     before: Left
     after: Left
 
 
 class PushCompressor:
-    """One member's own. For one thread at a time."""
+    """Compresses one member's gradients. For one thread at a time."""
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()
@@ -55,10 +55,10 @@ class PushCompressor:
         gradients: Mapping[str, Tensor],
         only: Collection[int] | None = None,
     ) -> EncodedPush:
-        """The gradients of every shard, or of `only` these, that becomes smaller by it.
+        """The gradients of every shard, or of `only` these, if compression makes them smaller.
 
         The gradients are on the host, contiguous and finite. Raises NonFiniteGradient, before
-        anything was sent, for one that is beyond what the codec can write.
+        anything was sent, for a gradient that the codec cannot represent.
         """
         shapes = {spec.name: torch.Size(spec.shape) for spec in shard_map.parameters}
         encoded: dict[int, EncodedGradient] = {}
@@ -94,7 +94,7 @@ class PushCompressor:
         dtype = gradients[blocks[0].parameter].dtype
         keys = [(block.parameter, block.offset) for block in blocks]
         sizes = [block.num_elements for block in blocks]
-        # What is left out of float64 is not to be rounded away.
+        # The residual of float64 must not be rounded away.
         total = torch.cat([_part(gradients, block) for block in blocks])
         total = total if dtype == torch.float64 else total.float()
         for key, values in zip(keys, torch.split(total, sizes), strict=True):
@@ -103,7 +103,7 @@ class PushCompressor:
         made = self._encoder.encode(total.float(), blocks)
         self._plain_bytes += total.numel() * dtype.itemsize
         if made.data.nbytes >= total.numel() * dtype.itemsize:
-            # Sent as it is; what was left of it before waits on.
+            # Sent uncompressed; the residual waits for a later push.
             self._sent_bytes += total.numel() * dtype.itemsize
             return None
         self._sent_bytes += made.data.nbytes
@@ -117,20 +117,20 @@ class PushCompressor:
         return EncodedGradient(made.codec, made.data.view(torch.uint8).numpy().data)
 
     def _applied(self, shard_id: int) -> None:
-        # Told of again where a push that was applied had to be sent once more.
+        # Called again if a push that was applied had to be sent once more.
         in_flight = self._in_flight.pop(shard_id, None)
         if in_flight is not None:
             self._left |= in_flight.after
 
     def refused(self, shard_ids: Iterable[int]) -> None:
-        """These shards are as they were before the push."""
+        """Restore the residuals of these shards, which did not apply the push."""
         for shard_id in shard_ids:
             in_flight = self._in_flight.pop(shard_id, None)
             if in_flight is not None:
                 self._left |= in_flight.before
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes of gradients in the last push and in all, and how many times fewer they are."""
+        """Bytes of gradients in the last push and in all, and the compression factor."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),

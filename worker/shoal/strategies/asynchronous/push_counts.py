@@ -1,4 +1,4 @@
-"""What became of a member's pushes: for the health report, and told where they were undone."""
+"""Outcomes of a member's pushes: for the health report, and logged if they were undone."""
 
 import threading
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ MAX_TOLD_SHARDS = 8
 
 
 class RollbackWatch:
-    """Tells when shards have gone back to an earlier version under their members."""
+    """Logs when shards have gone back to an earlier version while members train."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
     def see(self, versions: Mapping[int, int]) -> None:
-        """Take the newest version that is known of each shard; one line for all that went back."""
+        """Compare the newest known version of each shard; one line for all that went back."""
         seen, self._seen = self._seen, dict(versions)
         back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}
         if not back:
@@ -38,7 +38,7 @@ class RollbackWatch:
 
 
 class PushCounts:
-    """All methods may be called by any thread."""
+    """Counts of pushes. All methods may be called by any thread."""
 
     def __init__(self) -> None:
         self.rollbacks = RollbackWatch()
@@ -48,18 +48,18 @@ class PushCounts:
         self._num_rejected = 0
 
     def pushed(self, result: PushResult) -> None:
-        """A step's push was applied."""
+        """Note that a step's push was applied."""
         with self._lock:
             self._last = result
             self._num_pushed += 1
 
     def rejected(self) -> None:
-        """A push was too stale for some shard."""
+        """Note that a push was too stale for some shard."""
         with self._lock:
             self._num_rejected += 1
 
     def metrics(self) -> Mapping[str, float]:
-        """Nothing before the first push."""
+        """Figures for the health report; empty before the first push."""
         with self._lock:
             if self._last is None:
                 return {}

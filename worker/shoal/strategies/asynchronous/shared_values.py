@@ -1,4 +1,4 @@
-"""Where the parameters of a member at its own pace lie: by name, and as bytes to send and fill."""
+"""Memory of an asynchronous member's parameters: by name, and as bytes to send and fill."""
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class ParameterSlot:
-    """Where a parameter's bytes lie for reading and writing: in place, or staged beside it."""
+    """A parameter's bytes for reading and writing: in place, or staged beside it."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -25,7 +25,7 @@ class ParameterSlot:
     def bytes(self) -> memoryview:
         """Bytes of the parameter itself, or of `staged`."""
         data = self.parameter.detach()
-        # A user may have moved the model since: the storage then is another one.
+        # A user may have moved the model since: then the parameter has another storage.
         if data.data_ptr() != self._pointer or not self._view.nbytes:
             in_place = data.is_cpu and data.is_contiguous()
             self.staged = None if in_place else side_by_side([data], pinned=data.is_cuda)[0]
@@ -35,7 +35,7 @@ class ParameterSlot:
 
 
 class SharedValues:
-    """The parameters that all members train, as one member holds them."""
+    """The parameters that all members train, as held by one member."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Raises InvalidSpec or DtypeMismatch for parameters that cannot be shared."""
@@ -57,25 +57,25 @@ class SharedValues:
         self._adopted = CopyUnderWay()
 
     def writable(self) -> Buffers:
-        """Write new values here, then call `adopt`."""
-        # A GPU may still read what was written last.
+        """Buffers for new values; after writing, call `adopt`."""
+        # A GPU may still be reading the values that were written last.
         self._adopted.wait()
         return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
-        """The values as they are now, not to be kept."""
+        """The present values, for use at once."""
         views = self.writable()
         staged = self._staged()
         copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()
         return views
 
     def copies(self) -> Buffers:
-        """The values as they are now, to be kept, whatever becomes of the parameters."""
+        """Copies of the present values, independent of the parameters."""
         return {name: memoryview(bytes(view)) for name, view in self.present().items()}
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make what was written the parameters' values."""
+        """Make the written values the parameters' values."""
         for copy, own in self._staged():
             own.copy_(copy, non_blocking=own.is_cuda)
         self._adopted = work_so_far([own for _, own in self._staged()])

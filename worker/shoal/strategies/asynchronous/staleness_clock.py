@@ -1,13 +1,13 @@
-"""How far apart members at their own pace may be: `async`, `ssp` or `bsp`.
+"""The bound on the distance between members at their own pace: `async`, `ssp` or `bsp`.
 
-- `async`: no bound. Nobody ever waits.
+- `async`: no bound. No member ever waits.
 - `ssp`, stale synchronous parallel: a step is computed on values that have all pushes of every live
   member up to `bound` + 1 rounds before it, and none is applied more than `bound` rounds late.
-- `bsp`, bulk synchronous parallel: the same with a bound of 0, and nobody pushes in a round before
-  all have the values of that round. So every member's push of round n is applied before anyone's
+- `bsp`, bulk synchronous parallel: the same with a bound of 0, and no member pushes in a round
+  before all have that round's values. So every member's push of round n is applied before any
   pull of round n + 1, and all members compute each round on the same values.
 
-A member that is lost, drained or without samples is waited for by nobody.
+No member waits for one that is lost, drained or without samples.
 """
 
 from collections.abc import Mapping
@@ -25,10 +25,10 @@ MAX_BOUND = 1 << 20
 
 
 class StalenessClock:
-    """When one member's steps may begin. All methods are the trainer's."""
+    """Decides when one member's steps may begin. All methods are the trainer's."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
-        """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 where it is not given."""
+        """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 by default."""
         if consistency not in CONSISTENCIES:
             raise InvalidSpec(
                 "there is no such consistency",
@@ -50,17 +50,17 @@ class StalenessClock:
         self._coordinators: Coordinators | None = None
 
     def fields(self) -> Mapping[str, str]:
-        """What all members must have in common."""
+        """Fields that all members must have in common."""
         bound = f"({self._bound})" if self._consistency == "ssp" else ""
         return {"consistency": f"{self._consistency}{bound}"}
 
     def attach(self, context: Context) -> None:
-        """Learn the surroundings."""
+        """Set the context, and connect if there is a bound."""
         if self._consistency == "async":
             return
         self._coordinators = Coordinators(context.coordinators)
         limit_s = context.limits.collective_s or 60.0
-        # Whoever holds the others up for that long is taken out; then it goes on.
+        # A member that holds the others up for so long is expelled; then training goes on.
         self._clock = Clock(
             self._coordinators,
             context.token,
@@ -71,28 +71,28 @@ class StalenessClock:
 
     @property
     def wants_values(self) -> bool:
-        """Whether the values of right after a push are of use: else the next step pulls anew."""
+        """True if values right after a push are of use: else the next step pulls anew."""
         return self._consistency != "bsp"
 
     def begin(self) -> bool:
-        """Return once a step may begin; whether newer values must be pulled for it. Raises Drained
-        where the wait outlasts the membership."""
+        """Wait until a step may begin; True if newer values must be pulled for it. Raises Drained
+        if the membership ends during the wait."""
         with drained():
             return self._clock.begin() if self._clock is not None else False
 
     def before_push(self) -> None:
-        """Return once a push of this step may be applied. Raises Drained as `begin`."""
+        """Wait until a push of this step may be applied. Raises Drained as `begin`."""
         if self._clock is not None and self._consistency == "bsp":
             with drained():
                 self._clock.await_pulled()
 
     def pushed(self) -> None:
-        """The step's push is acknowledged."""
+        """Note that the step's push is acknowledged."""
         if self._clock is not None:
             self._clock.finished()
 
     def rest(self) -> None:
-        """This member has nothing to do for now: nobody is to wait for it. Free to call often."""
+        """Note that this member has nothing to do for now: others need not wait for it. Cheap."""
         if self._clock is not None:
             self._clock.rest()
 
@@ -101,6 +101,6 @@ class StalenessClock:
         return {"round": float(self._clock.round)} if self._clock is not None else {}
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         if self._coordinators is not None:
             self._coordinators.close()

@@ -1,15 +1,15 @@
-"""What a job of members at their own pace does about gradients of values that are not the newest.
+"""Staleness policies: the treatment of gradients computed on values that are not the newest.
 
 - "damp", the default: slows the optimizer down by their staleness, the number of updates since. For
   SGD the effective rate, lr / (1 - momentum), is divided by 2 * staleness + 1, momentum first; for
   Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one member nothing is stale, and
   nothing changes. So settings that were found with one process train with several.
-- "none": steps on them as they are.
+- "none": steps on them unchanged.
 - "scale": divides the learning rate by their staleness (Zhang et al. 2016, arXiv:1511.05950).
-- "compensate": corrects them by how far the values have gone since (Zheng et al. 2017, DC-ASGD,
+- "compensate": corrects them by the values' change since (Zheng et al. 2017, DC-ASGD,
   arXiv:1609.08326). The values that they were computed on are sent along: twice the bytes a push.
-  Adaptive, it trains where delay alone ruins the result; so it is by default.
-- "reject": refuses what is too stale, and the step is taken again on fresh values.
+  Adaptive, the default, it trains even if delay alone ruins the result.
+- "reject": refuses gradients that are too stale, and the step is taken again on fresh values.
 """
 
 from shoal_proto.errors import InvalidSpec
@@ -20,7 +20,7 @@ KINDS = ("damp", "none", "scale", "compensate", "reject")
 COMPENSATION = 0.04
 ADAPTIVE_COMPENSATION = 2.0
 DECAY = 0.95
-"""These three are those of the paper's experiments on CIFAR-10."""
+"""These three values are from the paper's experiments on CIFAR-10."""
 
 
 def to_policy(
@@ -61,7 +61,7 @@ def to_policy(
 
 
 def policy_in_words(policy: StalenessPolicy) -> str:
-    """What is done about staleness, as a script would write it."""
+    """Text of the policy, as a script would write the options."""
     options = [f"staleness={policy.kind!r}"]
     if policy.kind == "compensate":
         options += [f"compensation={policy.strength:g}", f"adaptive={policy.adaptive}"]

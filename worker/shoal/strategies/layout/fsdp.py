@@ -1,4 +1,4 @@
-"""Fully sharded data parallel: every member holds a part of everything, on torch's fully_shard."""
+"""Fully sharded data parallel, on torch's fully_shard: every member holds a part of each tensor."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -26,16 +26,16 @@ DTYPES: Mapping[str, torch.dtype] = {
 
 
 class FSDP(LayoutStrategy):
-    """Strategy "fsdp": a layer's parameters are put together for its pass, then freed again.
+    """Strategy "fsdp": a layer's parameters are gathered for its pass, then freed again.
 
-    `min_group_bytes`: layers are gathered in groups of at least so many bytes; by itself it suits
-    the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): what layers compute in
-    while the optimizer keeps the parameters' own dtype; `reduce_dtype` ("fp32", ...): what
-    gradients are summed up in, by itself `param_dtype`, and from torch 2.15 on the parameters' own.
-    `elementwise_optimizer=True` vouches for an optimizer that is not torch's: each element is
-    updated from its own gradient and state.
+    `min_group_bytes`: layers are gathered in groups of at least so many bytes; the default suits
+    the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): the dtype that layers
+    compute in, while the optimizer keeps the parameters' own; `reduce_dtype` ("fp32", ...): the
+    dtype that gradients are summed up in, by default `param_dtype`, and from torch 2.15 on the
+    parameters' own. `elementwise_optimizer=True` vouches for an optimizer that is not torch's: each
+    element is updated from its own gradient and state.
     `cpu_offload=True`: parameters, gradients and optimizer state lie in host memory, and layers are
-    copied to the GPU for their passes; models on a CPU, whose state is there, train as without it.
+    copied to the GPU for their passes; it changes nothing for models on a CPU.
     `copies` and `copy_every_steps`: see `LayoutStrategy`.
 
     All members run the same modules in the same order in each step.
@@ -104,7 +104,7 @@ class FSDP(LayoutStrategy):
 
     @property
     def unscales(self) -> bool:
-        # A scaler looks for overflow on the GPU, where gradients are not.
+        # A scaler looks for overflow on the GPU, but with offload gradients are on the host.
         return not self._options.cpu_offload
 
     def options(self) -> Mapping[str, str]:
@@ -119,7 +119,7 @@ class FSDP(LayoutStrategy):
 
 
 class Zero3(FSDP):
-    """Strategy "zero3": the other name of "fsdp"."""
+    """Strategy "zero3": another name of "fsdp"."""
 
     name = "zero3"
 
@@ -127,9 +127,9 @@ class Zero3(FSDP):
 class Zero2(FSDP):
     """Strategy "zero2": gathered parameters stay from forward until their gradients are reduced.
 
-    Gradients and optimizer state are cut as with "fsdp", and so are parameters between steps: the
-    optimizer writes only this member's part, which the next step gathers. One all-gather a group
-    less in each step, for whole parameters in memory while it runs. Options as those of `FSDP`.
+    Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
+    the optimizer writes only this member's part, which the next step gathers. Each step has one
+    all-gather a group less, and whole parameters in memory while it runs. Options as for `FSDP`.
     """
 
     name = "zero2"
@@ -137,14 +137,14 @@ class Zero2(FSDP):
 
 
 class HSDP(FSDP):
-    """Strategy "hsdp": the model is cut over `shard` members, as with "fsdp", and there are as many
-    copies as there are such groups of members.
+    """Strategy "hsdp": the model is sharded over `shard` members, as with "fsdp", and each such
+    group of members holds a copy.
 
-    Layers are gathered within a group, which are members of neighbouring ranks, so of one host if
-    `shard` is the number of members on it; what goes between groups is each member's part of the
-    gradients. Where the members do not divide by `shard`, groups are larger, so that nobody holds
-    more than 1/shard of the model: with shard=4, 8 members make two groups of 4, 10 two of 5, and 7
-    one of 7. Options as those of `FSDP`.
+    Layers are gathered within a group of members of neighbouring ranks: members of one host if
+    `shard` is the number of members on it. Each member sends only its part of the gradients to
+    other groups. If the number of members is no multiple of `shard`, groups are larger, so that no
+    member holds more than 1/shard of the model: with shard=4, 8 members make two groups of 4, 10
+    two of 5, and 7 one of 7. Options as for `FSDP`.
     """
 
     name = "hsdp"

@@ -1,4 +1,4 @@
-"""Layers split over a few members, and their parts cut by rows over the others: two dimensions."""
+"""Layers split over a few members, and their parts sharded by rows over the others: 2D parallel."""
 
 import json
 from collections.abc import Mapping
@@ -20,12 +20,12 @@ from shoal_proto.numbers_given import as_index
 
 class FSDPTensor(FSDP):
     """Strategy "fsdp-tensor": single layers are split over `tensor` members, as with "tensor", and
-    what each of these has of them is cut by rows over the others, as with "fsdp".
+    the part of each of these is sharded by rows over the others, as with "fsdp".
 
-    Members next to each other in rank split layers together: those of one host if `tensor` is the
-    number of members on it. They work on the same samples. Where the members do not divide by
-    `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three of
-    3, and 7 are as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
+    Members of neighbouring ranks split layers together: those of one host if `tensor` is the
+    number of members on it. They work on the same samples. If the number of members is no multiple
+    of `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three
+    of 3, and 7 train as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
     `TensorParallel`. `options`: see `FSDP`, without `cpu_offload`; an optimizer that is not torch's
     own cannot be vouched for.
     """
@@ -71,7 +71,7 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """How layers would be split among so many members: print it before anything runs."""
+        """The split of layers among so many members: print it before anything runs."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,
@@ -79,7 +79,7 @@ class FSDPTensor(FSDP):
             self._overrides,
             min_split_bytes=self._min_split_bytes,
             sequence=self._sequence,
-            # torch's fully_shard cannot reduce what is empty.
+            # torch's fully_shard cannot reduce empty parts.
             all_have_parts=True,
         )
 

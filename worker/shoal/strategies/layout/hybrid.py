@@ -32,11 +32,11 @@ STATE_FACTOR = 4
 class Hybrid(LayoutStrategy):
     """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
 
-    `pipeline`, `data`, `tensor`: sizes of the mesh. What is left open follows from the world size,
-    see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` is what a member may hold of
-    parameters, gradients and optimizer state. `plan`, `min_split_bytes` and
+    `pipeline`, `data`, `tensor`: sizes of the mesh. Sizes that are not given follow from the world
+    size, see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` limits the parameters,
+    gradients and optimizer state of a member. `plan`, `min_split_bytes` and
     `elementwise_optimizer`: see `TensorParallel`; on a mesh with tensor=1 an optimizer may need
-    one whole parameter at a time. The others: see `Pipeline`.
+    one whole parameter at a time. The other options: see `Pipeline`.
 
     `session.forward_backward(batch, loss_function)` works on every mesh; without stages
     (pipeline=1) a step may also call the model and `session.backward(loss)`.

@@ -1,4 +1,4 @@
-"""Pipeline parallel: the members hold stages of the model; micro-batches pass through them all."""
+"""Pipeline parallel: each member holds a stage of the model; micro-batches pass through all."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ from shoal_proto.numbers_given import as_index
 
 
 class StageSplit:
-    """How a model is cut, as the user chose it. One object for all generations of a session."""
+    """The user's choice of how to cut a model. One object for all generations of a session."""
 
     def __init__(
         self, *, balance: str = "bytes", split_at: Sequence[str] | None = None, example: Any = None
@@ -46,19 +46,19 @@ class StageSplit:
         self.splitter = StageSplitter(split_at)
 
     def cut(self, model: nn.Module, world: World, num_stages: int) -> tuple[Outline, Sequence[int]]:
-        """An outline and the stage of each segment. By time it is collective over the world."""
+        """An outline and the stage of each segment. Collective over the world if by time."""
         outline = self.splitter.outline(model, num_stages)
         costs = None if self._profiler is None else self._profiler.costs(model, outline, world)
         return outline, self.splitter.stage_of(outline, num_stages, costs)
 
     def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
-        """The same for a plan, before anything can be measured: see `notes`."""
+        """An outline and the stage of each segment, for a plan before any measurement."""
         outline = self.splitter.outline(model, num_stages)
         return outline, self.splitter.stage_of(outline, num_stages)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a plan of the stages takes for granted."""
+        """Assumptions of a plan of the stages."""
         if self._profiler is None:
             return ()
         return (
@@ -70,7 +70,7 @@ class StageSplit:
 
 
 def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
-    """Raises InvalidSpec for a schedule that there is none of, or less than one micro-batch."""
+    """A checked schedule. Raises InvalidSpec for an unknown one or less than one micro-batch."""
     if schedule not in SCHEDULES:
         raise InvalidSpec(
             "schedule is unknown",
@@ -86,9 +86,9 @@ def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
 
 
 class Pipeline(LayoutStrategy):
-    """Strategy "pipeline": one stage a member, on torch.distributed.pipelining.
+    """Strategy "pipeline": one stage per member, on torch.distributed.pipelining.
 
-    A step calls `session.forward_backward(batch, loss_function)`; to evaluate, all members call the
+    A step calls `session.forward_backward(batch, loss_function)`. To evaluate, all members call the
     model within torch.no_grad(), each with the same inputs, and all get the outputs.
 
     `schedule`: "1f1b", or "gpipe", which keeps the activations of the whole batch. `microbatches`:

@@ -1,4 +1,4 @@
-"""The elastic life around a layout: new in each generation, filled with what members hold."""
+"""The elastic life of a layout: new in each generation, filled with the state of the members."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -47,12 +47,12 @@ from shoal_proto.v1 import membership_pb2 as pb
 
 
 class LayoutStrategy(SynchronousStrategy):
-    """A synchronous strategy in terms of how it lays a model over the ranks of a generation.
+    """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
-    What a lost member held comes from copies that its peers keep in host memory. They are made
+    The state of a lost member comes from copies that its peers keep in host memory. They are made
     every `copy_every_steps` steps, each on `copies` other members, while training goes on; so after
-    a loss all members go back by at most twice as many steps and train them again, on the same
-    samples. Without copies (0) a loss is survived only from a checkpoint.
+    a loss all members go back by at most twice that number of steps and train them again, on the
+    same samples. Without copies (0) training survives a loss only with a checkpoint.
     """
 
     state_is_spread = True
@@ -71,12 +71,12 @@ class LayoutStrategy(SynchronousStrategy):
 
     @abstractmethod
     def lay_out(self, model: nn.Module, world: World) -> Layout:
-        """See `shoal.layouts.base.LayOut`. Called anew for each generation."""
+        """Lay the model out for a new generation. See `shoal.layouts.base.LayOut`."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise what this model or optimizer is to be refused with. Called once, on whole weights.
+        """Raise the error that refuses this model or optimizer. Called once, on whole weights.
 
-        The base has checked that there is something to train and whose the parameters are.
+        The base has already checked the layers, the optimizer and the parameters' hooks.
         """
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
@@ -90,7 +90,7 @@ class LayoutStrategy(SynchronousStrategy):
         return ""
 
     def options(self) -> Mapping[str, str]:
-        """The strategy's options that all members must have in common, for the proposal."""
+        """Options of the strategy that all members must have in common, for the proposal."""
         return {}
 
     # --- before any generation ---
@@ -128,7 +128,7 @@ class LayoutStrategy(SynchronousStrategy):
         return self._fields
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:
-        # Before the parameters of a layout take the place of the script's own.
+        # Before the parameters of a layout replace the script's own.
         refuse_parameter_hooks(self._meta_model.model)
         super().trains_on(samples, order)
 
@@ -146,7 +146,7 @@ class LayoutStrategy(SynchronousStrategy):
             makes_passes=True,
             exchanges=self.position.exchanges,
         )
-        # What DTensor has derived for the meshes of old generations is of no use any more.
+        # Entries that DTensor has derived for the meshes of old generations are of no more use.
         clear_sharding_cache()
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
@@ -173,7 +173,7 @@ class LayoutStrategy(SynchronousStrategy):
             replace(own, elsewhere=binding.known | own.shards.keys()),
             members,
             dist.new_group,
-            # What is registered is whole on every member.
+            # Registered state is whole on every member.
             lambda name: not name.startswith(REGISTERED) and binding.layout.travels(name),
             binding.layout.lost_together([entry.host for entry in generation.entries]),
         )
@@ -182,7 +182,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        """From now on a cut reaches what is laid out."""
+        """The layout of the model or models; from now on a cut reaches it."""
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
             layout: Layout = SeveralLayouts(model, layouts, world)
@@ -194,13 +194,13 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
-        """What this member holds behind the last committed step."""
+        """This member's state after the last committed step."""
         self._passes.settle_buffers()
         own = into_shard(binding.collect(self._step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """The same within a step, in which the script may have changed what it found.
+        """The state of `_collect` within a step, in which the script may have changed some.
 
         Raises GenerationBroken as `StepPasses.as_begun`.
         """
@@ -229,7 +229,7 @@ class LayoutStrategy(SynchronousStrategy):
             return None if name.startswith(REGISTERED) else binding.place(name, chunk)
 
         try:
-            # Everything is copied once, into the layout, also where that has to be on a device.
+            # Everything is copied once, into the layout, even if the layout is on a device.
             memory = binding.layout.shared_memory
             state_shard = reshard(group, held, needs, borrow=True, place=place, memory=memory)
         except StateLost:
@@ -246,9 +246,9 @@ class LayoutStrategy(SynchronousStrategy):
     def cut(self, generation: int) -> None:
         super().cut(generation)
         if self._generation_group.has_cut(self._generation_group.number):
-            # Gloo may leave a message of a group that is cut until its limit: wait for none.
+            # Gloo may hold a message of a cut group until its limit: do not wait for it.
             self._peer_checkpoints.interrupt()
-            # In this order: what is filled becomes the binding's before it is no longer the former.
+            # In this order: a layout becomes the binding's before it stops being the filling one.
             filling, binding = self._filling, self._binding
             for layout in (filling, binding.layout if binding is not None else None):
                 if layout is not None:
@@ -268,7 +268,7 @@ class LayoutStrategy(SynchronousStrategy):
                 releases.callback(filling.cut, "its bring-up has failed")
 
     def _keep(self, binding: OptimizerBinding) -> None:
-        # In the midst of an update there is neither the old state nor the new.
+        # In the middle of an update there is neither the old state nor the new.
         is_whole = self._whole and self._passes.is_whole
         self._whole = self._passes.is_whole = True
         if is_whole:
@@ -329,7 +329,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
-        """With the first forward pass, where an error of the group is the step's."""
+        """Begin the layout's step at the first forward pass, which reports the group's errors."""
         if self._begun:
             return
         self._begun, layout = True, self._layout()
@@ -353,7 +353,7 @@ class LayoutStrategy(SynchronousStrategy):
             layout.backward(loss, weight)
 
     def _aim(self, optimizers: frozenset[str]) -> Layout:
-        """The layout; where it is one of several models, what comes next is for these."""
+        """The layout; of several models, the next call is for those that these optimizers train."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout.active = self._passes.models(optimizers)
@@ -373,7 +373,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._passes.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """The layouts, with the gradients of what these train complete, and looked at."""
+        """The layouts, after reducing and checking the gradients that these optimizers use."""
         layout = self._aim(optimizers)
         assert isinstance(layout, SeveralLayouts), "one that is alone is not updated early"
         layout.reduce()
@@ -387,7 +387,7 @@ class LayoutStrategy(SynchronousStrategy):
         self.backward(loss, self._weigh(weight))
 
     def _refuse_weights(self) -> None:
-        """Raise InvalidSpec where losses cannot have weights of their own."""
+        """Raise InvalidSpec if losses cannot have weights of their own."""
 
     def _scale_gradients(self, factor: float) -> None:
         scale(self._layout(), factor)
@@ -418,7 +418,7 @@ class LayoutStrategy(SynchronousStrategy):
             if check is None:
                 self._propose(idle=layout.idle())
             else:
-                # Reducing means meeting others, and perhaps not all of them.
+                # A reduction waits for other members, and some may never come to it.
                 self._settle_with(check, layout)
             with self._generation_group.judging():
                 layout.reduce()
@@ -426,11 +426,11 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """See `_settle`. Where that says all, members tell by the same message whether their
+        """Settle as `_settle`. If one message suffices, members vote and tell in it if their
         gradients are finite."""
         agreement = self._agreement
         says_all = layout.faults_are_own and layout.looks_for_faults
-        # Gradients of losses with weights are scaled yet.
+        # Gradients of losses with weights still have to be scaled.
         if agreement is None or not says_all or agreement.weights.are_own:
             self._settle()
             return
@@ -447,7 +447,7 @@ class LayoutStrategy(SynchronousStrategy):
         return clip(layout, max_norm)
 
     def _clip_chosen(self, max_norm: float) -> Tensor:
-        """Of several optimizers."""
+        """Clip gradients of the chosen ones of several optimizers."""
         layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
         self._agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._passes.parameters(self._optimizer)}
@@ -476,7 +476,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not overflowed:
             local_step.step(self._optimizer)
         layout.stepped()
-        # Once more, of what the layout has sent: in half an update nobody finds a state.
+        # Once more, for the layout's own messages: half an update is no state.
         self._generation_group.check()
         self._whole = True
         self._update_scale(overflowed=overflowed)
@@ -484,7 +484,7 @@ class LayoutStrategy(SynchronousStrategy):
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self._step))
         if self._step == 1 or self._checkpoints.due(self._step):
             self.position.inspection.raise_on_all(self.group)
-        # Made when the next step begins: the members' report of this one does not wait for it.
+        # Made when the next step begins: the member's report of this step does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()
         acknowledged()
@@ -526,7 +526,7 @@ class LayoutStrategy(SynchronousStrategy):
         )
 
     def close(self) -> None:
-        self._whole = False  # No generation follows that would need what is held here.
+        self._whole = False  # No later generation needs the state that is held here.
         with ExitStack() as releases:
             releases.callback(self._generation_group.kept_rooms.clear)
             releases.callback(self._peer_checkpoints.close)

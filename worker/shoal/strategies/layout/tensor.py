@@ -1,4 +1,4 @@
-"""Tensor parallel: the members hold parts of the model's modules and work on the same samples."""
+"""Tensor parallel: members hold parts of the model's modules and work on the same samples."""
 
 import json
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ log = structlog.get_logger(__name__)
 class TensorParallel(LayoutStrategy):
     """Strategy "tensor", on torch's DTensor and parallelize_module.
 
-    The plan is derived anew for each world size. `plan`: what you want otherwise, patterns of
-    module names to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
+    The plan is derived anew for each world size. `plan`: overrides of it, patterns of module names
+    to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
     pairs with smaller weights stay whole on every member. `sequence=True`: between split
-    layers of a block each member computes its positions of the sequence only.
-    `elementwise_optimizer=True` vouches for an optimizer that is not torch's own: that it treats
-    each element of a parameter by itself.
+    layers of a block each member computes only its positions of the sequence.
+    `elementwise_optimizer=True` vouches for an optimizer that is not torch's own: it treats each
+    element of a parameter separately.
     """
 
     name = "tensor"
@@ -59,7 +59,7 @@ class TensorParallel(LayoutStrategy):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """How the model would be split over so many members: print it before anything runs."""
+        """The split of the model over so many members: print it before anything runs."""
         return derive(
             model,
             degree,

@@ -1,4 +1,4 @@
-"""ZeRO-1: parameters whole on every member, the optimizer's state spread over them."""
+"""ZeRO-1: whole parameters on every member, the optimizer's state spread over the members."""
 
 from collections.abc import Mapping
 
@@ -21,15 +21,15 @@ from shoal.torch_private.replicated_module import bucket_size
 class Zero1(LayoutStrategy):
     """Strategy "zero1": as "ddp", with 1/n of the optimizer's state on each of n members.
 
-    Parameters stay whole, so that optimizers work which need a whole one at a time; see
+    Parameters stay whole, for optimizers that need a whole parameter at a time; see
     `shoal.layouts.replicated.Zero1Layout`.
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: how gradients are made small for a slow network, as for `shoal.DDP`.
-    `per_parameter_optimizer=True` vouches for an optimizer that is not torch's own: that it updates
-    each parameter by that parameter's gradient and state alone.
-    `copies`, `copy_every_steps`: what others keep of a member's optimizer state, see
+    `compression`: compresses gradients for a slow network, as for `shoal.DDP`.
+    `per_parameter_optimizer=True` vouches for an optimizer that is not torch's own: it updates each
+    parameter by that parameter's gradient and state alone.
+    `copies`, `copy_every_steps`: for copies of a member's optimizer state on other members, see
     `LayoutStrategy`.
     """
 
@@ -61,7 +61,7 @@ class Zero1(LayoutStrategy):
 
     @property
     def unscales(self) -> bool:
-        # An Inf would stay with what a compression holds back.
+        # An Inf would stay in the remainder that a compression keeps.
         return self._compression is None
 
     def options(self) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""What members that step apart hold, and what they move at the end of a round."""
+"""Memory of members that step apart, and their traffic at the end of a round."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from shoal.strategies.local_sgd.outer_loop import buckets, has_mean, summing_dty
 
 
 class OuterLoopFigures:
-    """Computes one plan. Nothing is moved but at the end of a round."""
+    """Computes one plan. Only the end of a round has traffic."""
 
     def __init__(self, subject: Subject, every_steps: int, *, keeps_velocity: bool) -> None:
         self._subject, self._every_steps = subject, every_steps
@@ -18,7 +18,7 @@ class OuterLoopFigures:
         self._buffers = dict(subject.model.named_buffers())
 
     def plan(self, strategy: str, notes: tuple[str, ...] = ()) -> Plan:
-        """All ranks are alike."""
+        """The plan; all ranks are alike."""
         groups = [*_packed(self._stepped()), *_packed(self._means())]
         return Plan(
             strategy=strategy,
@@ -35,7 +35,7 @@ class OuterLoopFigures:
         )
 
     def _stepped(self) -> dict[str, Tensor]:
-        """What the optimizer may change, by name."""
+        """Parameters that the optimizer may change, by name."""
         optimizer, parameters = self._subject.optimizer, self._subject.parameters
         if optimizer is None:
             return {name: p for name, p in parameters.items() if p.requires_grad}
@@ -81,7 +81,7 @@ class OuterLoopFigures:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor], int]]:
-    """Names and tensors that travel together, and in how many bytes: changes are fp32 or wider."""
+    """Groups of names and tensors that travel together, with their bytes: fp32 or wider."""
     found = []
     for names in buckets(tensors):
         own = [tensors[name] for name in names]

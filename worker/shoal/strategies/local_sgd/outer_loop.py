@@ -1,7 +1,7 @@
-"""What members that step apart agree on at the end of a round.
+"""The agreement of members that step apart, at the end of a round.
 
-Each has moved from the same parameters, by its own steps on its own samples. The changes are
-averaged, and an outer step takes all of them from where they all were to where they all go on.
+Each member has moved from the same parameters, by its own steps on its own samples. The changes are
+averaged, and an outer step moves all members from their common state to the next one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +25,14 @@ from shoal_proto.errors import InternalError, NonFiniteGradient
 BUCKET_BYTES = 32 * 1024 * 1024
 _OUTER = "outer/"
 _VELOCITY = "/outer_velocity"
-"""In a checkpoint it stands beside the state of the parameter's own optimizer."""
+"""The name, in a checkpoint, beside the state of the parameter's own optimizer."""
 
 
 class OuterLoop:
     """One member's side of its rounds, and the state at the end of the last.
 
-    That state is kept as a copy: model, optimizer and the outer velocity. It is what a change is
-    counted from, what a round that breaks goes back to, and what a joiner is given.
+    That state is kept as a copy: model, optimizer and the outer velocity. Changes are counted from
+    it, a round that breaks is rolled back to it, and a joiner is given it.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class OuterLoop:
 
     @property
     def has_agreed(self) -> bool:
-        """Whether there is a state that all members had."""
+        """True if there is a state that all members had."""
         return self._agreed is not None
 
     @property
     def agreed(self) -> State:
-        """The state that all members had last, apart from the optimizer's, which is each one's."""
+        """The last state that all members had; its optimizer part is each member's own."""
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed
@@ -88,13 +88,13 @@ class OuterLoop:
         self._set_aside = State(step=step, tensors=tensors, values=now.values)
 
     def regroup(self) -> None:
-        """Others than before take part from now on."""
+        """Note that the group of members has changed."""
         self._set_aside = None
         if self._compressor is not None:
             self._compressor.regroup()
 
     def outgoing(self) -> State:
-        """For a member that has nothing yet: not copied, valid until the next round ends."""
+        """State for a member that has none: not copied, valid until the next round ends."""
         agreed = self.agreed
         velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
         tensors = {**agreed.tensors, **velocity}
@@ -103,7 +103,7 @@ class OuterLoop:
         return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
-        """Make another member's `outgoing` the present state, its optimizer's included, unless
+        """Make another member's `outgoing` the present state, including the optimizer's, unless
         this member's own was set aside at the same step.
 
         Raises ShapeMismatch or DtypeMismatch if it does not fit.
@@ -165,23 +165,23 @@ class OuterLoop:
 
         `weight` is this member's part in the mean, times the number of members. `check` raises
         GenerationBroken if a collective that ended well may have brought only a part of its
-        result. Any failure up to then leaves a state to go back from. Raises NonFiniteGradient,
-        on the member at fault or, where only the sum is not finite, on all.
+        result. Any failure up to then leaves a state to roll back from. Raises NonFiniteGradient,
+        on the member at fault, or on all if only the sum is not finite.
         """
         if self._compressor is not None:
-            # What the last round left out counts if that round was agreed on.
+            # The remainder of the last round counts if that round was agreed on.
             self._compressor.begin(self.agreed.step)
         wire = Wire(group, self.traffic)
         parameters = self._parameters()
-        # What no optimizer steps has no outer step either.
+        # Parameters that no optimizer steps have no outer step either.
         others = {**self._buffers(), **self._written(parameters, group)}
         means = {
             **self._means(self._changes(parameters, step, weight), wire, self._compressor),
             **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
-        # Nothing is agreed on before: half of a mean would differ from the mean of the others,
-        # for good, as members of one agreed step send each other nothing.
+        # Agree on nothing before: half of a mean would differ from the other members' for good,
+        # as members of one agreed step send each other nothing.
         check()
         _check_finite(means, step, "the mean of all members' changes")
         self._apply(parameters, others, means)
@@ -190,27 +190,27 @@ class OuterLoop:
         self.agree(step)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """By name in a state: what the optimizer may have changed."""
+        """Parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
         found = self._model.named_parameters()
         return {f"parameter/{name}": p.detach() for name, p in found if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Running statistics: each member's are of its own samples, so the mean is of all."""
+        """Running statistics: each member's are of its own samples, so the mean covers all."""
         found = self._model.named_buffers()
         return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> dict[str, Tensor]:
-        """Parameters that no optimizer has and that the script has written to, on whichever member:
-        a teacher that follows its student. Collective, if there are any that no optimizer has."""
+        """Parameters that no optimizer has, and that the script has written to on any member, such
+        as a teacher that follows its student. Collective, if the optimizer lacks any parameter."""
         found = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in found if name not in stepped and has_mean(p)}
         if not others:
             return {}
         before = self.agreed.tensors
-        # Most are frozen: those are not sent. Compared as bytes: a NaN is equal to itself.
+        # Most are frozen, and not sent. Compared as bytes: a NaN is equal to itself.
         flags = torch.tensor(
             [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
         )
@@ -221,7 +221,7 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Whole numbers have no mean: they are those of the first rank, which had most samples."""
+        """Copy integer buffers, which have no mean, from the first rank: it had most samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -229,7 +229,7 @@ class OuterLoop:
                 )
 
     def _changes(self, tensors: Mapping[str, Tensor], step: int, weight: float) -> Iterator[Packed]:
-        """What this member has changed, times its weight, a bucket at a time."""
+        """This member's changes times its weight, one bucket at a time."""
         before = self.agreed.tensors
         for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
@@ -240,7 +240,7 @@ class OuterLoop:
     def _means(
         self, changes: Iterator[Packed], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """Of all members' changes, by name, flat."""
+        """Means of all members' changes, by name, flat."""
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
@@ -277,7 +277,7 @@ def _kept_as(path: str) -> str:
 
 
 def has_mean(tensor: Tensor) -> bool:
-    """Whether the mean of several members' is of the same kind: whole numbers have none."""
+    """True if the mean of several such tensors is of the same kind: integers have none."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -286,7 +286,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 def summing_dtype(tensor: Tensor) -> torch.dtype:
-    """What changes are summed in: half precision would lose small ones."""
+    """Dtype in which changes are summed: half precision would lose small ones."""
     doubles = (torch.float64, torch.complex128)
     return torch.float64 if tensor.dtype in doubles else torch.float32
 

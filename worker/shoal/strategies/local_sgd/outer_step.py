@@ -10,7 +10,7 @@ from shoal_proto.numbers_given import as_number
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """SGD on the mean change of a round, as if that were the negative of a gradient."""
+    """SGD on the mean change of a round, taken as the negative of a gradient."""
 
     lr: float = 1.0
     """1 without momentum: the mean of all members' parameters."""
@@ -32,7 +32,7 @@ class OuterStep:
             )
 
     def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """How far to go, and the velocity after it; `mean` is the mean change of the members."""
+        """The change to apply and the new velocity; `mean` is the members' mean change."""
         if not self.momentum:
             return mean * self.lr, None
         velocity = mean.clone() if velocity is None else velocity * self.momentum + mean

@@ -1,12 +1,11 @@
 """Local SGD and DiLoCo: each member steps its own replica; they meet every so many steps.
 
-A round is what is agreed on. It ends where the number of steps is a multiple of `every_steps`, at
-the last step, where a checkpoint is due, and where the generation stops by agreement: a round of
-fewer steps is a round too, with weights to match, whereas going back for a joiner would cost all
-members its steps. A loss in
-the middle of a round is another matter: the survivors' replicas differ, and what the lost member
-has seen since the last meeting is lost with it. So all go back there, and train the same samples
-again; each counts once in the steps that are agreed on.
+Members agree on rounds. A round ends when the number of steps is a multiple of `every_steps`, at
+the last step, when a checkpoint is due, and when the generation stops by agreement. A round of
+fewer steps is valid too, with weights to match; rolling back for a joiner would cost all members
+their steps. A loss in the middle of a round is different: the survivors' replicas differ, and the
+lost member's work since the last meeting is lost with it. So all members roll back to the meeting
+and train the same samples again; each sample counts once in the steps that are agreed on.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -61,14 +60,14 @@ class Round:
         self.applied: dict[int, Values] = {}
         """The hyperparameters of each step."""
         self.conflict = ""
-        """Why a step that is taken again is not the same, if one is not."""
+        """Description of why a repeated step is not the same, if one is not."""
         self.weight = 0.0
-        """Of the step under way, as below."""
+        """Weight of the step in progress, as in `mean_weight`."""
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
 
     def note(self, step: int, hyper: Hyperparameters) -> None:
-        """Step number `step` is about to be taken: with what a schedule now says."""
+        """Note that step number `step` is about to be taken, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
         self.applied[step] = hyper.now()
@@ -79,18 +78,18 @@ class Round:
         self._unacknowledged.append(acknowledged)
 
     def mean_weight(self, num_steps: int) -> float:
-        """In each step the members' weights average to one, and so do these."""
+        """The mean weight in this round: members' weights average to one, as in each step."""
         return self._weights / num_steps
 
     def end(self) -> None:
-        """All members have met; the next round begins."""
+        """Note that all members have met; the next round begins."""
         self.applied.clear()
         self._weights = 0.0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()
 
     def give_up(self) -> None:
-        """Its steps are rolled back."""
+        """Drop the round, whose steps are rolled back."""
         self.applied.clear()
         self.conflict = ""
         self._weights = 0.0
@@ -100,16 +99,16 @@ class Round:
 class LocalSGD(SynchronousStrategy):
     """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
 
-    Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member
-    counts for as much as it had of the round's batches, on the average over its steps. Running
+    Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
+    weight is its share of the round's batches, averaged over its steps. Running
     statistics of the model are averaged with the parameters; the optimizer's state is each member's
     own, and a joiner starts with that of another. A member that is cut off from the exchange of a
     round that ended on others keeps its own, too.
 
-    A step that is committed may be gone back on until its round ends, so `session.step_number` may
-    fall after a loss: let a learning rate depend on it rather than on a count of the script's own.
+    A committed step may be rolled back until its round ends, so `session.step_number` may fall
+    after a loss: let a learning rate depend on it rather than on a count of the script's own.
 
-    `compression`: how the changes of a round are made small, as those of `shoal.DDP`.
+    `compression`: compresses the changes of a round, as for `shoal.DDP`.
     """
 
     name = "local-sgd"
@@ -170,7 +169,7 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Give the newest state that all members had once to those that are not there."""
+        """Send the newest state that all members had once to the members that lack it."""
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
@@ -181,7 +180,7 @@ class LocalSGD(SynchronousStrategy):
         )
         newest = int(steps.max())
         if int(steps[source]) != newest:
-            # Not all came through the last meeting, and the agreement could not know.
+            # Not all members came through the last meeting, and the agreement could not know.
             source = int(steps.argmax())
         receivers = [rank for rank, step in enumerate(steps.tolist()) if step != newest]
         if generation.rank == source:
@@ -228,7 +227,7 @@ class LocalSGD(SynchronousStrategy):
                     self._outer_loop.set_aside(self._step)
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
-                # The script has changed the model's kind, which the next step refuses by name.
+                # The script has changed the model's dtype or shape: the next step refuses that.
                 log.debug("not_gone_back", reason=str(error)[:300])
             self._step = self._outer_loop.agreed.step
         self._is_meeting = False
@@ -244,7 +243,7 @@ class LocalSGD(SynchronousStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
         with self._weighing():
-            # A member without a share holds another's sample: its replica stays where it is.
+            # A member without a share holds another's sample: its replica stays unchanged.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -280,7 +279,7 @@ class LocalSGD(SynchronousStrategy):
         self._round.stepped(acknowledged)
         if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
             self._meet(group)
-        # With the optimizer's state of the first member: who resumes is a joiner.
+        # With the optimizer's state of the first member: a member that resumes is a joiner.
         self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _meet(self, group: dist.ProcessGroup) -> None:
@@ -309,7 +308,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """As of the last meeting: in between there is no state that is the job's."""
+        """The model as of the last meeting: between meetings there is no state of the job."""
         agreed = self._outer_loop.agreed.tensors
         names: dict[Tensor, str] = {}
         for kind, tensors in (
@@ -322,7 +321,7 @@ class LocalSGD(SynchronousStrategy):
         return {name: copies[names[tensor]] for name, tensor in held.items()}
 
     def weights(self) -> HeldWeights:
-        """As of the last meeting, as `state_dict`."""
+        """Weights as of the last meeting, as `state_dict`."""
         world_size, agreed = self.group.size(), self._outer_loop.agreed
         return held_by_all(
             _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
@@ -334,7 +333,7 @@ class LocalSGD(SynchronousStrategy):
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes that this member sent for its rounds, and how many times less than plainly."""
+        """Bytes that this member sent for its rounds, and the compression factor."""
         return self._outer_loop.traffic.metrics()
 
 

@@ -12,25 +12,25 @@ from shoal.torch_private.tensors import foreach_copy_, num_writes
 from shoal_proto.errors import InvalidSpec
 
 _Table = dict[str, Tensor | None]
-"""Where a module keeps its buffers."""
+"""The dict in which a module keeps its buffers."""
 
 
 class BufferSnapshot:
-    """Forward passes change buffers; a step that does not happen has to leave them as they were."""
+    """A copy of a model's buffers. Forward passes change them, and a failed step restores them."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._lasting = _Lasting(None)
         self._all_tables: list[_Table] = []
         self._num_buffers = 0
-        """Of all modules, when they were last gone through."""
+        """The buffers of all modules, when the modules were last gone through."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
-        """Those with buffers that the model's state_dict leaves out, and the names of these."""
+        """Tables with buffers that the model's state_dict leaves out, and the names of these."""
         self._passing: dict[int, str] = {}
         """Names of such buffers in the model, by the buffer's id."""
         self._before: list[_Before] = []
         self._copies: list[_Before] = []
-        """Copies of the last step, for the next."""
+        """Copies made for the last step, reused in the next."""
         self._refusal: InvalidSpec | None = None
 
     def keep(self, model: nn.Module) -> None:
@@ -41,7 +41,7 @@ class BufferSnapshot:
         if self._model is not model:
             self._look_at(model)
         elif sum(map(len, self._all_tables)) != self._num_buffers:
-            # The script has given a module another one.
+            # The script has added a buffer to a module, or removed one.
             self._lasting.settle()
             self._look_at(model)
         if not self._num_buffers:
@@ -68,11 +68,11 @@ class BufferSnapshot:
         self._lasting.settle()
 
     def before(self) -> Mapping[int, Tensor]:
-        """What buffers of the model's state held when the step began, by the buffer's id."""
+        """The content of the state's buffers when the step began, by the buffer's id."""
         return self._lasting.before()
 
     def changed(self) -> list[str]:
-        """Names of those that the model's state_dict leaves out, and that were written to since."""
+        """Names of buffers outside the model's state_dict that were written to since."""
         return [
             self._passing[id(each.buffer)]
             for each in self._before
@@ -82,17 +82,17 @@ class BufferSnapshot:
         ]
 
     def restore(self) -> None:
-        """Give the buffers back what they held."""
+        """Write the remembered content back into the buffers."""
         self._lasting.restore()
         for each in self._before:
             each.restore()
 
     def clear(self) -> None:
-        """The step was committed: what the buffers held before is of no use any more."""
+        """Drop the copies of the committed step that `restore` would use."""
         self._before = []
 
     def forget(self) -> None:
-        """Let go of the model too. What `settle` refuses is raised by the next step."""
+        """Release the model too. The next step raises what `settle` refuses."""
         try:
             self._lasting.settle()
         except InvalidSpec as refusal:
@@ -108,7 +108,7 @@ class BufferSnapshot:
 
 
 class _Before:
-    """Copy of a buffer that the model's state_dict leaves out: a mask, say, which nobody writes.
+    """Copy of a buffer that the model's state_dict leaves out: often a constant mask.
 
     On a GPU a copy serves until the buffer is written to, by torch's count. On the host copies are
     made anew for each step, which takes little there and sees writes past that count too.
@@ -120,7 +120,7 @@ class _Before:
         self._num_writes, self._place = num_writes(buffer), buffer.data_ptr()
 
     def is_written(self) -> bool:
-        """True if it was written to since, as far as torch counts."""
+        """True if the buffer was written to since, as far as torch counts."""
         return num_writes(self.buffer) != self._num_writes
 
     def is_still_so(self) -> bool:
@@ -129,7 +129,7 @@ class _Before:
         return is_counted and not self.is_written() and self.buffer.data_ptr() == self._place
 
     def restore(self) -> None:
-        """Let the buffer hold it again."""
+        """Write the copy back into the buffer."""
         if not self.is_still_so():
             self.buffer.detach().copy_(self.copy)
 
@@ -137,8 +137,8 @@ class _Before:
 class _Lasting:
     """The buffers of a model's state, which are the same tensors as long as it is trained.
 
-    A module may put another one in the place of a buffer, as `self.count = self.count + 1` does.
-    What collects the model's state knows the first one, so that is given the other's value.
+    A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. The code
+    that collects the model's state knows the first tensor, so the new value is copied into it.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
@@ -156,7 +156,7 @@ class _Lasting:
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
-        """Remember what they hold now."""
+        """Remember what the buffers hold now."""
         self.settle()
         if not self._once:
             return
@@ -166,9 +166,9 @@ class _Lasting:
             foreach_copy_(self._copies, self._once)
 
     def settle(self) -> None:
-        """Give each buffer the value of what was put in its place, and its place back.
+        """Copy the value of each replacement into the original buffer, and put that back.
 
-        Raises InvalidSpec if that is of another shape or dtype: members that join have the first.
+        Raises InvalidSpec if a replacement has another shape or dtype: members join with the first.
         """
         if not self._buffers:
             return

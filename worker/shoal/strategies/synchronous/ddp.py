@@ -46,8 +46,8 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 class ModelReplica:
-    """A whole model in one generation: torch's wrapper, what averages its gradients, and the
-    running statistics that are shared."""
+    """A whole model in one generation: torch's wrapper, the gradient exchange that averages its
+    gradients, and the running statistics that are shared."""
 
     def __init__(self, ddp: ReplicatedModule, exchange: GradientExchange) -> None:
         self.ddp = ddp
@@ -56,12 +56,12 @@ class ModelReplica:
         self._watching: list[RemovableHandle] = []
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """From here on gradients are averaged, and only those that are `ours` may come."""
+        """Average gradients from now on; only gradients that are `ours` may arrive."""
         self._watching = watch_parameters(self.ddp.module.parameters(), ours)
         self.ddp.register_comm_hook(None, self.exchange.average)
 
     def release(self) -> None:
-        """Let go of the model and the group."""
+        """Release the model and the group."""
         while self._watching:
             self._watching.pop().remove()
         self.ddp.release()
@@ -72,7 +72,7 @@ class DDP(SynchronousStrategy):
 
     `bucket_mb`: gradients travel in buckets of this size while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
-    `compression`: how gradients are made small for a slow network: "fp16", "bf16", "int8",
+    `compression`: compresses gradients for a slow network: "fp16", "bf16", "int8",
     "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
     docs/compression.md.
     """
@@ -171,7 +171,7 @@ class DDP(SynchronousStrategy):
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
-            # Everybody has the source's state already: DDP need not compare and send it once more.
+            # All members have the source's state already: DDP need not compare and send it again.
             ddp = ReplicatedModule(
                 model,
                 process_group=group,
@@ -223,7 +223,7 @@ class DDP(SynchronousStrategy):
         with self._weighing():
             replicas = self._replicas_of(self._passes.chosen)
             loss = loss if weight == 1.0 else loss * weight
-            # Of several models those that the pass trains; the others' gradients stay as they are.
+            # Of several models, those that the pass trains; gradients of the others stay unchanged.
             inputs = self._passes.training and [
                 parameter
                 for replica in replicas
@@ -238,7 +238,7 @@ class DDP(SynchronousStrategy):
                 replica.ddp.end_backward()
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
-        """Of the models that these train."""
+        """The replicas of the models that these optimizers train."""
         if self._passes.training is None:
             return list(self._replicas.values())
         names = self._passes.models(optimizers)
@@ -275,7 +275,7 @@ class DDP(SynchronousStrategy):
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         own = self._agreement is not None and self._agreement.weights.are_own
         if own or self._registered.scaler is not None:
-            # Until all have said what theirs weigh, gradients are sums and no means.
+            # Gradients are sums, not means, until all members have told their losses' weights.
             self._settle()
         if self._passes.training is None:
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
@@ -296,7 +296,7 @@ class DDP(SynchronousStrategy):
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
-        # On its way while this member looks at its gradients.
+            # The vote travels while this member looks at its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
@@ -320,8 +320,8 @@ class DDP(SynchronousStrategy):
         acknowledged()
 
     def _without_gradients(self) -> Sequence[str]:
-        """What the optimizer will pass over here, as where a script has dropped gradients: it has
-        to be the same on every member. Of several models, each has its turn."""
+        """Parameters that the optimizer will skip, as after a script has dropped gradients: they
+        have to be the same on every member. Empty with several models, which train in turn."""
         if self._passes.training is not None:
             return ()
         parameters = self._state.parameters.items()
@@ -338,7 +338,7 @@ class DDP(SynchronousStrategy):
             self._checkpoints.write_alone(self._step, self._state_shard)
 
     def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
-        """Why some gradients are this member's alone: the step would let the members drift."""
+        """The error for gradients that are this member's alone: the members would drift apart."""
         names = [
             self._state.name_of(parameter)
             for model in models
@@ -348,13 +348,13 @@ class DDP(SynchronousStrategy):
         return not_reduced(self._step, names, type(self).__name__)
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes that this member sent for its gradients, and how many times less than plainly."""
+        """Bytes that this member sent for its gradients, and the compression factor."""
         return self._traffic.metrics()
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model on the host; the same on every member behind the same step."""
+        """The whole model on the host; the same on every member after the same step."""
         return state_dict_on_host(self._model)
 
     def weights(self) -> HeldWeights:

@@ -21,33 +21,33 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 Writes = Callable[[str], bool]
-"""Whether this member writes the tensor of that name in a state."""
+"""A predicate: True if this member writes the tensor of that name in a state."""
 MAX_CHECKPOINTS_NAMED = 100
 MAX_SETTINGS_NAMED = 8
 
 
 class GenerationCheckpoints:
-    """One member's part in them; nothing happens where the script asked for none."""
+    """One member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: a checkpoint is written where all members leave, too."""
+        """`position`: has the step of the checkpoint that is written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_first = False
         self.owed = False
-        """Whether one is due of the last step, as soon as the script is done with that."""
+        """True if a checkpoint of the last step is due, as soon as the script is done with that."""
         self.failure: CheckpointFailed | None = None
-        """What the job's last one failed with."""
+        """The error of the job's last checkpoint."""
 
     def keep(self, checkpoints: CheckpointStore) -> None:
-        """Write these, and start from one of them. Called before all else. Raises InvalidSpec where
-        nothing can be kept."""
+        """Write these checkpoints, and start from one of them. Called first. Raises InvalidSpec if
+        no checkpoint can be kept."""
         checkpoints.probe()
         self._checkpoints = checkpoints
 
     def trains_on(self, samples: TrainedSamples) -> None:
-        """What the order of samples follows from: kept in each checkpoint."""
+        """Set the description of the order of samples, which is kept in each checkpoint."""
         self.samples = samples
 
     def join_writers(self, world_size: int) -> None:
@@ -56,7 +56,7 @@ class GenerationCheckpoints:
             self._checkpoints.join(world_size)
 
     def steps(self) -> Sequence[int]:
-        """Steps of the complete ones that this member sees, the newest 100."""
+        """Steps of the complete checkpoints that this member sees, the newest 100."""
         if self._checkpoints is None:
             return ()
         return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
@@ -65,7 +65,7 @@ class GenerationCheckpoints:
         """The step of the newest complete checkpoint that every member sees; None without any.
         Collective.
 
-        Raises StateLost on all alike where the generation has nothing else to start from.
+        Raises StateLost on all members if the generation has nothing else to start from.
         """
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
@@ -86,8 +86,8 @@ class GenerationCheckpoints:
         return None
 
     def read(self, step: int, needs: Needs, fresh: Optimizer | None = None) -> StateShard:
-        """What is needed of the checkpoint of that step. The settings of an optimizer that is
-        `fresh`, still as the script has made it, are compared.
+        """The needed part of the checkpoint of that step. `fresh`: an optimizer that is still as
+        the script has made it; its settings are compared with the checkpoint's.
 
         Raises InvalidSpec if the step stands for other samples.
         """
@@ -110,22 +110,22 @@ class GenerationCheckpoints:
         return state_shard
 
     def write(self, step: int, state_shard: Callable[[], StateShard], writes: Writes) -> None:
-        """Where one is due after so many steps, the last just committed, have it written."""
+        """Write a checkpoint if one is due after this many committed steps."""
         checkpoints = self._checkpoints
         if checkpoints is not None and self.due(step):
             try:
                 checkpoints.close()
             except CheckpointFailed as error:
-                # Training does not stop for a full disk: each is tried anew, and what the last one
-                # failed with is raised at the end.
+                # Training does not stop for a full disk: each checkpoint is tried, and the error of
+                # the last one is raised at the end.
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
             checkpoints.offer(self.samples.told(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
-        """Write one of the whole state, which this member holds; return once it is written, or has
-        failed. Nothing if the newest is of that step."""
+        """Write a checkpoint of the whole state, which this member holds; return once it is written
+        or has failed. No effect if the newest one is of that step."""
         if self._checkpoints is None or not step or self.written_step == step:
             return
         self._checkpoints.leave()
@@ -135,11 +135,11 @@ class GenerationCheckpoints:
 
     @property
     def written_step(self) -> int | None:
-        """Of the newest that was written. Any thread."""
+        """The step of the newest checkpoint that was written. Any thread."""
         return self._checkpoints.written_step if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
-        """True if one is to be written of the state after so many steps."""
+        """True if a checkpoint is to be written of the state after this many steps."""
         checkpoints = self._checkpoints
         is_last = step > 0 and self._position.checkpoint_at == step
         return checkpoints is not None and (is_last or checkpoints.due(step))
@@ -150,8 +150,8 @@ class GenerationCheckpoints:
         return self._checkpoints is not None
 
     def conclude(self) -> None:
-        """Return once what was begun is written, or has failed: see `failure`. What was trained is
-        there all the same, and the script is to have it first."""
+        """Wait until a checkpoint in progress is written or has failed: see `failure`. The trained
+        state exists in either case, and the script is to have it first."""
         try:
             self.close()
         except CheckpointFailed as error:
@@ -159,6 +159,6 @@ class GenerationCheckpoints:
             self.failure = error
 
     def close(self) -> None:
-        """Return once what was begun is written. Raises what the last one failed with."""
+        """Wait until a checkpoint in progress is written. Raises the error of the last one."""
         if self._checkpoints is not None:
             self._checkpoints.close()

@@ -1,4 +1,4 @@
-"""The group of the generation that a member is in: connected, cut by any thread, let go of."""
+"""The group of a member's generation: connected, cut by any thread, released."""
 
 import sys
 import threading
@@ -25,29 +25,29 @@ LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
 TOLD_AFTER_S = 10.0
-"""A trainer that has not let go of a group so long after its cut is told of, and where it is."""
+"""A trainer that holds a group for so long after its cut is logged, with its stack."""
 
 
 class GenerationGroup:
-    """One at a time. All methods but `cut` are the trainer's."""
+    """The present group; one at a time. All methods but `cut` are the trainer's."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._cut_up_to = 0
         self.number = 0
-        """Of the generation that was connected last."""
+        """The generation that was connected last."""
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
-        """Also while what trains over it is brought up."""
+        """The opened group, also during the bring-up."""
         self.kept_rooms = KeptRooms()
-        """Memory that its members had in common, for those of the next one."""
+        """Memory that its members shared, for the members of the next generation."""
         self._trainer = 0
-        """The thread that was last here to connect one."""
+        """The thread that connected the last group."""
         self._released = threading.Event()
-        """The present group was let go of."""
+        """Set when the present group was released."""
         self._judging = _Judging(self.check)
         self._freeing: Group | None = None
-        """The group under which a thread of ours frees the trainer."""
+        """The group from which a thread of ours frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
         """The group of a generation, not opened yet; cut already if its generation is over."""
@@ -74,7 +74,7 @@ class GenerationGroup:
         return group
 
     def open(self, group: Group) -> dist.ProcessGroup:
-        """Its collectives, once all members are there."""
+        """Wait for all members, and return the process group for collectives."""
         self._opened = opened = group.open()
         return opened
 
@@ -85,21 +85,21 @@ class GenerationGroup:
             group.check()
 
     def judging(self) -> AbstractContextManager[None]:
-        """What is found not finite within, where the group was cut, is what an aborted message left
-        and nobody's fault: raises as `check` in place of NonFiniteGradient."""
+        """A context in which NonFiniteGradient raises as `check` does if the group was cut: the
+        values then come from an aborted message."""
         return self._judging
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a group that was not let go of."""
+        """True if there is a group that was not released."""
         return self._group is not None
 
     def has_cut(self, generation: int) -> bool:
-        """Whether the generation is over."""
+        """True if the generation is over."""
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
-        """Make whatever waits in the group raise, unless it is a later generation's. Any thread."""
+        """Make waits in the group raise, unless it is a later generation's. Any thread."""
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
@@ -118,8 +118,8 @@ class GenerationGroup:
             ).start()
 
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
-        """Until it has let go of the group, free the trainer from what Gloo does not end though the
-        group is cut. It may come to that late: from the script's own code, say."""
+        """Abort waits that Gloo does not end after a cut, until the trainer has released the group:
+        it may enter one late, from the script's own code, for example."""
         cut_s, is_told = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):
             self._abort_stuck(group, reason)
@@ -144,7 +144,7 @@ class GenerationGroup:
             waiter.abort(reason)
 
     def release(self) -> None:
-        """Let go of the group, if there is one."""
+        """Release the group, if there is one."""
         self._opened = None
         with self._lock:
             group, self._group, self._freeing = self._group, None, None
@@ -154,7 +154,7 @@ class GenerationGroup:
 
 
 class _Judging:
-    """Calls `check` behind a block in which something was found not finite."""
+    """Calls `check` after a block that raised NonFiniteGradient."""
 
     def __init__(self, check: Callable[[], None]) -> None:
         self._check = check
@@ -173,7 +173,7 @@ class _Judging:
 
 
 def stack_of(thread: int) -> str:
-    """Where a thread of Python's is, without the values of variables: tokens are among them."""
+    """Stack of a Python thread, without the values of variables: tokens are among them."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
@@ -181,8 +181,8 @@ def stack_of(thread: int) -> str:
 def check_same_step(
     generation: int, step: int, group: dist.ProcessGroup, memory: SharedMemory | None = None
 ) -> None:
-    """Collective: raise InternalError unless all members of the generation stand at this step.
-    `memory`: they share it."""
+    """Collective: raise InternalError unless all members of the generation are at this step.
+    `memory`: the memory that they share, if they do."""
     if memory is not None:
         found = list(memory.meet(step))
     else:

@@ -1,9 +1,9 @@
-"""What a trainer does, looked at a few times a second: it waits for others, or it does not.
+"""A watch on the trainer, which looks a few times a second if the trainer waits for others.
 
-Gloo's own time limits cannot be moved while a collective is under way, so groups of a session have
-none that matters, and this finds a hang: a collective that does not end though no limit is held up
-by a pause. What it sees goes out with the heartbeats too, so that the coordinator can tell who
-holds the others up, and that a bring-up gets on.
+Gloo's own time limits cannot be changed while a collective is in progress, so the groups of a
+session have practically none, and this watch finds a hang: a collective that does not end although
+no pause suspends the limit. The watch's findings are sent with the heartbeats too, so that the
+coordinator can tell which member holds the others up, and that a bring-up makes progress.
 """
 
 import sys
@@ -33,14 +33,14 @@ _PLACES = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Code in which a thread that does not run waits for other ranks."""
+"""Folders of code in which a thread that does not run waits for other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
-"""Of /proc/PID/task/TID/stat behind the name: user and system time, in ticks of 10 ms."""
+"""Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
 
 
 class TrainerStage(Enum):
-    """Where a trainer stands, as its strategy says."""
+    """The trainer's stage, as its strategy reports it."""
 
     AWAY = "in no generation"
     BRINGING_UP = "brings a generation up, or hands over"
@@ -49,38 +49,38 @@ class TrainerStage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HangWatchConfig:
-    """What a watch is told and tells."""
+    """Limits of a watch, what it asks, and what it reports to."""
 
     limit_s: float
     """A wait for others that lasts longer is a hang."""
     leaderless_s: float
-    """A bring-up goes on for so long without a coordinator, which else ends it."""
+    """A bring-up lasts at most so long without a coordinator, which else would end it."""
     is_away: Callable[[], bool]
-    """Whether no coordinator is there."""
+    """True if there is no coordinator."""
     num_moved: Callable[[], int]
     """Counts what moves between members in the background."""
     held_until_s: Callable[[], float]
-    """Up to when no limit ran, by `time.monotonic`: now, while somebody is paused."""
+    """The time until which no limit ran, by `time.monotonic`: now, while a member is paused."""
     does: Callable[[TrainerStatus], None]
-    """Takes what the trainer does, for the heartbeats."""
+    """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
     device_stands_since_s: Callable[[float], float | None] = lambda now_s: None
-    """Time since which the device has stood in what the trainer gave it; None: it has not. Takes
-    the present time. A device stands in a collective, as a rule, and so waits for others."""
+    """Time since which the device has been stuck in the trainer's work; None: it is not. Takes the
+    present time. A stuck device is, as a rule, in a collective, and so waits for others."""
     stands: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """The trainer waits for others in a step or between two, and has for so many seconds in which
-    a limit ran, and for so many in all; 0: it does not wait. Called at each look."""
+    """Receives, at each look, for how many seconds the trainer has waited for others in a step or
+    between two: while a limit ran, and in all. 0: the trainer does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerPlace:
-    """Where the trainer is, and which thread it is."""
+    """The trainer's stage and thread."""
 
     stage: TrainerStage = TrainerStage.AWAY
     generation: int = 0
     group: dist.ProcessGroup | None = None
-    """None too while one is connected."""
+    """None also while a group is being connected."""
     ident: int = 0
     native_id: int = 0
 
@@ -90,16 +90,16 @@ class TrainerPlace:
 
 
 class HangWatch:
-    """One trainer's, from a thread of its own. The methods are the trainer's."""
+    """Watches one trainer from a thread of its own. The trainer calls the methods."""
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
         self._place = TrainerPlace()
-        """Replaced as a whole, so that the watch's thread sees one that fits together."""
+        """Replaced as a whole, so that the watch's thread reads consistent fields."""
         self._inside = 0
         self._loads = False
         self._sign_s = time.monotonic()
-        # What only the watch's own thread touches.
+        # Fields that only the watch's own thread uses.
         self._pending: dict[int, tuple[object, float]] = {}
         self._blocked: tuple[int, float] | None = None
         self._counted: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class HangWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """Look no more. May be called twice."""
+        """Stop the watch. May be called twice."""
         self._closing.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join()
@@ -121,7 +121,7 @@ class HangWatch:
     def stage(
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
-        """The trainer, which calls, is there now. Without a group while one is connected."""
+        """Set the stage of the calling trainer. No group while one is being connected."""
         self._place = TrainerPlace(
             stage=stage,
             generation=generation,
@@ -132,21 +132,21 @@ class HangWatch:
         self.sign()
 
     def sign(self) -> None:
-        """The trainer has come to another place. Free to call."""
+        """Note that the trainer makes progress. Costs next to nothing."""
         self._sign_s = time.monotonic()
 
     def waits_inside(self, *, begins: bool) -> None:
-        """The trainer asks the coordinator what comes next, or has the answer. Free to call."""
+        """Note that the trainer asks the coordinator what comes next, or has the answer."""
         self._inside += 1 if begins else -1
         self.sign()
 
     def loads(self, *, begins: bool) -> None:
-        """The trainer waits for a batch to be loaded, or has it. Free to call."""
+        """Note that the trainer waits for a batch to be loaded, or has it."""
         self._loads = begins
         self.sign()
 
     def hang_in(self, generation: int) -> str:
-        """What hung in the generation, if that was found here; else nothing. Any thread."""
+        """Description of the hang found in this generation; else empty. Any thread."""
         number, reason = self._hang
         return reason if number == generation else ""
 
@@ -195,7 +195,7 @@ class HangWatch:
         self._config.hung(generation)
 
     def _check_leader(self, generation: int, now_s: float) -> None:
-        """A bring-up is ended by the coordinator; without one, by this member."""
+        """Cut the generation if no coordinator, which ends bring-ups, was there for too long."""
         if not self._config.is_away():
             self._leaderless_since_s = None
             return
@@ -206,7 +206,7 @@ class HangWatch:
             self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
     def _waits_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
-        """Since when the trainer has waited for others; None: it does not wait."""
+        """The time since which the trainer has waited for others; None: it does not wait."""
         if place.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
             return None
@@ -220,7 +220,7 @@ class HangWatch:
         return min((since_s for since_s in found if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
-        """Note whether anything has ended since the last look."""
+        """Note if anything has ended since the last look."""
         counted = (self._config.num_moved(), *sorted(each.num_ended for each in waiters))
         if counted != self._counted:
             self._counted = counted
@@ -238,22 +238,22 @@ class HangWatch:
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
     def _blocked_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
-        """Since when the trainer has stood still in code that waits for other ranks.
+        """The time since which the trainer has stood still in code that waits for other ranks.
 
-        What is no wait of ours is seen by this alone: torch's own collectives, memory that
-        ranks share, copies at peers.
+        Finds the waits that are no wait of ours: torch's own collectives, memory that ranks share,
+        copies at peers.
         """
         ticks = _cpu_ticks(place.native_id)
         if ticks is None or not _is_in_collective(place.ident):
             self._blocked = None
         elif self._blocked is None or self._blocked[0] != ticks:
             self._blocked = (ticks, now_s)
-            return None  # it runs; at the next look it may stand
+            return None  # It runs; at the next look it may stand still.
         return self._blocked[1] if self._blocked is not None else None
 
 
 def _cpu_ticks(native_id: int) -> int | None:
-    """How long a thread has run; None if it is gone."""
+    """CPU time of a thread, in ticks; None if the thread is gone."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:

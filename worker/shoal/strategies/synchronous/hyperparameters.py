@@ -1,4 +1,4 @@
-"""What an optimizer's groups say in each step, and whether a step taken again says the same."""
+"""Hyperparameters applied in each step, and a comparison when a step is taken again."""
 
 import json
 import math
@@ -18,18 +18,18 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""So many steps back it is known what was applied; copies at peers go back by 20, by default."""
+"""Number of steps whose hyperparameters are kept; copies at peers go back by 20, by default."""
 TOLERANCE = 1e-9
-"""Relative: hosts with another libm compute the last bit of a schedule otherwise."""
+"""Relative: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
-"""The same where a script clips to what follows from the norms of steps before."""
+"""The tolerance for a `max_norm` that follows from the norms of earlier steps."""
 
 
 class Hyperparameters:
-    """Those of one optimizer, now and in the steps that may be taken again. Over all generations.
+    """Hyperparameters of one optimizer, now and in recent steps. Over all generations.
 
-    A step that did not happen, or was gone back on, is to be the same when it is taken again. What
+    A step that failed or was rolled back has to be the same when it is taken again. An object that
     counts its own calls, as torch's schedulers do, has counted on meanwhile.
     """
 
@@ -40,15 +40,15 @@ class Hyperparameters:
         self._conflict = ""
         self._now: Values = ()
         self._seen: list[object] | None = None
-        """The very objects that `_now` was made of, where none of them can change by itself."""
+        """The objects that `_now` was made of, if all of them are immutable; else None."""
 
     @property
     def names(self) -> Sequence[str]:
-        """Of the optimizers; the empty name of one that is alone."""
+        """Names of the optimizers; a single one has the empty name."""
         return list(optimizers_of(self._optimizer))
 
     def now(self) -> Values:
-        """As they are; the same object for as long as nothing changes."""
+        """The present values; the same object as long as nothing changes."""
         own, groups = self._optimizer.defaults, self._optimizer.param_groups
         seen: list[object] = []
         for group in groups:
@@ -56,7 +56,7 @@ class Hyperparameters:
             seen += group.values()
         known = self._seen
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
-            # In nearly every step; to make plain values of them takes ten times as long.
+            # In nearly every step: making plain values of them takes ten times as long.
             return self._now
         found = tuple(
             {
@@ -73,14 +73,14 @@ class Hyperparameters:
         return self._now
 
     def failed(self, step: int) -> None:
-        """An attempt at the step after `step` committed ones did not come to its end."""
+        """Note that an attempt at the step after `step` committed ones failed."""
         self._failed = (step, self.now())
 
     def entering(self) -> None:
-        """A generation is entered, whose state may bring others.
+        """Compare the values with those of a failed attempt, before a generation changes them.
 
-        Since an attempt that failed no batch was handed out, so what has changed was changed for a
-        step that did not happen.
+        No batch was handed out since a failed attempt, so a change since then was made for a step
+        that did not happen.
         """
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -89,19 +89,19 @@ class Hyperparameters:
             self._conflict = self._conflict or found
 
     def conflict(self, step: int) -> str:
-        """Why the step cannot be taken as it was, or is not the one it was, in words; or ""."""
+        """The reason why the step differs, or cannot be repeated as it was, in words; or ""."""
         conflict, self._conflict = self._conflict, ""
         return conflict or self.again(step)
 
     def again(self, step: int) -> str:
-        """What differs from when this step was committed before, in words; "" if nothing."""
+        """Differences from when this step was committed before; "" if there are none."""
         before = self._applied.get(step)
         if before is None or before == self.now():
             return ""
         return _changed(step, {"the first time": before, "now": self.now()})
 
     def apply(self, step: int) -> None:
-        """They are applied in this step."""
+        """Note that the present values are applied in this step."""
         self._applied[step] = self.now()
         self._applied.move_to_end(step)
         while len(self._applied) > KEPT_STEPS:
@@ -109,18 +109,18 @@ class Hyperparameters:
 
 
 def with_norms(values: Values, norms: Sequence[float]) -> Values:
-    """These, and to what gradients are clipped."""
+    """The values, and the norms that gradients are clipped to."""
     return (*values, {_CLIPPING: [*norms]}) if norms else values
 
 
 def digest_of(values: Any) -> int:
-    """A positive number below 2**56."""
+    """Digest: a positive number below 2**56."""
     text = json.dumps(values, default=repr).encode()
     return int.from_bytes(blake2b(text, digest_size=7).digest(), "big") or 1
 
 
 def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Each field that is not the same for all holders, with what each of them has."""
+    """Fields that are not the same for all holders, with the value of each holder."""
     first, *others = by_holder.values()
     fields = {
         (index, key) for groups in by_holder.values() for index, g in enumerate(groups) for key in g
@@ -136,7 +136,7 @@ def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[st
 
 
 def in_words(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """As `differences` found them: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
+    """Text of what `differences` found: "lr of group 0: 0.1 by a, b; 0.05 by c"."""
     return ". ".join(f"{field}: {by_value(values)}" for field, values in found.items())
 
 
@@ -150,7 +150,7 @@ def _changed(step: int, versions: Mapping[str, Values]) -> str:
 
 
 def by_value(values: Mapping[str, Any], most: int = 8) -> str:
-    """Who has which value; of many holders the first few are named."""
+    """Values, each with its holders; of many holders the first `most` are named."""
     holders: dict[str, list[str]] = {}
     for name, value in values.items():
         holders.setdefault(str(value), []).append(name)
@@ -162,7 +162,7 @@ def by_value(values: Mapping[str, Any], most: int = 8) -> str:
 
 
 def _lasts(value: object) -> bool:
-    """Whether the value of an object stays what it is."""
+    """True if the value is immutable."""
     if isinstance(value, tuple):
         return all(map(_lasts, value))
     return value is None or type(value) in (bool, int, float, str)
@@ -170,7 +170,7 @@ def _lasts(value: object) -> bool:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Tensor | np.generic | np.ndarray):
-        # A member that is given the state has Python's numbers in the place of NumPy's.
+        # A member that receives the state has Python's numbers instead of NumPy's.
         return _plain(value.tolist())
     if isinstance(value, bool) or not isinstance(value, float):
         return [_plain(each) for each in value] if isinstance(value, tuple | list) else value

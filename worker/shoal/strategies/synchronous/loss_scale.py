@@ -1,8 +1,8 @@
-"""How torch's GradScaler goes on behind a step that the session took.
+"""Update of torch's GradScaler after a step that the session took.
 
-The scaler itself would ask this member's gradients alone, which are parts of them under strategies
-that cut, and would step the optimizer. Here all members have found out together whether the step
-overflowed, and each lets its own scaler follow.
+The scaler itself would look at this member's gradients alone, which are only a part under
+strategies that shard them, and would step the optimizer. Here all members have found out together
+if the step overflowed, and each updates its own scaler.
 """
 
 import math
@@ -14,11 +14,11 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.torch_private.amp import load_scaler_state, scaler_state
 
 LARGEST = torch.finfo(torch.float32).max
-"""A scale is a number of this dtype."""
+"""The largest scale: a scale is a number of this dtype."""
 
 
 def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
-    """What `GradScaler.update` does behind a step in which an Inf was found, or none was."""
+    """Do what `GradScaler.update` does after a step, with an Inf found or not."""
     state = scaler_state(scaler)
     if overflowed:
         state["scale"] *= state["backoff_factor"]
@@ -34,7 +34,7 @@ def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
 
 
 def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Collective: whether any rank has found it."""
+    """Collective: True if any rank has found it."""
     flag = torch.tensor([float(found)], device=device)
     if group.size() > 1:
         wait_abortable(dist.all_reduce(flag, group=group, async_op=True), group)

@@ -1,10 +1,10 @@
-"""Finds out that the members' scripts wait for each other in different places.
+"""Detection of members' scripts that wait for each other at different calls.
 
-A member that makes a call alone which all make together (`if session.is_first:
-session.evaluate(...)`) waits for the others there, and they wait for it in their next step. Nothing
-of that is an error to anybody, and it would last until a collective's limit. So whoever has waited
-for some time says in the generation's store where it stands, and who is in such a call looks where
-the others do. Where they agree nobody writes anything: most waits are far shorter.
+Some calls take all members. A member that makes one alone (`if session.is_first:
+session.evaluate(...)`) waits there for the others, and they wait for it in their next step. Nothing
+of that is an error to any of them, and it would last until a collective's limit. So a member that
+has waited for some time writes its place to the generation's store. A member that waits in such a
+call compares the places. Most waits are far shorter, and nothing is written.
 """
 
 import json
@@ -28,13 +28,13 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
-"""A wait that lasts longer is looked into."""
+"""A wait that lasts longer is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Where a limit is short, a wait is looked into in time for all to hear of it."""
+"""If a limit is short, a wait is examined early enough to notify all members."""
 NEXT_LOOK = 1.25
-"""Looks into one wait grow apart by this."""
+"""Factor by which the intervals between looks into one wait grow."""
 HEARD_WITHIN_S = 10.0
-"""A member is given so long to hear what the others know already."""
+"""Time within which a member is expected to read the verdict."""
 _HEARD_EVERY_S = 0.1
 _PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
@@ -43,21 +43,21 @@ _REFUSAL = "script/refusal"
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a script waits for the others."""
+    """The point at which a script waits for the others."""
 
     step: int
-    """Steps that are committed."""
+    """Number of committed steps."""
     num_calls: int
-    """Calls that were made together behind the last of them."""
+    """Number of shared calls made since the last committed step."""
     what: str
-    """In words; empty where it may still come to a call, or is nowhere in particular."""
+    """Description; empty if the script may still come to a call, or waits at none."""
     is_call: bool = False
-    """Whether it is a call that all members make together."""
+    """True if it is a call that all members make together."""
 
 
 class ScriptPlaces:
-    """One member's part in it, for one generation. All but `refusal` and `tell` is the watch's
-    thread's."""
+    """One member's part in the detection, for one generation. The watch's thread calls all methods
+    but `refusal` and `tell`."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class ScriptPlaces:
         limit_s: float = math.inf,
         heard_within_s: float = HEARD_WITHIN_S,
     ) -> None:
-        """`members` by rank. `exchanges`: of this one. `limit_s`: a wait for longer ends the
-        generation, and with it what could be found."""
+        """`members` by rank. `exchanges`: this member's. `limit_s`: a longer wait ends the
+        generation, and the detection with it."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._heard_within_s = heard_within_s
@@ -84,14 +84,14 @@ class ScriptPlaces:
         self._read: list[Place] = []
         self._found = ""
         self._of_layers = False
-        """Whether what was found is of the layers within a pass."""
+        """True if the finding is about the layers within a pass."""
         self._told_refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.tell = self.tell
 
     def look(self, place: Place, waited_s: float, stood_s: float = 0.0) -> bool:
-        """The trainer has waited there for so long, but for pauses, and for so long in all: whether
-        its wait is in vain, which all members know then."""
+        """Examine a wait of the trainer at this place, so long without pauses and so long in all.
+        True if the wait is in vain; all members know by then."""
         if self._found:
             return False
         try:
@@ -105,12 +105,12 @@ class ScriptPlaces:
             if not self._found:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
-            # No coordinator, or the generation is over: whatever is wrong is found otherwise.
+            # No coordinator, or the generation is over: other checks find what is wrong.
             log.debug("script_places_unknown", reason=str(error)[:200])
         return bool(self._found)
 
     def refusal(self, generation: int) -> InvalidSpec | None:
-        """What the script is told of a wait in that generation that was in vain. Any thread."""
+        """The error for the script if a wait in that generation was in vain. Any thread."""
         if not self._found or generation != self._generation:
             return None
         if self._told_refusal is not None:
@@ -128,15 +128,15 @@ class ScriptPlaces:
         )
 
     def tell(self, refusal: InvalidSpec) -> None:
-        """The trainer is about to leave with this, which members that wait for it do not know of.
-        Returns once all know it; not, if it takes too long."""
-        # From now on this member's watch has nothing to find.
+        """Publish the error with which the trainer is about to leave, to members that wait for it.
+        Returns once all members have read it, or after `heard_within_s`."""
+        # From now on the watch of this member has nothing to find.
         self._found, self._told_refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
         try:
             self._store.set(_REFUSAL, json.dumps(parts))
-            # For members that know of no other kind.
+            # For members that know no other kind of refusal.
             self._store.set(_OF_LAYERS, "1")
             self._store.set(_VERDICT, refusal.seen)
             self._await_all()
@@ -156,19 +156,19 @@ class ScriptPlaces:
         self._hear()
 
     def _hear(self) -> None:
-        """Take what anybody has found, if somebody has."""
+        """Adopt the finding of another member, if there is one."""
         if self._store.check([_VERDICT]):
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
                 self._told_refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
-            # First: the others may have gone before all is said.
+            # Before the wait: the others may be gone before all members have read it.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
 
     def _look_at_exchanges(self, stood_s: float) -> None:
-        """Who splits layers tells where it has met the others for them. No limit has to run for
-        that: where scripts do the same, what one member has met others for is where another is or
-        has been, however slow they are and whatever is lost between them."""
+        """Write the exchanges of this member, which splits layers, and compare them. This is valid
+        while no limit runs too: if scripts do the same, a member's peers are at its last exchange
+        or past it, however slow they are and whatever is lost between them."""
         exchanges = self._exchanges
         finds = exchanges is not None and (exchanges.peers or exchanges.is_told)
         if exchanges is None or not finds or stood_s < self._look_after_s:
@@ -200,7 +200,7 @@ class ScriptPlaces:
             self._read = []
             return
         places = [Place(**json.loads(word)) for word in self._store.multi_get(keys)]
-        # Twice in a row, so that nobody has just gone on.
+        # The same twice in a row: no member has just gone on.
         before, self._read = self._read, places
         together = len({(each.step, each.num_calls) for each in places}) == 1
         if together and places == before and len({each.what for each in places}) > 1:
@@ -208,7 +208,7 @@ class ScriptPlaces:
             self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in words))
 
     def _await_all(self) -> None:
-        """Whoever leaves first ends the generation, and with it what the others could hear."""
+        """Wait until all have read the verdict: the first member to leave ends the generation."""
         self._store.add(_HEARD, 1)
         give_up_s = time.monotonic() + self._heard_within_s
         while self._store.add(_HEARD, 0) < len(self._members) and time.monotonic() < give_up_s:

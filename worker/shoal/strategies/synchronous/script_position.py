@@ -26,9 +26,9 @@ NO_STATE = -1
 
 
 class AmidACall(OSError):
-    """The other members are in a call that this member's script is past, or did not come to.
+    """The other members are in a call that this member's script has passed, or has not reached.
 
-    An OSError: as with a port or a device that is taken, it may be otherwise a moment later.
+    An OSError: as with a port or a device that is taken, a later attempt may succeed.
     """
 
 
@@ -54,7 +54,7 @@ class ScriptPosition:
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
     """True if this member is to leave and no generation follows without it."""
     checkpoint_at: int | None = None
-    """The step of which all members write a checkpoint, since one of them leaves so."""
+    """The step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
     """True if the generation began with all members after the same step, with its state."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
@@ -98,7 +98,7 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def begin_step(self, step: int) -> None:
-        """A step begins, after so many committed ones."""
+        """Note that a step begins, after so many committed ones."""
         self.stands(f"session.step() behind {step} steps")
         self.norms.clear()
 
@@ -111,12 +111,12 @@ class ScriptPosition:
             self.checkpoint_at = None
 
     def stepped(self) -> None:
-        """A step is committed."""
+        """Note that a step was committed."""
         self._place = None
         self.num_calls, self.unconfirmed = 0, False
 
     def returns(self, *, confirmed: bool) -> None:
-        """The call in progress has a result."""
+        """Note that the call in progress has a result."""
         self.in_call = False
         self._place = None
         self.num_calls += int(confirmed)
@@ -125,7 +125,7 @@ class ScriptPosition:
     def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
         """Find out what became of a call in progress. Collective, when a generation begins.
 
-        Raises AmidACall where this member would be in the way of the others.
+        Raises AmidACall if the others repeat a call that this member's script is not in.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
@@ -144,7 +144,7 @@ class ScriptPosition:
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
-        """Take over what follows from the positions of all members; pure."""
+        """Apply what follows from the positions of all members; no I/O."""
         newest = max(step for step, *_ in told)
         if newest == NO_STATE:
             return

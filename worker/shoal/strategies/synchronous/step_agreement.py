@@ -1,9 +1,9 @@
 """One member's part in the members' agreement on each step, before it is committed.
 
-A member with another number of backward passes would have its collectives paired with others' next
-step; one with another learning rate would drift away. Neither is an error to anybody by itself. So
-each member casts a vote before any further pass, and before the step is applied: see `StepVote`. A
-member whose vote differs is reported there, on all members.
+Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. A
+member whose vote differs is reported there, on all members. Without votes, another number of
+backward passes would pair a member's collectives with the next step's, and another learning rate
+would let its model drift away; neither is an error to any member alone.
 """
 
 import math
@@ -39,18 +39,18 @@ from shoal_proto.errors import InvalidSpec
 class StepCut:
     """The parts into which a step is cut, all of whose gradients are reduced with the last one.
 
-    Members that cut a step in other ways would begin other collectives: in the first pass one
+    Members that cut a step differently would begin different collectives: in the first pass one
     would reduce and another would not. So each step begins as the last one did, and a member that
-    wants another way votes for it at a point where all members vote. After a step without parts
-    nobody votes before the first pass, which is then reduced on its own, also that of a part; after
-    one with parts all do. Members that work on the same samples always do: what they send each
-    other in the first forward pass has the shape of a part.
+    wants another cut votes for it at a point where all members vote. After a step without parts no
+    member votes before the first pass, and that is reduced on its own, also if it is a part's.
+    After a step with parts all members vote. Members that work on the same samples vote in every
+    step: their messages in the first forward pass have the shape of a part.
     """
 
     def __init__(self, *, shares_samples: bool = False) -> None:
         self.shares_samples = shares_samples
         self._last = 1
-        """Parts of the last step that was committed; 1 for one that was not cut."""
+        """Parts of the last committed step; 1 for a step that was not cut."""
         self.begin()
 
     def begin(self) -> None:
@@ -82,18 +82,18 @@ class StepCut:
 
 
 class StepWeights:
-    """The weights of one member's losses in a step, where they are means over something else than
-    samples: tokens, say.
+    """The weights of one member's losses in a step, for losses that are means over something other
+    than samples: tokens, for example.
 
-    What all of a step weighs is known when its last pass was made. So gradients are summed up as
-    they weigh, and divided by the sum of the weights after the last of them.
+    The weight of the whole step is known after its last pass. So gradients are summed up as they
+    are weighted, and divided by the sum of the weights after the last pass.
     """
 
     def __init__(self) -> None:
         self.unit = 1.0
-        """Losses are multiplied by weight / unit: about what a member's step weighed last, so that
-        gradients stay as large as they are without weights. A power of two: nothing is rounded by
-        it. The same on all members, from one step to the next in a generation."""
+        """Losses are multiplied by weight / unit: roughly the member's last step weight, so that
+        gradients stay as large as without weights. A power of two: it causes no rounding. The same
+        on all members, from one step to the next in a generation."""
         self.begin()
 
     def begin(self) -> None:
@@ -103,24 +103,24 @@ class StepWeights:
 
     @property
     def are_own(self) -> bool:
-        """True if this member's losses weigh by something else than samples."""
+        """True if this member's losses are weighted by something other than samples."""
         return self.own is not None
 
     def add(self, weight: float) -> None:
-        """Add one more loss, which weighs so much."""
+        """Add the weight of one more loss."""
         self.own = (self.own or 0.0) + weight
 
     def factor(self, weights: Sequence[float]) -> float:
-        """The number by which the mean over the members of their gradients is to be multiplied,
-        where those of each are sums over its losses. Members that share samples all have the weight
-        of these."""
+        """The factor for the mean over the members of their gradients, which are sums over each
+        member's losses. Members that share samples all pass the weight of the samples that they
+        share."""
         mean = math.fsum(weights) / len(weights)
         unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
         return unit / mean
 
 
 class StepAgreement:
-    """One member's part in it, for one generation."""
+    """One member's part in the agreement, for one generation."""
 
     def __init__(
         self,
@@ -131,24 +131,24 @@ class StepAgreement:
         *,
         shares_samples: bool = False,
     ) -> None:
-        """`members` by rank. `shares_samples`: True if some of them work on the same ones."""
+        """`members` by rank. `shares_samples`: True if some members work on the same samples."""
         self._group = group
         self._members = members
         self._hyper = hyperparameters
         self._position = position
         self._words = Words(group, NUM_WORDS)
         self._vote = StepVote()
-        """The newest one."""
+        """The newest vote."""
         self._digested: tuple[tuple[object, ...], int] = ((), 0)
-        """What the newest digest is of, and the digest: in nearly every step it is the same."""
+        """Content and value of the newest digest: in nearly every step they are the same."""
         self._steps = 0
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
         self.faults: Sequence[bool] = ()
-        """By rank, True for members that have voted for this step with gradients that are not
-        finite; once it is settled."""
+        """By rank: True for members whose vote on this step reports gradients that are not
+        finite. Valid once the step is settled."""
         self._announced = False
         self._settled = False
 
@@ -166,7 +166,7 @@ class StepAgreement:
 
     @property
     def members(self) -> Sequence[str]:
-        """By rank."""
+        """Members by rank."""
         return self._members
 
     @property
@@ -181,10 +181,10 @@ class StepAgreement:
     # --- votes on passes ---
 
     def tell_parts(self) -> None:
-        """Vote on the parts, if that is due: a forward pass begins. After a step that was cut into
-        parts, members vote before the first backward pass; members with the same samples do so in
-        each step, and before the first forward pass. Raises UnequalPasses, on all of those, if
-        their votes differ."""
+        """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
+        into parts, members vote before the first backward pass; members that share samples vote in
+        each step, and before the first forward pass. Raises UnequalPasses on all members that share
+        samples if their votes differ."""
         if self._cut.is_voted_on_first and not self._words.is_told:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -192,8 +192,8 @@ class StepAgreement:
                 self._cut.is_agreed = True
 
     def announce(self) -> None:
-        """Vote on a further pass, if one begins: a forward pass begins that communicates. All
-        members have to make it. Raises UnequalPasses on all if some do not."""
+        """Vote on a further pass, as a forward pass that communicates begins. All members have to
+        make it. Raises UnequalPasses on all if some do not."""
         if self._passes and not self._announced and not self._cut.says_all_passes:
             self._announced = True
             is_cut = self._cut.num_parts > 1
@@ -203,7 +203,7 @@ class StepAgreement:
             self._cut.is_agreed |= is_cut
 
     def passing(self) -> None:
-        """A backward pass begins. Raises as `announce`, before anything of it is sent."""
+        """Vote as a backward pass begins. Raises as `announce`, before the pass sends anything."""
         self.tell_parts()
         if self._words.is_told:
             self._hear_passes()
@@ -213,7 +213,7 @@ class StepAgreement:
         self._passes += 1
 
     def meet(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
-        """Return if all members do this now with the same ones of several optimizers.
+        """Return if all members take this action now, with the same ones of several optimizers.
 
         Raises UnequalPasses on all of them if not; for an update also HyperparametersDiffer.
         """
@@ -230,9 +230,9 @@ class StepAgreement:
     # --- votes on a step, or on a round of steps ---
 
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
-        """Vote for the step: all of its passes were made. `is_faulty`: this member's own gradients
-        are not finite. `idle`: parameters without a gradient, which have to be the same ones on all
-        members. No effect in a step that is voted on or settled."""
+        """Vote for the step, after all of its passes. `is_faulty`: this member's own gradients are
+        not finite. `idle`: parameters without a gradient, which have to be the same on all members.
+        No effect in a step that is voted on or settled."""
         if self._words.is_told or self._settled:
             return
         exchanges, refusal = self._position.exchanges, self._position.inspection.refusal
@@ -256,12 +256,12 @@ class StepAgreement:
         )
 
     def settle(self) -> float | None:
-        """Wait for the votes of all, and return if all members take the step in the same way: the
-        number by which gradients are to be multiplied before they are used. None if the step was
-        settled before.
+        """Wait for all votes, and return the number by which gradients are to be multiplied before
+        they are used, if all members take the step in the same way. None if the step was settled
+        before.
 
-        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or what one of them refuses,
-        on all of them.
+        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or a member's refusal, on all
+        members.
         """
         if self._settled:
             return None
@@ -280,7 +280,7 @@ class StepAgreement:
         return factor
 
     def _count(self, ballots: Sequence[Ballot]) -> float:
-        """See `settle`."""
+        """The factor of `settle`, from ballots that do not agree."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
@@ -300,8 +300,8 @@ class StepAgreement:
         return 1.0 if weights is None else self.weights.factor(weights)
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """Return if all members applied the same in each step of a round in which they stepped by
-        themselves: `applied`, by step. `conflict`: see `Hyperparameters`.
+        """Return if all members applied the same values in each of a round's local steps.
+        `applied`: by step. `conflict`: see `Hyperparameters`.
 
         Raises HyperparametersDiffer, on all members.
         """
@@ -330,7 +330,7 @@ class StepAgreement:
 
     def _cast(self, vote: StepVote) -> None:
         if self._steps > 1 and self._words.may_share:
-            # Not in the first step: members stand still in it that were just left by another.
+            # Not in the first step: members wait in it if another member has just left them.
             self._words.share()
         self._vote, applied = vote, vote.applied
         if applied and applied != self._digested[0]:
@@ -351,7 +351,7 @@ class StepAgreement:
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
-        """Collective: exchange whole votes, of a step or of a round that began with `step`. See
+        """Collective: exchange whole votes, on a step or on a round that began with `step`. See
         `check_votes`."""
         told = self._position.exchanges.told()
         own = replace(self._vote, told=None if told is None else vars(told)).encode()

@@ -1,4 +1,4 @@
-"""The passes of the step under way: which gradients count, and what is undone if it fails."""
+"""The passes of the step in progress: which gradients count, and what is undone if it fails."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,18 +24,18 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
 class EarlyUpdates:
-    """Updates of some of several optimizers within a step, undone with it: what they change is kept
-    as it was before the first of them."""
+    """Updates of some of several optimizers within a step, undone if the step fails: the tensors
+    that an update changes are copied before the first update."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity: what is held, and what was in it."""
+        """By identity: a tensor that is held, and its content before."""
         self._states: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
         self._state_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 
     @torch.no_grad()
     def keep(self, optimizers: Iterable[Optimizer], held: Iterable[Tensor]) -> None:
-        """The optimizers are about to step, which changes the tensors that are held."""
+        """Copy the held tensors and the optimizers' state, which a step is about to change."""
         for optimizer in optimizers:
             if optimizer not in self._states:
                 self._states[optimizer] = {
@@ -52,7 +52,7 @@ class EarlyUpdates:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """The step does not happen."""
+        """Undo the updates: the step does not happen."""
         for own, before in (*self._tensors.values(), *self._state_tensors.values()):
             own.copy_(before)
         for optimizer, states in self._states.items():
@@ -66,28 +66,28 @@ class EarlyUpdates:
         return self._state_tensors.keys()
 
     def forget(self) -> None:
-        """The step is committed, or begins."""
+        """Drop the copies: the step is committed, or begins."""
         self._tensors.clear()
         self._states.clear()
         self._state_tensors.clear()
 
 
 class StepPasses:
-    """One step after another."""
+    """Passes of the present step; the object is kept from step to step."""
 
     def __init__(self) -> None:
         self.in_step = False
         self.weighted = False
-        """Whether the step had a backward pass that weighs this member's share."""
+        """True if the step had a backward pass weighted by this member's share."""
         self.training: Training | None = None
-        """Who trains what, where there are several optimizers."""
+        """The optimizer of each model, if there are several optimizers."""
         self.chosen: frozenset[str] = frozenset()
-        """The optimizers that the pass trains, or the clipping is for, that comes next."""
+        """The optimizers that the next pass, or the next clipping, is for."""
         self.due: frozenset[str] = frozenset()
-        """Those that have gradients."""
+        """The optimizers that have gradients."""
         self.updates = EarlyUpdates()
         self.is_whole = True
-        """Whether parameters are those of a committed step, also behind one that did not happen."""
+        """True if parameters are those of a committed step, also after a failed step."""
         self._writes = ScriptWrites()
         self._state_writes = StateWrites()
         self._optimizers: Sequence[Optimizer] = ()
@@ -96,13 +96,13 @@ class StepPasses:
         self._buffers = BufferSnapshot()
 
     def train(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """This is what passes train, in all generations."""
+        """Set the model and optimizer of all passes, in all generations."""
         self._optimizers = list(optimizers_of(optimizer).values())
         if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
             self.training = Training(model, optimizer)
 
     def models(self, optimizers: frozenset[str]) -> frozenset[str]:
-        """The models that these train; one that is alone has the empty name."""
+        """The models that these optimizers train; a single model has the empty name."""
         return frozenset([""]) if self.training is None else self.training.models_of(optimizers)
 
     def take(self, call: str) -> frozenset[str]:
@@ -116,8 +116,8 @@ class StepPasses:
         return self.chosen
 
     def update(self, optimizer: Optimizer, names: frozenset[str], held: Sequence[Tensor]) -> None:
-        """Step these within the step, with gradients that are all there; `held`: whatever of their
-        models changes with it on this member."""
+        """Step these optimizers within the step, with complete gradients. `held`: the tensors of
+        their models that change with it on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
         self._writes.updating()
@@ -130,24 +130,24 @@ class StepPasses:
         self.due -= names
 
     def updated(self) -> None:
-        """Behind `update`, all members have what it has changed."""
+        """Note that, after `update`, all members have the changed values."""
         self._writes.updated()
 
     def aim(self, optimizer: Optimizer) -> None:
-        """The step is committed with a step of those of several optimizers that have gradients."""
+        """Let the optimizers that have gradients step at the end of the step, which is settled."""
         self.settle()
         if isinstance(optimizer, SeveralOptimizers):
             optimizer.due = self.due
 
     def settle(self) -> None:
-        """All passes of the step are made, and it will be committed: whatever changes from here on
-        is the session's doing. Raises InvalidSpec as `settle_buffers`."""
+        """Note that all passes of the step are made: from here on the session makes all changes,
+        until it commits the step. Raises InvalidSpec as `settle_buffers`."""
         self._buffers.settle()
         self._writes.settle()
         self._state_writes.settle()
 
     def parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        """Those that the chosen optimizers hold."""
+        """The parameters of the chosen optimizers."""
         return [
             one
             for name, each in optimizers_of(optimizer).items()
@@ -159,8 +159,8 @@ class StepPasses:
     def begin(
         self, model: nn.Module | None = None, parameters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """A step begins; what passes and the script change of the buffers of `model`, and of these
-        parameters of it (see `ScriptWrites.begin`), is to be undone with it."""
+        """Begin a step. Changes that passes and the script make to the buffers of `model`, and to
+        these parameters (see `ScriptWrites.begin`), are undone if the step fails."""
         if model is not None:
             self._buffers.keep(model)
         if parameters is not None:
@@ -172,21 +172,21 @@ class StepPasses:
         self.updates.forget()
 
     def settle_buffers(self) -> None:
-        """The state of the model is to be collected: buffers that were replaced belong to it.
+        """Move the content of replaced buffers into the model's own, before state is collected.
 
-        Raises InvalidSpec where what took their place does not fit.
+        Raises InvalidSpec if a replacement does not fit.
         """
         self._buffers.settle()
 
     def state_as_begun(self) -> AbstractContextManager[None]:
-        """Within, optimizers have the state that they had when the step began."""
+        """A context in which optimizers have the state that they had when the step began."""
         return self._state_writes.as_begun()
 
     def as_begun(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Of what a member holds, what may have changed since the step began, as it was then.
+        """Copies, from the step's beginning, of those held tensors that may have changed since.
 
-        Raises GenerationBroken if the script has written to parameters of which there is no copy:
-        this member does not hold the state of the last committed step any more.
+        Raises GenerationBroken if the script has written to parameters that have no copy: this
+        member no longer holds the state of the last committed step.
         """
         self._writes.note(closely=True)
         self._state_writes.note()
@@ -200,8 +200,8 @@ class StepPasses:
         return {**found, **{name: copy for name, copy in parameters.items() if name in held}}
 
     def check_buffers(self, step: int) -> None:
-        """Raise InvalidSpec where a pass of this step has changed a buffer that no state of the
-        model holds; so many steps are committed before it."""
+        """Raise InvalidSpec if a pass of this step has changed a buffer outside the model's
+        state_dict. `step`: the number of committed steps before it."""
         if changed := self._buffers.changed():
             raise InvalidSpec(
                 f"the model has changed buffers in step {step} that are not in its state_dict",
@@ -212,17 +212,17 @@ class StepPasses:
             )
 
     def commit(self) -> None:
-        """The step happened."""
+        """Note that the step is committed."""
         self.in_step = False
         self._buffers.clear()
         self.updates.forget()
 
     def undo(self) -> bool:
-        """A step under way does not happen, if there is one; whether there was."""
+        """Undo the step in progress, if there is one; True if there was."""
         was_in_step, self.in_step = self.in_step, False
         if was_in_step:
-            # In this order: to undo updates, which were of what the script had written before them,
-            # is to write to weights.
+            # Find the script's own writes first: they came before the updates, and undoing an
+            # update writes to the same weights.
             self._writes.note(closely=True)
             self._state_writes.note()
             self.updates.restore()
@@ -232,7 +232,7 @@ class StepPasses:
         return was_in_step
 
     def check_whole(self, step: int) -> None:
-        """Raise StateLost where a step that did not happen has left weights of no committed one."""
+        """Raise StateLost if a failed step has left weights that belong to no committed step."""
         if not self.is_whole:
             raise StateLost(
                 f"step {step} was not taken, and its weights cannot be given back what they held",
@@ -243,17 +243,17 @@ class StepPasses:
             )
 
     def forget(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._buffers.forget()
         self._writes.forget()
         self._state_writes.forget()
 
     def ours(self) -> bool:
-        """Whether a gradient that comes now was asked for through the session, if it has to be."""
+        """True if a gradient may arrive now: the session asked for it, or no step has begun."""
         return self._computes or not self.in_step
 
     def weighing(self) -> AbstractContextManager[None]:
-        """Within, gradients come of a loss that is weighed with this member's share."""
+        """A context for a backward pass whose loss is weighted by this member's share."""
         return self._weighing
 
     def _weighs(self, begins: bool) -> None:
@@ -264,7 +264,7 @@ class StepPasses:
 
 
 class _Weighing:
-    """Says when a pass begins and when it has ended, however it did."""
+    """Reports the begin and the end of a pass, also if the pass raises."""
 
     def __init__(self, says: Callable[[bool], None]) -> None:
         self._says = says

@@ -1,9 +1,9 @@
-"""A member's vote on a step: what it has done in it, and what the step is to be applied with.
+"""A member's vote on a step: its passes, and the values with which the step is to be applied.
 
-Members exchange ballots, as often as they have to agree within a step. A ballot has four integers:
+Members exchange ballots as often as they have to agree within a step. A ballot has four integers:
 the passes, a digest of what has to be the same on all members, what may differ, and the weight of
-the losses. The passes stand in it as they are: members that make different ones are at different
-collectives, and have none in common in which to say more. If digests differ, or a member refuses
+the losses. The passes are sent in the ballot itself: members with different passes are at different
+collectives, and have none in common in which to send more. If digests differ, or a member refuses
 the step, they exchange the whole votes, and the error names field, members and values.
 
 Pure: `StepAgreement` sends and receives.
@@ -27,16 +27,16 @@ from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, U
 
 MAX_IDLE_NAMED = 5
 _NAMED = 1 << 40
-"""Passes from here on stand for an action, and the optimizers that it is of."""
+"""Numbers from here on stand for an action and its optimizers, not for passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
-"""The weight of losses that are means over samples, and weigh by these."""
+"""The `weight` of a ballot if losses are means over samples, and are weighted by these."""
 _LAYERS_FROM = 8
 """The first bit of the layers' word in the ballot; flags stand below it."""
 
 
 class OptimizerAction(enum.IntEnum):
-    """What a script does with some of several optimizers."""
+    """Actions of a script with some of several optimizers."""
 
     BACKWARD = 0
     UPDATE = 1
@@ -47,7 +47,7 @@ _IN_WORDS = ("a backward pass for", "an update of", "clipping for")
 
 
 class Flag(enum.IntFlag):
-    """What a ballot says that may differ between members."""
+    """Parts of a ballot that may differ between members."""
 
     CONFLICT = 1
     STOPS_BEFORE = 2
@@ -58,7 +58,7 @@ class Flag(enum.IntFlag):
 
 
 class Ballot(NamedTuple):
-    """The integers in which a vote travels."""
+    """The integers in which a vote is sent."""
 
     passes: int
     digest: int
@@ -79,38 +79,38 @@ BY_SAMPLES = bits_of(_BY_SAMPLES)
 
 @dataclass(frozen=True, kw_only=True)
 class StepVote:
-    """One member's. Votes are equal if what has to be the same is."""
+    """One member's vote. Votes are equal if the parts that have to be the same are."""
 
     passes: int = 0
-    """Backward passes that were begun."""
+    """Number of backward passes that were begun."""
     is_last: bool = False
     """True if the member makes no further pass in this step."""
     parts: int = 0
-    """Parts into which it cuts the step; 0: this vote is not on that."""
+    """Parts into which the member cuts the step; 0: this vote is not on that."""
     action: OptimizerAction | None = None
-    """What is done with the `optimizers`, numbered as bits; None: this vote is not on that."""
+    """The action on the `optimizers`, numbered as bits; None: this vote is not on that."""
     optimizers: int = 0
     hyperparameters: Values = ()
-    """What the step is applied with, norms that gradients were clipped to included."""
+    """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """Of a round of local steps: by the number of steps after the first, what is applied from there
-    on."""
+    """In a round of local steps: the values applied from a step on, by the number of steps after
+    the first."""
     idle: tuple[str, ...] = ()
     """Parameters without a gradient."""
 
     layers: int = field(default=0, compare=False)
     """`LayerExchanges.word`: the same on members that split layers with each other."""
     weight: float | None = field(default=None, compare=False)
-    """The weight of the losses; None: by samples."""
+    """The weight of the losses; None: they are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
     """True if the member's own gradients are not finite."""
     stops_before: bool = field(default=False, compare=False)
-    """True if its script has stopped before this step."""
+    """True if the member's script has stopped before this step."""
     stops_after: bool = field(default=False, compare=False)
     leaves: bool = field(default=False, compare=False)
-    """True if it leaves after this step and nobody replaces it."""
+    """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
-    """How the step, which is taken again, differs from the first time."""
+    """The difference of a step that is taken again from the first time, in words."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
     """The error, as a dict, with which the optimizer's state after the last step is refused."""
     told: Mapping[str, Any] | None = field(default=None, compare=False)
@@ -118,12 +118,12 @@ class StepVote:
 
     @property
     def applied(self) -> tuple[Any, ...]:
-        """What a ballot has a digest of; empty in a vote on something else."""
+        """The content of a ballot's digest; empty in a vote on something else."""
         content = (self.hyperparameters, self.changes, self.idle)
         return content if any(content) else ()
 
     def ballot(self, digest: int) -> Ballot:
-        """What is exchanged first; `digest`: of `applied`, below 2**56."""
+        """The ballot, exchanged first; `digest`: of `applied`, below 2**56."""
         flags = (
             Flag.CONFLICT * bool(self.conflict)
             | Flag.STOPS_BEFORE * self.stops_before
@@ -146,7 +146,7 @@ class StepVote:
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
-        """The vote that `encode` was called of. Fields of a later release are left out."""
+        """The vote that `encode` has encoded. Fields of a later release are ignored."""
         content = json.loads(encoded)
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
@@ -160,8 +160,8 @@ def agree(ballots: Sequence[Sequence[int]]) -> bool:
 
 
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
-    """Raise UnequalPasses unless all members make the same passes, or do the same with the same
-    of these optimizers."""
+    """Raise UnequalPasses unless all members make the same passes, or take the same action with
+    the same of these optimizers."""
     found = [each.passes for each in ballots.values()]
     if found.count(found[0]) == len(found):
         return
@@ -195,7 +195,7 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if the ballots do not say all: members differ, or one of them refuses the step."""
+    """True if the ballots do not suffice: members differ, or one of them refuses the step."""
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
@@ -204,10 +204,10 @@ def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
 
 
 def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
-    """Return if what differs between the members' votes are last bits.
+    """Return if the members' votes differ by rounding errors at most.
 
-    `is_taken`: False for a step before which a script has stopped; what it would be applied with
-    may differ. Raises what a member refuses the step with, InvalidSpec, or HyperparametersDiffer.
+    `is_taken`: False for a step before which a script has stopped; its values may differ.
+    Raises the error with which a member refuses the step, InvalidSpec, or HyperparametersDiffer.
     """
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
@@ -244,7 +244,7 @@ def _applied_at(applied: Sequence[tuple[int, Values]], after: int) -> Values:
 
 
 def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
-    """A member that leaves a layer out would meanwhile gather and reduce others than its peers."""
+    """Refuse different layers: a member would gather and reduce other layers than its peers."""
     everywhere = set.intersection(*map(set, idle.values()))
     own = {name: [each for each in some if each not in everywhere] for name, some in idle.items()}
     if not any(own.values()):
@@ -263,9 +263,9 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
 
 
 def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
-    """The weight of each member's losses; None: they weigh by samples.
+    """The weight of each member's losses; None: they are weighted by samples.
 
-    Raises InvalidSpec if only some of the members weigh theirs, or all weigh nothing.
+    Raises InvalidSpec if only some of the members give weights, or all weights are 0.
     """
     weights = {name: _weight_of(each) for name, each in ballots.items()}
     known = [each for each in weights.values() if each is not None]

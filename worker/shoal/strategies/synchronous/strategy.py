@@ -39,13 +39,13 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 STORE_S = 2.0
-"""What a member may take to ask the coordinator where the others stand."""
+"""Time in which a member's call to the coordinator, for the others' places, has to succeed."""
 
 
 class SynchronousStrategy(Strategy):
-    """Forms the group of each generation, cuts it when a peer is lost, and lets go of it.
+    """Forms the group of each generation, cuts it when a peer is lost, and releases it.
 
-    What trains over the group is the subclass' own: `_bring_up` makes it, `_let_go` drops it.
+    A subclass builds the training over the group: `_bring_up` makes it, `_let_go` drops it.
     """
 
     synchronous = True
@@ -63,7 +63,7 @@ class SynchronousStrategy(Strategy):
         self._has_state = False
         self._passes = StepPasses()
         self._reduces = True
-        """Whether the passes of the step are reduced as they are made."""
+        """True if the passes of the step are reduced as they are made."""
         self._watch: HangWatch | None = None
         self._places: ScriptPlaces | None = None
         self._hyperparameters: Hyperparameters | None = None
@@ -73,17 +73,17 @@ class SynchronousStrategy(Strategy):
 
     @abstractmethod
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Make what trains over the group, with the state that the generation starts from.
+        """Build the training over the group, with the state that the generation starts from.
 
-        Its last collective is one that returns only if all members have come so far.
+        Its last collective returns only if all members have reached it.
         """
 
     @abstractmethod
     def _let_go(self) -> None:
-        """Drop whatever holds the group. Quick, raises nothing, may be called twice."""
+        """Drop all references to the group. Quick, raises nothing, may be called twice."""
 
     def _write_checkpoint(self) -> None:
-        """Have one written, if it is due, of the state behind the last step."""
+        """Write a checkpoint of the state after the last step, if one is due."""
 
     # --- generations ---
 
@@ -112,7 +112,7 @@ class SynchronousStrategy(Strategy):
             self._watch.start()
 
     def num_moved(self) -> int:
-        """Counts what moves between members beside the group's collectives. Any thread."""
+        """Count of transfers between members outside the group's collectives. Any thread."""
         return 0
 
     def _stands(self, waited_s: float, stood_s: float) -> None:
@@ -156,7 +156,7 @@ class SynchronousStrategy(Strategy):
             if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
-            # What it has put on a device may have been aborted since: half of it is no state.
+            # Copies to a device may have been aborted since: then the state is incomplete.
             self._generation_group.check()
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
@@ -185,14 +185,14 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """The members whose samples BatchNorm normalises together; None: each its own."""
+        """Members whose samples BatchNorm normalises together; None: each normalises its own."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """That of the generation, between two steps. Raises GenerationBroken if it is over."""
+        """The generation's group, between two steps. Raises GenerationBroken if it is over."""
         if self._process_group is None:
             raise GenerationBroken("there is no running generation")
         return self._process_group
@@ -219,7 +219,7 @@ class SynchronousStrategy(Strategy):
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:
         group = self._process_group
         if group is not None:
-            # As slow as its state is large: judged as a bring-up is.
+            # Takes as long as the state is large: watched like a bring-up.
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
             members = self._agreement.members if self._agreement is not None else ()
             self._hand_over([rank for rank, each in enumerate(members) if each in leaving])
@@ -232,7 +232,7 @@ class SynchronousStrategy(Strategy):
         self._set_stage(TrainerStage.AWAY)
         self._checkpoints.owed = False
         with ExitStack() as releases:
-            # Whatever raises: a group that is left is in the way of all later ones.
+            # Whatever raises: a group that is not released blocks all later ones.
             releases.callback(self._generation_group.release)
             releases.callback(self._let_go)
             releases.callback(self._passes.forget)
@@ -276,7 +276,7 @@ class SynchronousStrategy(Strategy):
             self._compare_registered(group, agreement.members)
 
     def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
-        # Without state of the job's, members have weights of their own, and averages of them.
+        # Before there is a job's state, members have their own weights, and averages of them.
         content = self._registered.comparable(with_tensors=self._has_state)
         compare(group, members, self._step if self._has_state else UNTRAINED, content)
 
@@ -291,13 +291,13 @@ class SynchronousStrategy(Strategy):
 
     @property
     def origin(self) -> Position:
-        """From where on batches have their present size."""
+        """The position from which on batches have their present size."""
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """A step is committed: write a checkpoint, if one is due.
+        """Write a checkpoint after a committed step, if one is due.
 
-        What the script changes behind the step still, weights too, belongs to it.
+        The checkpoint includes what the script still changes after the step, weights too.
         """
         if self._registered or self._checkpoints.samples.are_told:
             self._checkpoints.owed = self._checkpoints.due(self._step)
@@ -332,7 +332,7 @@ class SynchronousStrategy(Strategy):
     # --- steps ---
 
     def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """A step begins: what passes and the script change in the model is to be undone with it."""
+        """Begin a step: changes that passes and the script make in the model can be undone."""
         if self._watch is not None:
             self._watch.sign()
         self._registered.attempt()
@@ -345,22 +345,22 @@ class SynchronousStrategy(Strategy):
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Of several optimizers, those that the next call is for: a pass, an update, clipping.
+        """Choose, of several optimizers, those for the next call: a pass, an update, clipping.
 
-        Raises InvalidSpec where they train a part of a model only.
+        Raises InvalidSpec if they train only a part of a model.
         """
         self._passes.models(optimizers)
         self._passes.chosen = optimizers
 
     def update(self) -> None:
-        """Step the chosen ones of several optimizers now, as far as the step comes to its end."""
+        """Step the chosen ones of several optimizers now; undone if the step fails."""
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
         )
 
     def _agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.meet`, of the chosen ones of several optimizers."""
+        """See `StepAgreement.meet`; for the chosen ones of several optimizers."""
         if self._agreement is not None and self._passes.training is not None:
             self._agreement.meet(action, self._passes.chosen)
 
@@ -394,17 +394,17 @@ class SynchronousStrategy(Strategy):
         return self._passes.weighing()
 
     def _announce(self) -> None:
-        """A forward pass that communicates begins: see `StepAgreement.announce`."""
+        """See `StepAgreement.announce`: a forward pass that communicates begins."""
         if self._agreement is not None:
             self._agreement.announce()
 
     def _propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
-        """All passes of the step were made: see `StepAgreement.propose`."""
+        """See `StepAgreement.propose`: all passes of the step were made."""
         if self._agreement is not None:
             self._agreement.propose(is_faulty=is_faulty, idle=idle)
 
     def _settle(self) -> None:
-        """See `StepAgreement.settle`: from here on nobody makes a further pass in this step."""
+        """See `StepAgreement.settle`: from here on no member makes a further pass in this step."""
         if self._agreement is not None:
             factor = self._agreement.settle()
             scaler = self._registered.scaler
@@ -417,7 +417,7 @@ class SynchronousStrategy(Strategy):
         """Multiply the gradients that this member's optimizer uses."""
 
     def _weigh(self, weight: float) -> float:
-        """A loss weighs so much; by what it is to be multiplied."""
+        """Add the weight of a loss, and return the factor for the loss."""
         agreement = self._agreement
         if agreement is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
@@ -433,7 +433,7 @@ class SynchronousStrategy(Strategy):
             )
 
     def _update_scale(self, *, overflowed: bool) -> None:
-        """With the step that is about to be committed."""
+        """Update the loss scale, together with the step that is about to be committed."""
         scaler = self._registered.scaler
         if scaler is not None:
             log.debug("loss_scaled", step=self._step, overflowed=overflowed)
@@ -449,7 +449,7 @@ class SynchronousStrategy(Strategy):
         self.position.stepped()
 
     def withdraw_step(self) -> None:
-        """The step under way is not taken, and neither is any behind it. May raise StateLost."""
+        """Undo the step in progress; no member takes it or a later one. May raise StateLost."""
         self._passes.undo()
         self._registered.undo()
         self.position.stands("")
@@ -466,7 +466,7 @@ class SynchronousStrategy(Strategy):
             self.position.inspection.raise_on_all(group)
         self._check_registered()
         self.between_steps()
-        # Before anybody leaves: each writes its part, and leaves it with others for what comes yet.
+        # Before any member leaves: each writes its part, and leaves copies of it with others.
         self._checkpoints.conclude()
         self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)

@@ -1,4 +1,4 @@
-"""Finds out which parameters were written to; by whom is for others to say."""
+"""Detection of writes to parameters; the caller decides if the script or the session wrote."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -15,19 +15,19 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""One in so many steps compares elements of one in so many parameters. A prime, as scripts do
-things every so many steps."""
+"""Every so many steps, the elements of one in so many parameters are compared. The number of turns
+is a prime, since scripts do things every so many steps."""
 NUM_ELEMENTS = 4
-"""At most so many of each."""
+"""At most so many elements of each parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""Where to compare is to wait."""
+"""The interval for devices on which a comparison waits."""
 
 
 class OwnParts:
-    """What this member has of some parameters, in the memory that it has in this generation.
+    """This member's parts of some parameters, in the memory that they have in this generation.
 
-    Not what a module shows at the time: where parameters are gathered for a pass and freed behind
-    it, that is memory that comes and goes.
+    Not the tensors that a module has at the time: if parameters are gathered for a pass and freed
+    after it, those are in temporary memory.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -41,30 +41,30 @@ class OwnParts:
         self._are_counted = not any(each.is_inference() for each in self._counted)
 
     def all(self) -> list[Tensor]:
-        """Of each, as it is now: a script may have given it other memory."""
+        """The part of each parameter, as it is now: a script may have replaced its memory."""
         return [*self._whole, *all_local(self._cut)] if self._cut else self._whole
 
     def present(self, names: Iterable[str]) -> list[Tensor]:
-        """The same of these alone."""
+        """The parts of these parameters, as `all`."""
         own = dict(zip(self.parameters, self.all(), strict=True))
         return [own[name] for name in names]
 
     def num_writes(self) -> list[int]:
-        """So often they were written to."""
+        """The number of writes to each."""
         if not self._are_counted:
             return list(map(num_writes, self._counted))
         own = all_writes(self._counted)
-        # Of a part, what is done to the whole is counted apart from what is done to the part.
+        # Of a sharded tensor, writes to the whole and to the local part are counted separately.
         return own + all_writes(all_local(self._cut)) if self._cut else own
 
     def differing(self, one: Sequence[int], other: Sequence[int]) -> set[str]:
-        """Names of those that these numbers differ for."""
+        """Names of the parameters whose numbers differ."""
         counts = zip(self._names, one, other, strict=False)
         return {name for name, before, now in counts if before != now}
 
 
 def _is_plain(parameter: Tensor) -> bool:
-    """Whether it has elements in memory, and not what it is computed from: quantised weights."""
+    """True if the tensor has its own elements in memory, unlike quantised weights."""
     wraps = hasattr(parameter, "__tensor_flatten__") and not isinstance(parameter, DTensor)
     return parameter.layout is torch.strided and not wraps
 
@@ -72,9 +72,9 @@ def _is_plain(parameter: Tensor) -> bool:
 class ParameterWatch:
     """Finds the parameters that were written to since `mark`.
 
-    torch counts writes, but for those by way of `.data` and by `torch._foreach` functions to
-    DTensors. So some elements are compared too: in a step those of some parameters, and of all
-    whenever it has to be known (`closely`). Where that is to wait for a GPU, in few steps.
+    torch counts writes, except those through `.data` and those of `torch._foreach` functions to
+    DTensors. So some elements are compared too: in some steps those of some parameters, and those
+    of all if the answer has to be sure (`closely`). On a GPU, where comparing waits, in few steps.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -84,14 +84,14 @@ class ParameterWatch:
         self._num_steps = 0
 
     def mark(self) -> None:
-        """What is written from here on is found."""
+        """Find writes from here on."""
         self._num_steps += 1
         self._num_writes = self._own.num_writes()
         for samples in self._samples:
             samples.mark()
 
     def changed(self, *, closely: bool) -> set[str]:
-        """Names of those that were."""
+        """Names of the parameters that were written to."""
         found: set[str] = set()
         now = self._own.num_writes()
         if now != self._num_writes:
@@ -102,7 +102,7 @@ class ParameterWatch:
         return found
 
     def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
-        """Which of them are compared."""
+        """The slice of the samples that is compared now."""
         num, every = samples.num, EVERY_STEPS_ON_GPU if samples.waits else EVERY_STEPS
         turn, rest = divmod(self._num_steps, every)
         if closely or rest:
@@ -112,7 +112,7 @@ class ParameterWatch:
 
 
 def _alike(own: OwnParts) -> Iterable[Mapping[str, Tensor]]:
-    """The parameters by device; those on one that a look waits for by dtype too."""
+    """The parameters by device; on a device that a look waits for, by dtype too."""
     alike: dict[tuple[torch.device, torch.dtype | None], dict[str, Tensor]] = {}
     for name, part in zip(own.parameters, own.all(), strict=True):
         key = (part.device, None if is_on_host(part) else part.dtype)
@@ -126,10 +126,10 @@ def _samples_of(alike: Mapping[str, Tensor]) -> "_Samples":
 
 
 class _Samples(ABC):
-    """Some elements of parameters of one dtype and device, and where they lie."""
+    """Some elements of parameters of one device, and the addresses of the parameters."""
 
     waits: ClassVar[bool]
-    """Whether to compare them is to wait for a GPU."""
+    """True if comparing them waits for a GPU."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._own = OwnParts(parameters)
@@ -139,15 +139,15 @@ class _Samples(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """They were as they are now."""
+        """Remember the present elements."""
 
     @property
     def num(self) -> int:
-        """Of so many parameters."""
+        """Number of parameters."""
         return len(self._names)
 
     def changed(self, turn: slice) -> set[str]:
-        """Names of those among these that are others."""
+        """Names of the parameters in this slice that have other elements or another address."""
         names, known = self._names[turn], self._places[turn]
         if not names:
             return set()
@@ -157,12 +157,12 @@ class _Samples(ABC):
 
     @abstractmethod
     def _written(self, turn: slice) -> set[str]:
-        """Names of those that hold something else than when they were marked."""
+        """Names of the parameters whose elements differ from those at `mark`."""
 
 
 class _OnHost(_Samples):
-    """Read as bytes: by torch's functions, which each step would enter once more, it takes some ten
-    times as long."""
+    """Samples on the host, read as bytes: torch's functions, called in each step, would take about
+    ten times as long."""
 
     waits = False
 
@@ -185,7 +185,7 @@ class _OnHost(_Samples):
 
 
 class _OnDevice(_Samples):
-    """Put together, so that one look waits for all."""
+    """Samples on a device, concatenated, so that one look waits for all."""
 
     waits = True
 
@@ -208,7 +208,7 @@ class _OnDevice(_Samples):
 
 
 def _elements(own: Tensor) -> Tensor:
-    """A view of some of them: side by side, as others take four times as long to put together."""
+    """A view of some adjacent elements: others take four times as long to concatenate."""
     held = own.detach()
     if not held.numel():
         return held.reshape(-1)
@@ -219,5 +219,5 @@ def _elements(own: Tensor) -> Tensor:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Unlike equality, also where they are no numbers."""
+    """True if the bits are equal: unlike `equal`, also for NaN."""
     return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

@@ -1,4 +1,4 @@
-"""What a script writes to parameters within a step."""
+"""Writes of a script to parameters within a step."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,22 +13,22 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Of each parameter on this member. In the first one a teacher that began as a copy moves nowhere,
-and in the next one neither if the first had a learning rate of 0."""
+"""Steps in which each parameter is copied. In the first, a teacher that began as a copy does not
+move, nor in the second if the first had a learning rate of 0."""
 PART_OF_FREE_MEMORY = 8
-"""The copies of the first steps may take one in so many parts of what is free on a GPU: gradients,
-the optimizer's state and what the passes keep are yet to come."""
+"""Copies of the first steps may take one in so many parts of a GPU's free memory: gradients, the
+optimizer's state and activations are allocated later."""
 
 
 class ScriptWrites:
-    """What a script writes to parameters within a step: as sharpness-aware minimisation does
-    between two passes, as a teacher in the model follows its student in the forward pass.
+    """Writes of a script to parameters within a step: sharpness-aware minimisation writes between
+    two passes, a teacher in the model follows its student in the forward pass.
 
-    A script that does no such thing is not to pay for copies. In the first steps all parameters are
-    copied as the step begins, so that what a script does from the start is known: beside them, or
-    to the host if a GPU has too little memory. From then on those are copied that the script has
-    written to. The others are looked at when the step ends, however it does. What is found then, of
-    a script that writes for the first time, cannot be taken back; from the next step on it can.
+    A script without such writes should not pay for copies. In the first steps all parameters are
+    copied as the step begins, which covers scripts that write from the start. The copies lie on the
+    same device, or on the host if a GPU has too little memory. From then on only parameters that
+    the script has written to are copied. The others are compared when the step ends, in any way. A
+    first write that is found then cannot be undone; from the next step on writes can.
     """
 
     def __init__(self) -> None:
@@ -37,20 +37,20 @@ class ScriptWrites:
         self._watch = ParameterWatch({})
         self._copies: dict[str, Tensor] = {}
         self._num_steps: dict[str, int] = {}
-        """Committed ones, up to `FIRST_STEPS`, by parameter. Over all generations."""
+        """Number of committed steps by parameter, up to `FIRST_STEPS`. Over all generations."""
         self._written: set[str] = set()
-        """Those that the script has written to. Over all generations."""
+        """Parameters that the script has written to. Over all generations."""
         self._is_planned = False
         self._is_open = self._is_watched = False
-        """Whether a step is under way, and whether what changes in it is the script's doing."""
+        """True if a step is in progress; True if changes in it are the script's."""
         self._is_updated = False
-        """Whether the session has changed parameters since the step began."""
+        """True if the session has changed parameters since the step began."""
         self._is_lost = False
-        """Whether a parameter was written to in this step of which there is no copy."""
+        """True if a parameter was written to in this step that has no copy."""
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """A step begins. The same mapping in all steps of a generation: of all parameters that this
-        member has, in the memory where it keeps them."""
+        """Begin a step. `parameters`: the same mapping in all steps of a generation, of all
+        parameters that this member has, in their lasting memory."""
         if parameters is not self._parameters:
             self._parameters, self._own = parameters, OwnParts(parameters)
             self._copies, self._is_planned = {}, False
@@ -71,7 +71,7 @@ class ScriptWrites:
         copy_staged([copy for copy, _ in away], [own for _, own in away])
 
     def _plan(self) -> None:
-        """Which parameters are copied, and which are looked at."""
+        """Choose the parameters that are copied, and those that are watched."""
         held, kept, self._copies = self._own.parameters, self._copies, {}
         copied = {
             name: own
@@ -96,8 +96,8 @@ class ScriptWrites:
         self._is_planned = True
 
     def note(self, *, closely: bool = False) -> None:
-        """What has changed by now the script has written: the session changes nothing but from
-        `updating` to `updated`, and behind `settle`. `closely`: whatever it takes."""
+        """Attribute changes so far to the script: the session changes parameters only between
+        `updating` and `updated`, and after `settle`. `closely`: compare all, at any cost."""
         if self._is_watched and (found := self._watch.changed(closely=closely)):
             self._written |= found
             self._is_lost = self._is_lost or not found <= self._copies.keys()
@@ -105,27 +105,27 @@ class ScriptWrites:
 
     @property
     def is_lost(self) -> bool:
-        """Whether a parameter was written to in this step that cannot be given back what it
-        held, as far as `note` has seen."""
+        """True if `note` has seen a write, in this step, to a parameter that cannot be
+        restored."""
         return self._is_lost
 
     @property
     def before(self) -> Mapping[str, Tensor]:
-        """What was copied when the step began, by name."""
+        """Copies from the beginning of the step, by name."""
         return self._copies
 
     def updating(self) -> None:
-        """The session is about to change parameters within the step."""
+        """Note that the session is about to change parameters within the step."""
         self.note()
         self._is_watched, self._is_updated = False, True
 
     def updated(self) -> None:
-        """The session has done so."""
+        """Note that the session has changed the parameters."""
         self._watch.mark()
         self._is_watched = True
 
     def settle(self) -> None:
-        """From here on the step changes parameters by the optimizer alone, and is then
+        """Note that, from here on, only the optimizer changes parameters, before the step is
         committed."""
         self.note()
         self._is_open = self._is_watched = False
@@ -145,14 +145,14 @@ class ScriptWrites:
         """Names of parameters that differ from their copies."""
         pairs = zip((self._copies[name] for name in names), self._own.present(names), strict=True)
         are_same = [own.eq(copy.to(own.device)).all() for copy, own in pairs]
-        # Put together, so that one look waits for all.
+        # Stacked, so that one look waits for all.
         told = torch.stack([each.to(are_same[0].device) for each in are_same]).tolist()
         return {name for name, is_same in zip(names, told, strict=True) if not is_same}
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """The step does not happen, and `note` has seen that; whether its parameters are again as
-        when it began."""
+        """Undo the step, after `note`; True if its parameters are again as when the step
+        began."""
         if not self._is_open:
             return True
         self._is_open = self._is_watched = False
@@ -168,13 +168,13 @@ class ScriptWrites:
         return not self._is_lost
 
     def forget(self) -> None:
-        """Let go of the model."""
+        """Release the model."""
         self._parameters, self._own, self._watch = {}, OwnParts({}), ParameterWatch({})
         self._copies, self._is_open, self._is_watched = {}, False, False
 
 
 def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """True if there is memory on this device for a copy of those of the tensors that lie there."""
+    """True if this device has memory for copies of those tensors that are on it."""
     if device.type != "cuda":
         return True
     free_bytes, _ = torch.cuda.mem_get_info(device)

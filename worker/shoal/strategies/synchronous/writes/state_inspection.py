@@ -1,4 +1,4 @@
-"""A look at what an optimizer keeps after each step: can it be handed to a member?"""
+"""Inspection of an optimizer's state after each step: can it be handed to a member?"""
 
 import json
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 class StateInspection:
     """Inspection of one optimizer, step by step.
 
-    Members whose states are parts of one raise a refusal together: in the job's first step, before
-    a checkpoint, and else with their votes on the next step. What is the same as after the last
-    step is not looked at again: in nearly every step all of it, but for numbers that count.
+    Members that hold parts of one state raise a refusal together: in the job's first step, before
+    a checkpoint, and else with their votes on the next step. State that is the same as after the
+    last step is not inspected again: in nearly every step all of it, except for counters.
     """
 
     def __init__(self) -> None:
         self._state = _Seen()
         self._settings = _Seen()
         self.refusal: ShoalError | None = None
-        """What the state behind the last step is to be refused with."""
+        """The error with which the state after the last step is to be refused."""
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """Note what `look`, which collects all of the state, refuses it with, if it does.
+        """Keep the error with which `look`, which collects the whole state, refuses it, if any.
 
-        Raises UnsupportedOptimizer for a setting, which all members have alike.
+        Raises UnsupportedOptimizer for a setting: settings are the same on all members.
         """
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)
@@ -53,13 +53,13 @@ class StateInspection:
         self.refusal = None
 
     def check(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """As `inspect`, for members that all keep the same: raises the refusal."""
+        """Inspect as `inspect`, and raise the refusal: for members that all hold the same state."""
         self.inspect(optimizer, look)
         if self.refusal is not None:
             raise self.refusal
 
     def raise_on_all(self, group: dist.ProcessGroup) -> None:
-        """Collective: raise the refusal that a member has, the same on all, if one has any."""
+        """Collective: raise the refusal of a member, the same on all, if there is one."""
         own = self.refusal.to_dict() if self.refusal is not None else None
         words = gather(json.dumps(own).encode(), group)
         found = next((told for told in map(json.loads, words) if told is not None), None)
@@ -69,18 +69,18 @@ class StateInspection:
 
 
 class _Seen:
-    """Objects that were looked at."""
+    """Objects that were inspected."""
 
     def __init__(self) -> None:
         self._contents: list[object] = []
         self._can_change = False
-        """Whether one of them holds others."""
+        """True if one of them is a container."""
 
     def has(self, contents: list[object]) -> bool:
-        """True if these are the same, and hold what they held."""
+        """True if these are the same objects, and cannot have changed."""
         return not self._can_change and are_same(contents, self._contents)
 
     def keep(self, contents: list[object]) -> None:
-        """These were looked at."""
+        """Remember these objects as inspected."""
         self._contents = contents
         self._can_change = any(isinstance(each, list | dict) for each in contents)

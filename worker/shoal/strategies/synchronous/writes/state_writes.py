@@ -1,4 +1,4 @@
-"""What a script writes to the state of optimizers within a step."""
+"""Writes of a script to the state of optimizers within a step."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,35 +13,35 @@ from shoal.torch_private.tensors import all_writes, num_writes
 
 
 class StateWrites:
-    """What a script writes to optimizers' state within a step: as one that begins anew without
-    momentum, or keeps there what it perturbs weights from.
+    """Writes of a script to optimizers' state within a step: to reset momentum, for example, or to
+    keep the original of weights that it perturbs.
 
-    What stands there when a step begins is put back. What is written to in place is copied as the
-    step begins, once the script was seen to do so: by torch's count of writes. The first time that
-    it does, it cannot be taken back.
+    Objects in the state when a step begins are put back. Tensors that the script writes to in
+    place, by torch's count of writes, are copied as each later step begins. The first write in
+    place cannot be undone.
     """
 
     def __init__(self) -> None:
         self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
-        """What stood there when the step began."""
+        """The state when the step began."""
         self._contents: list[object] = []
-        """All of that, one after the other."""
+        """All optimizers, keys and values in it, in order."""
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._num_writes: list[int] = []
-        """The tensors in it, what each is to its parameter, and how often they were written to."""
+        """The tensors in it, the name of each in the state, and the number of writes to each."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity: a tensor, and what was in it."""
+        """By identity: a tensor, and its content when the step began."""
         self._written: set[str] = set()
-        """What the script has written to in place. Over all generations."""
+        """Names of state that the script has written to in place. Over all generations."""
         self._is_open = self._are_counted = False
         self._kept: Collection[int] = ()
-        """What has been copied within the step, by identity: before an optimizer stepped."""
+        """Tensors copied within the step, by identity: before an optimizer stepped."""
         self.is_lost = False
-        """Whether a tensor was written to in this step of which there is no copy."""
+        """True if a tensor was written to in this step that has no copy."""
 
     def begin(self, optimizers: Collection[Optimizer]) -> None:
-        """A step begins."""
+        """Begin a step: note the state, and copy the parts that the script writes to."""
         contents = _contents_of(optimizers)
         if not are_same(contents, self._contents):
             self._look(optimizers)
@@ -56,7 +56,7 @@ class StateWrites:
         return {id(each): (each, each.clone()) for name, each in pairs if name in self._written}
 
     def _look(self, optimizers: Iterable[Optimizer]) -> None:
-        """Something else stands there than at the step before."""
+        """Take note of the state's objects, which differ from those at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
@@ -77,7 +77,7 @@ class StateWrites:
         return list(map(num_writes, self._tensors))
 
     def note(self) -> None:
-        """What has changed by now the script has written."""
+        """Attribute changes so far to the script."""
         if not self._is_open:
             return
         now = self._counts()
@@ -91,19 +91,19 @@ class StateWrites:
                 self.is_lost = self.is_lost or not has_copy
 
     def updated(self, kept: Collection[int]) -> None:
-        """Behind `note`, an optimizer has stepped within the step. `kept`: the tensors of its state
-        that were copied before, by identity."""
+        """Note that an optimizer has stepped within the step, after `note`. `kept`: the tensors of
+        its state that were copied before, by identity."""
         self._kept = kept
         self._num_writes = self._counts()
 
     def settle(self) -> None:
-        """From here on the session changes the state, with a step that is then committed."""
+        """Note that, from here on, the session changes the state, and then commits the step."""
         self.note()
         self._copies, self._is_open = {}, False
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
-        """Within, the state is that which the step began with, unless it `is_lost`."""
+        """A context with the state that the step began with, unless it `is_lost`."""
         begun = self._begun if self._is_open else []
         present = [(each, dict(each.state)) for each, _ in begun]
         self._put(begun, self._copies)
@@ -114,8 +114,8 @@ class StateWrites:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """The step does not happen, and `note` has seen that; whether the state is as it was.
-        Updates within the step are taken back already."""
+        """Undo the step, after `note`; True if the state is as it was. Updates within the step are
+        undone already."""
         if not self._is_open:
             return True
         self._is_open = False
@@ -138,13 +138,13 @@ class StateWrites:
                 }
 
     def forget(self) -> None:
-        """Let go of the optimizers' state."""
+        """Release the optimizers' state."""
         self._begun, self._contents, self._names, self._tensors = [], [], [], []
         self._copies, self._is_open = {}, False
 
 
 def _contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
-    """Optimizers, and what stands in their state, with its names."""
+    """Optimizers, and keys and values of their state."""
     contents: list[object] = []
     for each in optimizers:
         contents.append(each)
