@@ -2,7 +2,7 @@
 
 An epoch is a permutation of the dataset; the ledger leases ranges [start, stop) of its positions
 and books them when they are completed. In the books each sample of each epoch is completed exactly
-once, whoever comes and goes:
+once, whichever members come and go:
 
 - A range is in one place at a time: free, held by one member, or completed.
 - Ranges that a lost member held are free again. Free positions are leased lowest first, so
