@@ -124,7 +124,7 @@ class JobAssignments:
 
     @property
     def members_run(self) -> str:
-        """Run that the job's members state. Members of another may not read or change the shards."""
+        """Run that the job's members state; those of another may not read or change the shards."""
         return self.job_run or self.run
 
     def changed(
