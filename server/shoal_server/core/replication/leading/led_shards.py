@@ -1,4 +1,4 @@
-"""All the shards that are led here, and the servers that follow them."""
+"""Shards led by this server, and the servers that follow them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -78,7 +78,7 @@ class Leading:
         self._shards[led.key] = led
 
     def end(self, key: Key) -> Iterator[Effect]:
-        """It is led here no longer, or in another epoch."""
+        """Stop leading a shard in its current epoch, and refuse its waiting callers."""
         led = self._shards.pop(key)
         yield from led.refused(Refusal.DEPOSED)
         for holder in led.followers:
@@ -322,7 +322,7 @@ class Leading:
         return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s, self._hands_over_s)
 
     def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
-        """What is due for a shard as it stands now."""
+        """Take the steps that are due for a shard."""
         yield from led.advanced(now_s, self._announced_s)
         if led.handover.is_announced and led.handover.stops_from_s > now_s:
             self._hands_over_s = min(self._hands_over_s, led.handover.stops_from_s)
@@ -332,8 +332,8 @@ class Leading:
         return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
-        """Those whose successors workers were told of for long enough, and with them those of which
-        that is so in a moment: shards that move together make whoever pushes to them pause once."""
+        """Announced handovers, after the time to begin was set to now for those due within
+        TOGETHER_S: shards that move together make their workers pause only once."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf
