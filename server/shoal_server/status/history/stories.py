@@ -20,7 +20,7 @@ TOLD_WITHIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """What a member says of a change that it has trained through."""
+    """Report of a member about a change that it has trained through."""
 
     member_id: str
     generation: int
@@ -87,7 +87,7 @@ class Stories:
         return self.end()
 
     def due(self, now_unix_s: float) -> Sequence[ChangeView]:
-        """What is told by now, whoever has said nothing of it."""
+        """Changes that are due to be told now, even if some members have not reported."""
         if self._awaited is None or now_unix_s < self._awaited[1].unix_s + TOLD_WITHIN_S:
             return []
         return self.end()

@@ -22,7 +22,7 @@ CALLER = "shoal_caller"
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Who sends a request; None for one without a certificate of Shoal's form."""
+    """Sender of a request; None without a certificate of Shoal's form."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
