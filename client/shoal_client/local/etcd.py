@@ -47,7 +47,7 @@ class EtcdTls:
 
     @property
     def server_arguments(self) -> Sequence[str]:
-        """Of etcd."""
+        """Arguments of etcd."""
         return [
             *("--cert-file", str(self.cert), "--key-file", str(self.key)),
             *("--client-cert-auth", "--trusted-ca-file", str(self.ca)),
@@ -57,7 +57,7 @@ class EtcdTls:
 
     @property
     def client_arguments(self) -> Sequence[str]:
-        """Of a coordinator or a parameter server."""
+        """Arguments of a coordinator or a parameter server."""
         return [
             *("--etcd-ca", str(self.ca)),
             *("--etcd-cert", str(self.client_cert), "--etcd-key", str(self.client_key)),
@@ -71,7 +71,7 @@ class EtcdTls:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
-    """How the members of a local etcd run."""
+    """Options of the members of a local etcd."""
 
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
@@ -89,7 +89,7 @@ class EtcdOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdMember:
-    """One member of a local etcd: where it listens, and how to start it (again)."""
+    """Member of a local etcd: its addresses, and the command to start it (again)."""
 
     name: str
     endpoint: str

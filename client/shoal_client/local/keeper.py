@@ -17,7 +17,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When a part that ended is started again."""
+    """Policy for restarting a part that ended."""
 
     max_failures: int = 5
     """So many ends in a row, none of them after `settled_s`, and the part cannot stay up: the
@@ -33,7 +33,7 @@ class RestartPolicy:
             raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
 
     def pause_s(self, failures: int) -> float:
-        """Before the restart after so many ends in a row."""
+        """Pause before the restart, after that many ends in a row."""
         return doubled_s(self.first_pause_s, self.max_pause_s, failures - 1)
 
 
