@@ -24,7 +24,7 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""By the clock on the wall, which goes on while a machine sleeps: certificates run out by it."""
+"""Measured by the wall clock, which goes on while a machine sleeps: certificates expire by it."""
 
 
 @dataclass(frozen=True, kw_only=True)

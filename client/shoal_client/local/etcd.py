@@ -40,7 +40,7 @@ class EtcdTls:
 
     ca: Path
     cert: Path
-    """Of the members; it names the address that they listen on."""
+    """Certificate of the members; it names the address that they listen on."""
     key: Path
     client_cert: Path
     client_key: Path
@@ -80,11 +80,11 @@ class EtcdOptions:
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
-    """What it takes to reach an etcd that serves TLS; None: it serves plain text."""
+    """Credentials for an etcd that uses TLS; None: it uses none."""
     arguments: Sequence[str] = ()
     """Further arguments of etcd, such as its certificate files."""
     tls: EtcdTls | None = None
-    """In place of these two: mutual TLS for clients and peers."""
+    """Mutual TLS for clients and peers, in place of these two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ class RunningEtcd:
     member: EtcdMember
     process: Process
     log_start_bytes: int = 0
-    """Where in the log file this process' lines begin."""
+    """Offset in the log file at which this process' lines begin."""
 
     @property
     def endpoint(self) -> str:

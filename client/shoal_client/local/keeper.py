@@ -20,12 +20,12 @@ class RestartPolicy:
     """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """So many ends in a row, none of them after `settled_s`, and the part cannot stay up: the
-    cluster is given up."""
+    """Maximum of ends in a row, none of them after `settled_s`; then the part cannot stay up, and
+    the cluster is given up."""
     settled_s: float = 20.0
     """A part that served for so long had come up well: what ends it then counts anew."""
     first_pause_s: float = 0.1
-    """Before the first restart; twice as long before each further one in a row."""
+    """Pause before the first restart; doubled before each further one in a row."""
     max_pause_s: float = 5.0
 
     def __post_init__(self) -> None:

@@ -48,7 +48,7 @@ class Command:
     """Command to run, and the destination of its output."""
 
     name: str
-    """Who this is in logs and messages."""
+    """Name of the process in logs and messages."""
     arguments: Sequence[str]
     environment: Mapping[str, str] | None = None
     """The whole environment; None: this process' own."""

@@ -1,11 +1,11 @@
-"""What one parameter server does about shards: leading, backing up, images, handing over, taking
-over, leading again from its journal. Pure: events and the time go in, effects come out.
+"""State machine of one parameter server: leads and backs up shards, sends images, hands over, takes
+over, and leads again from its journal. Pure: events and the time go in, effects come out.
 
-The record in etcd says who holds what (`core/shards/assignments.py`). This server carries out each
-change of it, whoever made it, and asks for changes of its own: a joiner is in step, a backup or a
-primary is gone, a shard is handed over, its disk has it. What it wants is worked out from how
-things stand after each event, and from whichever record is the newest when it is written
-(`revised`), so nothing that it wanted earlier is written later.
+The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
+change of it, whichever process made it, and asks for changes of its own: a joiner is in step, a
+backup or a primary is gone, a shard is handed over, its disk has it. The wanted change is computed
+from the state after each event and from the newest record at the time of the write (`revised`), so
+an outdated wish is never written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -212,8 +212,8 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """As long as the record names this disk, it may be all that is left of it one day: also
-        where the disk takes nothing any more."""
+        """Keep the claim on the shard while the record names this disk, even if the disk fails:
+        one day it may have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 

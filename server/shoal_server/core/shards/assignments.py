@@ -38,7 +38,7 @@ class ShardLoss:
     """Facts about a shard whose values no server has any more."""
 
     lost_unix_s: float
-    """When the coordinator found that it was lost."""
+    """Time at which the coordinator found the loss."""
     version: int = 0
     """The shard had at least this version; 0: none is known. Servers report theirs at times."""
     servers: tuple[str, ...] = ()
@@ -67,7 +67,7 @@ class ShardAssignment:
     """Number of times the primary was decided, from 1."""
     primary: Holder
     backups: tuple[Holder, ...] = ()
-    """In step with the primary."""
+    """Servers in step with the primary."""
     joining: Holder | None = None
     """The server that the primary is bringing in step."""
     successor: Holder | None = None

@@ -91,7 +91,7 @@ class SessionView:
 
 
 def router(guard: Guard, operations: Operations | None) -> APIRouter:
-    """Routes of sessions and operations. Without `operations` there are none to call."""
+    """Routes of sessions and, if `operations` is given, of operations."""
     api = APIRouter(prefix="/api/v1")
     _add_session(api, guard, has_operations=operations is not None)
     if operations is not None:

@@ -51,7 +51,7 @@ class _Mean:
 
 @dataclass(kw_only=True)
 class _Point:
-    """One interval."""
+    """Values of one interval."""
 
     number: int
     """It begins so many intervals after time 0."""

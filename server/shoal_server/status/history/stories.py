@@ -30,7 +30,7 @@ class Pause:
 
 @dataclass(kw_only=True)
 class ChangeTotals:
-    """What all changes of a job have cost together."""
+    """Total cost of all changes of a job."""
 
     num_lost: int = 0
     """Members that went without leave."""
@@ -93,12 +93,12 @@ class Stories:
         return self.end()
 
     def end(self) -> Sequence[ChangeView]:
-        """What was awaited for is awaited no more."""
+        """Stop waiting for reports on the latest change."""
         awaited, self._awaited = self._awaited, None
         return [] if awaited is None else [awaited[1]]
 
     def restore(self, changes: Sequence[ChangeView], extra_s: float) -> None:
-        """What another leader kept, older than what this one knows."""
+        """Add older changes, which another leader kept."""
         known = {each.generation for each in self.changes}
         older = [each for each in changes if each.generation not in known]
         self.changes = deque([*older, *self.changes], maxlen=MAX_CHANGES)

@@ -28,7 +28,8 @@ def caller_in(scope: Scope) -> Caller | None:
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. It closes itself when a limit is passed, and tells `counts` why."""
+    """A connection that closes itself when a limit is exceeded, and reports the reason to
+    `counts`."""
 
     def __init__(self, limits: HttpLimits, counts: ConnectionCounts, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

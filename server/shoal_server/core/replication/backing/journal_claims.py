@@ -29,7 +29,7 @@ class JournalClaims:
         """What the journal has and others may have too: epoch and version. None: what this very
         process left there."""
         self._not_there: dict[Key, int] = {}
-        """What was claimed, in which epoch, and the journal turned out not to have."""
+        """Claimed shards, with their epochs, that the journal turned out not to have."""
         self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf

@@ -15,9 +15,9 @@ class _Silent:
     """A primary that has no link to here."""
 
     again_s: float = inf
-    """When it is asked once more; infinite while an answer is awaited."""
+    """Time of the next probe; infinite while an answer is awaited."""
     is_dead: bool = False
-    """It did not answer, and has not been heard of since."""
+    """True if it did not answer, and has sent nothing since."""
 
 
 class PrimaryWatch:
@@ -25,7 +25,7 @@ class PrimaryWatch:
         self._probe_s = probe_s
         self._callers: defaultdict[Holder, set[int]] = defaultdict(set)
         self._backed: defaultdict[Holder, set[Key]] = defaultdict(set)
-        """By primary: the shards of which this server has a copy in step."""
+        """Shards of which this server has a copy in step, by primary."""
         self._silent: dict[Holder, _Silent] = {}
 
     def came(self, peer: Holder, link: int) -> None:

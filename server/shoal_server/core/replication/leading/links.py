@@ -26,9 +26,9 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """By when it is to be open again."""
+    """Time by which the link must be open again."""
     again_s: float = inf
-    """When it is opened again."""
+    """Time of the next attempt to open it."""
 
 
 class ReplicationLinks:
