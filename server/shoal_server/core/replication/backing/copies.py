@@ -57,7 +57,7 @@ class Copy:
     phase: CopyPhase = CopyPhase.HELD
 
     def is_of_other_content(self, new: ShardAssignment) -> bool:
-        """True if the shard was emptied or lost since: the copy is useless."""
+        """True if the shard was emptied, lost or restored since: the copy is useless."""
         return self.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT
 
 

@@ -57,9 +57,9 @@ class Leading:
         self._last_image = 0
         self._disk_told_s = limits.disk_told_s
         self._tells_disk_s = inf
+        """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
-        """When it is written down next how far shards are on disk."""
 
     def find(self, key: Key) -> LedShard | None:
         return self._shards.get(key)
