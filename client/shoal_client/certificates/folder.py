@@ -24,7 +24,7 @@ DEFAULT_VALID = timedelta(hours=24)
 
 @dataclass(frozen=True, kw_only=True)
 class Listed:
-    """One certificate of the folder."""
+    """Entry of the folder's list: one certificate."""
 
     path: Path
     caller: Caller
@@ -40,7 +40,7 @@ class CertificateFolder:
 
     @property
     def is_made(self) -> bool:
-        """Whether an authority is there."""
+        """True if the folder has an authority."""
         return (self.path / CA_FILE).exists() or (self.path / CA_KEY_FILE).exists()
 
     def init(

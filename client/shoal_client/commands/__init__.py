@@ -1,4 +1,4 @@
-"""What the client adds to the `shoal` command, a module for each family of sub-commands."""
+"""Sub-commands that the client adds to `shoal`, a module for each family."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Where a cluster is: one address of it is enough, of its gRPC or of its status page."""
+"""Address of a cluster: one is enough, of its gRPC or of its status page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,15 +42,15 @@ class StatusAddress(TlsOptions):
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Of the page, and of the coordinators."""
+        """Addresses of the page and of the coordinators."""
         if self.http or self.coordinators:
             pages = self.http.split(",") if self.http else ()
             return (*pages, *self.coordinators)
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """Of the page, with commas between several. Raises what the coordinator raises that is
-        asked for it."""
+        """URLs of the page, separated by commas. A coordinator may be asked for them; its errors
+        are raised."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 

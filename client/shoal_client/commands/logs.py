@@ -127,7 +127,7 @@ def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
 
 
 def _members(client: StatusClient, job: str) -> list[str]:
-    """Those that are there, or else those of the newest generation."""
+    """Members of the job, or if it has none now, those of the newest generation."""
     detail = client.job(job)
     found = [str(each["member"]["member_id"]) for each in detail["members"]]
     if not found and detail["generations"]:
@@ -143,7 +143,7 @@ def _members(client: StatusClient, job: str) -> list[str]:
 
 
 def _newest(client: StatusClient, job: str, member: str, number: int) -> tuple[list[str], str]:
-    """So many lines at most, and the position after them."""
+    """Newest lines, at most `number`, and the position after them."""
     page = client.output(job, member)
     if not page["is_live"]:
         _say(f"the launcher of {member} on {page['host']} has ended; it left these lines")
@@ -162,7 +162,7 @@ def _follow(
     prefixed: bool,
     pause: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Until the launchers of all of them have ended."""
+    """Print new lines until the launchers of all members have ended."""
     while positions:
         pause(ASK_EACH_S)
         for member, after in list(positions.items()):
@@ -226,7 +226,7 @@ def _of_whom(config: LogsConfig) -> str:
 
 
 def _where(config: LogsConfig) -> str:
-    """Which that is, where the coordinator knows."""
+    """Name of the member's host, as the end of a sentence, if the coordinator knows it."""
     try:
         with StatusClient(config.address.urls()) as client:
             host = client.member(config.job, config.member_id)["member"]["process"]["host"]
@@ -236,7 +236,7 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
-    """What is appended from now on, also once the file has become the older one."""
+    """Yield what is appended from now on, also after the file has become the older one."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         pause(LOOK_EACH_S)

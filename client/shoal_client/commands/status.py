@@ -98,8 +98,8 @@ def _whole(url: str) -> str:
 
 
 def _token() -> str:
-    """That of SHOAL_TOKEN, or in the file SHOAL_TOKEN_FILE; empty: neither is set. Raises
-    InvalidSpec for a file that cannot be read."""
+    """Token from SHOAL_TOKEN, or from the file SHOAL_TOKEN_FILE; empty if neither is set. Raises
+    InvalidSpec if the file cannot be read."""
     file = os.environ.get("SHOAL_TOKEN_FILE", "")
     if (token := os.environ.get("SHOAL_TOKEN", "")) or not file:
         return token
@@ -114,7 +114,7 @@ def _token() -> str:
 
 
 def _context() -> ssl.SSLContext | None:
-    """Of the files of this process' certificate as they are now; None without one."""
+    """TLS context of this process' certificate as it is now; None without one."""
     own = identity.own()
     return None if own is None else own.material.client
 
@@ -213,7 +213,7 @@ class StatusClient:
         return answer
 
     def why(self, job: str, member_id: str) -> Json:
-        """What the member waits for."""
+        """Reason why the member waits."""
         path = f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/why"
         return self._get(path)
 
@@ -456,7 +456,7 @@ def _print_members(console: Console, members: Json) -> None:
 
 
 def _print_waits(console: Console, members: Json) -> None:
-    """What members wait for that do not train now; once for all who wait for the same."""
+    """Print reasons why members do not train now, one line for all with the same reason."""
     waits: dict[str, list[str]] = {}
     for entry in members:
         member = entry["member"]
@@ -546,7 +546,7 @@ def _given_up(shard: Json) -> str:
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
-    """By the name of the column; `shards`: those that the server leads."""
+    """Figures of a server by column name; `shards`: those that it leads."""
     return {
         "state": server["state"],
         "address": escape(server["address"]),

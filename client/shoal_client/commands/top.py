@@ -122,8 +122,8 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
 
 
 def slowest(members: Json) -> set[str]:
-    """Who takes half as long again for a step as the one in the middle: stragglers, where members
-    go at their own pace."""
+    """Stragglers among members that go at their own pace: a step takes more than 1.5 times the
+    median."""
     times = {
         entry["member"]["member_id"]: step_s
         for entry in members

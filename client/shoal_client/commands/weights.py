@@ -125,7 +125,7 @@ def weights(config: WeightsConfig) -> int:
 
 
 def _export(config: WeightsConfig) -> int:
-    """By the part that has tensors, where it is installed."""
+    """Export by the installed package that has tensors."""
     found = [each for each in entry_points(group=EXPORTERS) if each.name == config.action]
     if not found:
         raise InvalidSpec(

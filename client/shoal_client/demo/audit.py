@@ -1,4 +1,4 @@
-"""What really happened in a run, counted from the audit that every worker wrote.
+"""Audit of a run: counts made from the files that every worker wrote, not from Shoal's reports.
 
 A worker writes a line before a step can contribute to the model (`begin`: its generation, step and
 the samples it is about to use) and one when the step is committed. The lines are in the kernel's
@@ -51,7 +51,7 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True)
 class SampleAudit:
-    """How the samples fared."""
+    """Counts of samples, by outcome."""
 
     lost: int
     """Never part of a committed step."""

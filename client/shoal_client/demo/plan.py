@@ -1,4 +1,4 @@
-"""What the demo trains, and what it says of each training at the end."""
+"""Trainings of the demo, and the outcome that it reports of each."""
 
 from dataclasses import dataclass
 
@@ -38,7 +38,7 @@ PLANS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What one training came to. Fields and meanings are those of `shoal demo --json`."""
+    """Outcome of one training. Fields and meanings are those of `shoal demo --json`."""
 
     strategy: str
     test_accuracy: float

@@ -99,7 +99,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
 
 
 def verdict(outcomes: Sequence[Outcome]) -> str:
-    """One sentence: good, or what is not."""
+    """Verdict in one sentence: good, or the trainings that are not."""
     bad = [each for each in outcomes if not each.good]
     if not bad:
         return f"both at {MIN_ACCURACY:.0%} or better, and no process is left behind"

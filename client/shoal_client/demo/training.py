@@ -32,7 +32,7 @@ TICK_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class LiveProgress:
-    """How far a training is."""
+    """Progress of a training."""
 
     samples: int
     steps: int

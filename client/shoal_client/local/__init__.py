@@ -1,1 +1,1 @@
-"""What runs on this machine for the user: child processes, and a whole cluster made of them."""
+"""Processes on this machine for the user: child processes, and a whole cluster made of them."""

@@ -1,4 +1,4 @@
-"""How the parts of a local cluster know each other, and this user's commands find their way in.
+"""Authentication among the parts of a local cluster, and access for this user's commands.
 
 There are two authorities: one for Shoal's processes and one for etcd, so that a worker's
 certificate opens no etcd.
@@ -24,7 +24,7 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""By the clock on the wall, which goes on while a machine sleeps: certificates run out by it."""
+"""Measured by the wall clock, which goes on while a machine sleeps: certificates expire by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class LocalTls:
 
 
 class LocalAccess:
-    """Without a folder the parts speak plain text. With one that is given, all but etcd speak TLS
-    by it. With one that is made here, etcd does as well; it is renewed until `close`, and commands
-    of this user on this machine find it."""
+    """Access to a local cluster. Without a folder of certificates, its parts use no TLS. With a
+    given folder, all but etcd use TLS. With a folder made here, etcd does as well; its certificates
+    are renewed until `close`, and this user's commands on this machine find them."""
 
     def __init__(
         self,
@@ -83,13 +83,13 @@ class LocalAccess:
 
     @property
     def etcd_options(self) -> EtcdOptions:
-        """Of an etcd that is started for the cluster."""
+        """Options of an etcd that is started for the cluster."""
         if self._made is None:
             return EtcdOptions()
         return EtcdOptions(tls=_etcd_tls(self._made))
 
     def etcd_arguments(self, existing: str) -> Sequence[str]:
-        """By which a part gets into etcd: the cluster's own, or an existing one at host:port,...
+        """Arguments for access to etcd: the cluster's own, or an existing one at host:port,...
         that was started for another local cluster of this user."""
         folder = self._made
         if existing:

@@ -93,7 +93,7 @@ class LocalClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorAddress:
-    """Where a coordinator of the cluster is found."""
+    """Addresses of a coordinator of the cluster."""
 
     grpc: str
     """host:port"""
@@ -208,7 +208,7 @@ class LocalCluster:
 
     @property
     def snapshots(self) -> Path:
-        """Where snapshots go that name no other place."""
+        """Default folder of snapshots."""
         return (self._config.directory / "snapshots").resolve()
 
     @property
@@ -223,7 +223,7 @@ class LocalCluster:
 
     @property
     def coordinators(self) -> Sequence[CoordinatorAddress]:
-        """Where each coordinator is."""
+        """Addresses of each coordinator."""
         return list(self._coordinators.values())
 
     @property

@@ -13,7 +13,7 @@ from pathlib import Path
 from shoal_proto.errors import RefusedError, Unavailable
 
 PREFIXES = ("shoal-up-", "shoal-run-")
-"""Of directories that this module makes: others are not locked."""
+"""Prefixes of directories that this module makes: others are not locked."""
 KEPT_LOGS = "only-logs-are-kept"
 """The name of an empty file that marks the directory of a failed start."""
 SETTLED_S = 60.0

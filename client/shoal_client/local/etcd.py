@@ -40,14 +40,14 @@ class EtcdTls:
 
     ca: Path
     cert: Path
-    """Of the members; it names the address that they listen on."""
+    """Certificate of the members; it names the address that they listen on."""
     key: Path
     client_cert: Path
     client_key: Path
 
     @property
     def server_arguments(self) -> Sequence[str]:
-        """Of etcd."""
+        """Arguments of etcd."""
         return [
             *("--cert-file", str(self.cert), "--key-file", str(self.key)),
             *("--client-cert-auth", "--trusted-ca-file", str(self.ca)),
@@ -57,7 +57,7 @@ class EtcdTls:
 
     @property
     def client_arguments(self) -> Sequence[str]:
-        """Of a coordinator or a parameter server."""
+        """Arguments of a coordinator or a parameter server."""
         return [
             *("--etcd-ca", str(self.ca)),
             *("--etcd-cert", str(self.client_cert), "--etcd-key", str(self.client_key)),
@@ -71,7 +71,7 @@ class EtcdTls:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdOptions:
-    """How the members of a local etcd run."""
+    """Options of the members of a local etcd."""
 
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
@@ -80,16 +80,16 @@ class EtcdOptions:
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
-    """What it takes to reach an etcd that serves TLS; None: it serves plain text."""
+    """Credentials for an etcd that uses TLS; None: it uses none."""
     arguments: Sequence[str] = ()
     """Further arguments of etcd, such as its certificate files."""
     tls: EtcdTls | None = None
-    """In place of these two: mutual TLS for clients and peers."""
+    """Mutual TLS for clients and peers, in place of these two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdMember:
-    """One member of a local etcd: where it listens, and how to start it (again)."""
+    """Member of a local etcd: its addresses, and the command to start it (again)."""
 
     name: str
     endpoint: str
@@ -106,7 +106,7 @@ class RunningEtcd:
     member: EtcdMember
     process: Process
     log_start_bytes: int = 0
-    """Where in the log file this process' lines begin."""
+    """Offset in the log file at which this process' lines begin."""
 
     @property
     def endpoint(self) -> str:

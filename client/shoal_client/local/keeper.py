@@ -17,15 +17,15 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class RestartPolicy:
-    """When a part that ended is started again."""
+    """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """So many ends in a row, none of them after `settled_s`, and the part cannot stay up: the
-    cluster is given up."""
+    """Maximum of ends in a row, none of them after `settled_s`; then the part cannot stay up, and
+    the cluster is given up."""
     settled_s: float = 20.0
     """A part that served for so long had come up well: what ends it then counts anew."""
     first_pause_s: float = 0.1
-    """Before the first restart; twice as long before each further one in a row."""
+    """Pause before the first restart; doubled before each further one in a row."""
     max_pause_s: float = 5.0
 
     def __post_init__(self) -> None:
@@ -33,7 +33,7 @@ class RestartPolicy:
             raise InvalidSpec("bad restart policy", seen=str(self), expected="positive numbers")
 
     def pause_s(self, failures: int) -> float:
-        """Before the restart after so many ends in a row."""
+        """Pause before the restart, after that many ends in a row."""
         return doubled_s(self.first_pause_s, self.max_pause_s, failures - 1)
 
 

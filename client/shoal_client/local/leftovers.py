@@ -1,8 +1,8 @@
-"""Whether any process that this one caused is still there.
+"""Processes left over below this one.
 
-`adopt_orphans` makes this process the one that orphans below it fall to, so that nothing can get
-out of sight by a parent's death. Call it where a process starts, not in a library: such a process
-has to reap what it adopts, which `sweep` does.
+`adopt_orphans` makes this process the parent of orphans below it, so that a parent's death hides
+no process. Call it where a process starts, not in a library: such a process has to reap the
+orphans that it adopts, which `sweep` does.
 """
 
 import ctypes
@@ -21,7 +21,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> dict[int, str]:
-    """Every living process below this one: pid and command line."""
+    """Pids and command lines of all living processes below this one."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -43,6 +43,6 @@ class ClusterOptions:
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """Those that were given, by option."""
+        """Limits that were given, by option."""
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in LIMITS}
         return {option: value for option, value in values.items() if value is not None}

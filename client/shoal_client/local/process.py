@@ -45,10 +45,10 @@ except OSError as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """What to run, and where its output goes."""
+    """Command to run, and the destination of its output."""
 
     name: str
-    """Who this is in logs and messages."""
+    """Name of the process in logs and messages."""
     arguments: Sequence[str]
     environment: Mapping[str, str] | None = None
     """The whole environment; None: this process' own."""
@@ -82,7 +82,7 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it runs, else its exit code; minus N when signal N killed it."""
+        """Exit code, minus N if signal N killed the process; None while it runs."""
         return self._popen.returncode if self._exited.is_set() else None
 
     def wait(self, timeout_s: float | None = None) -> int | None:
@@ -91,7 +91,7 @@ class Process:
         return self.exit_code
 
     def drain(self, timeout_s: float) -> None:
-        """After the exit: wait until its last lines have reached the sink."""
+        """Wait, after the exit, until its last lines have reached the sink."""
         if self._pump is not None:
             # A stray that left the group may hold the pipe open: hence the bound.
             self._pump.join(timeout_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 MOST_S = 600.0
 """The longest start, with progress or without."""
 LEAST_SHARE = 1 / 60
-"""Of a core: a part that is coming up on a busy machine gets more, one that hangs uses less."""
+"""Share of a core: a part that starts on a busy machine gets more, one that hangs uses less."""
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 ADVICE = "If this machine is busy or its disk is slow, run the command again once it is less so."
 

@@ -1,5 +1,5 @@
-"""What workers printed, where their launcher keeps it on its host: the newest of it, in two files a
-worker at most."""
+"""Output of workers, kept by their launcher on its host: the newest part, in at most two files for
+each worker."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MAX_BYTES = 8 << 20
-"""Of one file; then it becomes the older of the two."""
+"""Maximum of one file; then it becomes the older of the two."""
 
 
 def log_root(environment: Mapping[str, str]) -> Path:

@@ -1,4 +1,4 @@
-"""What people and tools see of the coordinator over HTTP: the API, the metrics, the live page.
+"""HTTP interface of the coordinator for people and tools: the API, the metrics, the live page.
 
 Liveness never depends on anything in here.
 """

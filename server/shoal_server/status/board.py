@@ -1,4 +1,4 @@
-"""What the coordinator remembers only to show it: health reports and events, both bounded."""
+"""Data that the coordinator keeps only to show it: health reports and events, both bounded."""
 
 import time
 from collections import Counter, OrderedDict, deque
@@ -63,7 +63,7 @@ class _JobBoard:
         return fresh
 
     def settle(self, gone: _MemberHealth) -> None:
-        """Nothing more comes of that process: what it said last counts."""
+        """Add the last report of a process that is gone to the totals."""
         self.gone_highest_step = max(self.gone_highest_step, gone.step)
         self.gone_total_steps += gone.step
 
@@ -130,12 +130,12 @@ class StatusBoard:
         self.event(job, "snapshot_taken", told)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """As of when the newest snapshot is; None: this coordinator has seen none being taken."""
+        """Time of the newest snapshot; None if this coordinator has seen none being taken."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 
     def changes(self, job: str) -> Sequence[ChangeView]:
-        """How the newest generations followed one another, the newest last; at most 100."""
+        """Latest changes from one generation to the next, the newest last; at most 100."""
         board = self._jobs.get(job)
         return tuple(board.stories.changes) if board else ()
 
@@ -145,7 +145,7 @@ class StatusBoard:
         return board.stories.extra_s if board else 0.0
 
     def change_totals(self, job: str) -> ChangeTotals:
-        """What changes of members have cost the job, since this coordinator leads."""
+        """Cost to the job of changes of members, since this coordinator leads."""
         board = self._jobs.get(job)
         return board.stories.totals if board else ChangeTotals()
 
@@ -173,7 +173,7 @@ class StatusBoard:
         board.stories.restore(changes, extra_s)
 
     def history(self, job: str) -> tuple[Stories, Series] | None:
-        """What is charted of the job; None of one that nothing is known of."""
+        """Changes and charted series of the job; None if nothing is known of it."""
         board = self._jobs.get(job)
         return (board.stories, board.series) if board else None
 
@@ -185,7 +185,7 @@ class StatusBoard:
         return max((value for value in said if value is not None), default=None)
 
     def logged(self, job: str) -> Logged:
-        """What the script of the job has logged."""
+        """Values that the script of the job has logged."""
         board = self._jobs.get(job)
         return board.logged if board else Logged()
 
@@ -212,7 +212,7 @@ class StatusBoard:
         return ""
 
     def event_counts(self, job: str) -> Mapping[str, int]:
-        """How many events of each kind there were since this coordinator started."""
+        """Number of events of each kind since this coordinator started."""
         board = self._jobs.get(job)
         return dict(board.event_counts) if board else {}
 
@@ -276,7 +276,7 @@ class StatusBoard:
         return board.highest_step if board else 0
 
     def total_steps(self, job: str) -> int:
-        """Of all members of the job together, those that are gone included."""
+        """Sum of steps of all members of the job, including those that are gone."""
         board = self._jobs.get(job)
         return board.total_steps if board else 0
 

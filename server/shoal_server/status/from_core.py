@@ -100,7 +100,7 @@ def _job_state(job: Job) -> str:
 
 
 def _idle_s(job: Job, now_s: float | None) -> float:
-    """Until now, where nobody trains now."""
+    """Idle time of the job, up to now if no generation runs now."""
     if now_s is None or job.phase in PHASES_OVER:
         return job.tally.idle_s
     changes = job.state.tries.changes
@@ -194,7 +194,7 @@ def _member_view(job: Job, member: Member, seen: LastSeen | None) -> MemberView:
 
 
 def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
-    """Of those that train together: who has been in the script's own code for long, in words."""
+    """Members of a synchronous job that have been in the script's own code for long, in words."""
     roster = job.running
     if now_s is None or roster is None or not roster.synchronous:
         return {}

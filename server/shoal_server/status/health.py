@@ -36,7 +36,7 @@ EXAMPLE = {
 
 
 def _named(value: object, figures: type) -> Any:
-    """What of a JSON object has the name of one of the figures; anything else as it is."""
+    """Keep the entries of a JSON object that name a figure; return other values as they are."""
     if not isinstance(value, dict):
         return value
     names = {each.name for each in fields(figures)}

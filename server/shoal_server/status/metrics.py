@@ -51,7 +51,7 @@ MAX_OVER = 50
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessMeasures:
-    """What is measured of the coordinator's process, beside what it shows."""
+    """Measurements of the coordinator's own process."""
 
     loop_lag: LoopLag = dataclasses.field(default_factory=LoopLag)
     calls: Durations = dataclasses.field(default_factory=call_durations)
@@ -89,8 +89,8 @@ async def _shards(reading: StatusQueries, job: str) -> ShardsView | None:
 
 @dataclass(frozen=True, eq=False)
 class _Printable(Collector):
-    """What members say stands in labels: whoever looks at the text in a terminal is shown it, and
-    the terminal is told nothing."""
+    """Metrics whose labels contain no control characters of members' reports, which a terminal
+    would obey."""
 
     inner: Collector
 
@@ -189,7 +189,7 @@ class _Snapshot(Collector):
         yield from (phase, generation, members, step, events, reports)
 
     def _changes(self) -> Iterator[Metric]:
-        """What changes of members have cost each job."""
+        """Cost to each job of changes of members."""
         labels, board = ["job"], self.reading.board
         restarts = CounterMetricFamily(
             "shoal_job_restarts",

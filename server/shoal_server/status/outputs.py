@@ -1,4 +1,4 @@
-"""What members printed, as their launchers hand it on while somebody reads it."""
+"""Output of members, which their launchers send while a client reads it."""
 
 from typing import Annotated, Any
 
@@ -54,7 +54,7 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 
 
 def _asker(guard: Guard, request: Request) -> Asker:
-    """Who asks. Raises AccessDenied for a certificate of a role that does not read outputs."""
+    """Caller of a request. Raises AccessDenied if its certificate's role may not read outputs."""
     if guard.tokens is not None:
         return Asker(is_known=True)  # of those who have a token, all may read
     caller = caller_in(request.scope)

@@ -155,14 +155,14 @@ class LookedAt:
 
 
 class _SharedStates:
-    """What pages show, made once for all that look at the same job at the same moment."""
+    """States of the page, made once for all pages that show the same job at the same moment."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
         self._made: dict[LookedAt, tuple[float, asyncio.Future[bytes]]] = {}
 
     async def newest(self, looked_at: LookedAt) -> bytes:
-        """As JSON, less than a tick old."""
+        """Newest state as JSON, less than a tick old."""
         now_s = asyncio.get_running_loop().time()
         made = self._made.get(looked_at)
         if made is None or now_s - made[0] >= FRESH_S:
@@ -197,7 +197,7 @@ class PageMaker:
         self._generations: OrderedDict[tuple[str, str, int], PageGeneration] = OrderedDict()
 
     async def state(self, looked_at: LookedAt) -> PageState:
-        """What the page shows now."""
+        """State that the page shows now."""
         reading, name = self._reading, looked_at.job
         job = reading.source.job(name)
         shards, shards_error = None, ""

@@ -13,7 +13,7 @@ from shoal_server.status.http.bounds import HttpBounds
 
 @dataclass(frozen=True, kw_only=True)
 class PortMetrics:
-    """Since this process started."""
+    """Metrics of the HTTP port since this process started."""
 
     bounds: HttpBounds
     calls: CallCounts

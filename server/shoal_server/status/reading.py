@@ -172,8 +172,8 @@ class StatusQueries:
         self.board = board
 
     def jobs(self) -> Sequence[JobView]:
-        """All jobs, without their generations. Raises NotLeader where they are not known: the
-        leader has them."""
+        """List all jobs, without their generations. Raises NotLeader if this coordinator does not
+        know them, because another one leads."""
         self._require_ready()
         return self.source.jobs()
 

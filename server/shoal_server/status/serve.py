@@ -98,8 +98,8 @@ class StatusServer:
 
 
 def _tls(clients: HttpClients) -> ssl.SSLContext | None:
-    """What connections are taken with, where this process has a certificate. One that was renewed
-    is taken from the next handshake on."""
+    """TLS context for connections, if this process has a certificate. A renewed certificate is
+    used from the next handshake on."""
     own = identity.own()
     if own is None or clients == "user":
         return None

@@ -56,7 +56,7 @@ SERVER_COUNTERS = {
 
 
 def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
-    """All families, of the shards of each job."""
+    """Yield the metric families of the shards of each job."""
     shards = [(job, shard) for job, view in views.items() for shard in view.shards if shard.created]
     servers = [
         (job, server)
@@ -125,7 +125,7 @@ def _servers(servers: list[tuple[str, ServerView]]) -> Iterator[Metric]:
 
 
 def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Of each server once, however many jobs it has shards of."""
+    """Loop lag of each server, once even if it has shards of several jobs."""
     gauge = GaugeMetricFamily(*LOOP_LAG, labels=["server", "percentile"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         gauge.add_metric([server_id, "99"], server.loop_lag.p99_s)
@@ -134,7 +134,7 @@ def _loop_lag(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
-    """Of each server once, however many jobs it has copies of."""
+    """Comparisons by each server, once even if it has copies of several jobs."""
     counter = CounterMetricFamily(*COMPARISONS, labels=["server", "result"])
     for server_id, server in {server.server_id: server for _, server in servers}.items():
         counter.add_metric([server_id, "same"], server.compared.same)
@@ -143,7 +143,7 @@ def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _staleness(views: Mapping[str, ShardsView]) -> Metric:
-    """By how many updates of others the pushes of a job were late, over all its shards."""
+    """Histogram of the updates of others by which a job's pushes were late, over all shards."""
     histogram = HistogramMetricFamily(
         "shoal_job_push_staleness_updates",
         "Updates of others between a gradient's values and its push, a shard each.",

@@ -75,7 +75,7 @@ class ShardReader:
         return view
 
     def _forget_oldest(self) -> None:
-        """Whoever is being read for is not forgotten, however many that are."""
+        """Forget the oldest answers beyond MAX_JOBS, except of jobs being read now."""
         idle = [name for name in self._answers if not self._locks[name].locked()]
         idle.sort(key=lambda name: self._answers[name][0])
         for name in idle[: max(0, len(self._answers) - MAX_JOBS)]:
@@ -83,7 +83,7 @@ class ShardReader:
             del self._locks[name]
 
     async def measure(self, job: str) -> Mapping[int, ShardMeasure]:
-        """By shard, how its primary says that it is. Shards whose server is silent are missing.
+        """Measure of each shard, as reported by its primary. Shards of silent servers are missing.
         Raises Unavailable when etcd is away."""
         view = await self.read(job)
         created = view.shards if view is not None else ()

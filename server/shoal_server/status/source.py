@@ -1,4 +1,4 @@
-"""What the status endpoint asks of the coordinator it belongs to."""
+"""Interface through which the status endpoint reads its coordinator."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -26,8 +26,8 @@ class StatusSource(Protocol):
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobView]:
-        """Every job this coordinator knows, those that are over too, in any order; without their
-        generations, which only `job` tells."""
+        """List the jobs that this coordinator knows, also those that are over, in any order; their
+        generations are only in `job`."""
         ...
 
     def job(self, name: str) -> JobView | None:
@@ -43,11 +43,12 @@ class StatusSource(Protocol):
         ...
 
     def samples(self, job: str) -> SamplesView | None:
-        """None for a job whose members do not lease samples."""
+        """Samples of a job; None if its members do not lease samples."""
         ...
 
     async def shards(self, job: str) -> ShardsView | None:
-        """None for a job without parameter shards. Raises Unavailable when etcd is away."""
+        """Shards of a job; None if it has no parameter shards. Raises Unavailable if etcd is
+        away."""
         ...
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:

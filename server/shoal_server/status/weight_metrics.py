@@ -58,7 +58,7 @@ _OF_READER: Mapping[str, tuple[str, Callable[[WeightReaderView], float]]] = {
 
 
 def collect(every: Sequence[PublishedSeriesView]) -> Iterator[Metric]:
-    """All families."""
+    """Yield the metric families of published weights."""
     for name, (text, measure) in _OF_SERIES.items():
         family = GaugeMetricFamily(name, text, labels=["series"])
         for series in every:

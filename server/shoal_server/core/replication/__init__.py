@@ -1,1 +1,1 @@
-"""Who leads a shard, who follows it, and what may be acknowledged: decided without any I/O."""
+"""Replication of shards: primaries, followers and acknowledgements, decided without any I/O."""

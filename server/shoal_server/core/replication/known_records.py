@@ -1,4 +1,4 @@
-"""The newest record of each shard that this server was told of."""
+"""The newest record of each shard that this server has received."""
 
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -24,14 +24,14 @@ class KnownRecords:
 
     @property
     def runs(self) -> Mapping[Key, str]:
-        """Of each shard, which run of its job the record is of."""
+        """Run of the job to which each shard's record belongs."""
         return MappingProxyType(self._runs)
 
     def keys_of(self, job: str) -> list[Key]:
         return [key for key in self._assignments if key[0] == job]
 
     def holders_of(self, keys: Iterable[Key]) -> frozenset[Holder]:
-        """All that have one of these shards, in step."""
+        """Primaries and backups of these shards."""
         known = (self._assignments[key] for key in keys)
         return frozenset(holder for a in known for holder in (a.primary, *a.backups))
 
@@ -39,7 +39,7 @@ class KnownRecords:
         return self._runs.get(key, run) != run
 
     def put(self, key: Key, new: ShardAssignment | None, run: str) -> ShardAssignment | None:
-        """Know a record; None: it is gone. The one that was known before."""
+        """Store a record, or forget it if `new` is None; returns the previous one."""
         old = self._assignments.pop(key, None)
         if new is None:
             self._runs.pop(key, None)

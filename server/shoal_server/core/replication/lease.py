@@ -1,4 +1,4 @@
-"""Until when a server may acknowledge: as long as nobody can take it for dead."""
+"""Lease under which a server may acknowledge: it ends before others may take it for dead."""
 
 import math
 
@@ -6,7 +6,7 @@ from shoal_server.core.replication.protocol.limits import ReplicationLimits
 
 
 class Lease:
-    """Counted from the sending of the last renewal that succeeded: etcd heard of it later."""
+    """Lease counted from the sending of the last successful renewal; etcd received it later."""
 
     def __init__(self, limits: ReplicationLimits) -> None:
         self._fenced_after_s = limits.fenced_after_s
@@ -18,7 +18,7 @@ class Lease:
             self.ends_s = max(self.ends_s, sent_s + self._fenced_after_s)
 
     def end(self, now_s: float) -> None:
-        """For good: a renewal that is on its way changes nothing any more."""
+        """End the lease for good: a renewal in progress has no effect any more."""
         self.ends_s, self._is_over = now_s, True
 
     def holds(self, now_s: float) -> bool:

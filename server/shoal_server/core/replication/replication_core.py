@@ -1,11 +1,11 @@
-"""What one parameter server does about shards: leading, backing up, images, handing over, taking
-over, leading again from its journal. Pure: events and the time go in, effects come out.
+"""State machine of one parameter server: leads and backs up shards, sends images, hands over, takes
+over, and leads again from its journal. Pure: events and the time go in, effects come out.
 
-The record in etcd says who holds what (`core/shards/assignments.py`). This server carries out each
-change of it, whoever made it, and asks for changes of its own: a joiner is in step, a backup or a
-primary is gone, a shard is handed over, its disk has it. What it wants is worked out from how
-things stand after each event, and from whichever record is the newest when it is written
-(`revised`), so nothing that it wanted earlier is written later.
+The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
+change of it, whichever process made it, and asks for changes of its own: a joiner is in step, a
+backup or a primary is gone, a shard is handed over, its disk has it. The wanted change is computed
+from the state after each event and from the newest record at the time of the write (`revised`), so
+an outdated wish is never written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -50,7 +50,7 @@ Effects = Iterator[Effect]
 
 
 class ReplicationCore:
-    """Of one server process. Every event is followed by all that it leads to, in order."""
+    """Core of one server process. Each event is followed by all its effects, in order."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me
@@ -100,19 +100,19 @@ class ReplicationCore:
         }
 
     def step(self, event: ev.Event, now_s: float) -> list[Effect]:
-        """What follows from an event, and from the time that has passed."""
+        """Effects of an event, and of the time that has passed."""
         self._now_s = now_s
         return [*self._passed(), *self._handlers[type(event)](event)]
 
     def wakes_s(self) -> float:
-        """When `Woken` has something to do; infinite while it has not."""
+        """Time at which a `Woken` is due; infinite if none is."""
         lease_s = inf if self._is_fenced else self.lease.ends_s
         return min(self.leading.wakes_s, self._watch.wakes_s, lease_s if lease_s > -inf else inf)
 
     # --- what is to be seen from outside ---
 
     def may_acknowledge(self, now_s: float) -> bool:
-        """Whether nobody can have taken this server for dead."""
+        """True if no other process can have taken this server for dead."""
         return self.lease.holds(now_s)
 
     def assignment(self, key: Key) -> ShardAssignment | None:
@@ -128,7 +128,7 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """What the journal has and others may have too, of jobs that there are."""
+        """Shards in the journal that others may have too, of existing jobs."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
@@ -146,7 +146,7 @@ class ReplicationCore:
     # --- the record ---
 
     def _wish(self, key: Key) -> Effects:
-        """Have the record changed if it is not as it should be."""
+        """Change the record if this server wants another one."""
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
@@ -212,8 +212,8 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """As long as the record names this disk, it may be all that is left of it one day: also
-        where the disk takes nothing any more."""
+        """Keep the claim on the shard while the record names this disk, even if the disk fails:
+        one day it may have the only copy."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 
@@ -265,7 +265,7 @@ class ReplicationCore:
         yield from self._tend(led)
 
     def _tend(self, led: LedShard) -> Effects:
-        """Do what is due for a shard that is led here, as things stand."""
+        """Take the steps that are due for a shard that is led here."""
         yield from self.leading.follow_as_written(led)
         yield from self.leading.advanced(led, self._now_s)
         yield from self._release(led)
@@ -280,7 +280,7 @@ class ReplicationCore:
             yield Acknowledge(token) if holds else Refuse(token, Refusal.FENCED)
 
     def _step_down(self, led: LedShard) -> Effects:
-        """Another leads it, or this server does in a later epoch: keep it as a copy till then."""
+        """Keep the shard as a copy: another server leads it, or this one in a later epoch."""
         content = led.assignment.content
         self._leave_on_disk(led)
         yield from self.leading.end(led.key)
@@ -491,7 +491,7 @@ class ReplicationCore:
             yield from self._tend(led)
 
     def _passed(self) -> Effects:
-        """Say no to everybody who waits once this server may have been taken for dead."""
+        """Refuse all waiting callers if this server may have been taken for dead."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

@@ -2,25 +2,25 @@
 
 An epoch is a permutation of the dataset; the ledger leases ranges [start, stop) of its positions
 and books them when they are completed. In the books each sample of each epoch is completed exactly
-once, whoever comes and goes:
+once, whichever members come and go:
 
 - A range is in one place at a time: free, held by one member, or completed.
-- What a lost member held is free again. Free positions are leased lowest first, so what came back
-  goes out before anything fresh.
-- Only the holder completes a range. What is reported by anybody else is ignored and counted.
+- Ranges that a lost member held are free again. Free positions are leased lowest first, so
+  returned ranges are leased before fresh ones.
+- Only the holder completes a range. Reports of other members are ignored and counted.
 
 Epochs overlap at the edge: once an epoch is leased out, the next one begins, so that nobody waits
-for the slowest. It is at most one epoch ahead: with one still in flight, the next but one does not
-begin, unless epochs are so short that members hold more than that in reserve. So nobody runs away
-from a member that hangs, and the books stay small: two epochs or what is held in reserve, and
-as many spans as members hold (`MAX_HELD_RANGES` each) or held when they were lost.
+for the slowest. At most two epochs are open, unless epochs are so short that members hold more
+than that in reserve. So members cannot run far ahead of one that hangs, and the books stay small:
+two epochs or the reserves, and as many spans as members hold (`MAX_HELD_RANGES` each) or held when
+they were lost.
 
-A member holds what it needs for as long as a coordinator may be away: its reserve. Where there is
-not enough left for everybody's, each has its share, in proportion to what it asked for; who holds
-more is told so and gives back what it has not begun.
+A member holds the samples that it needs while a coordinator may be away: its reserve. If too few
+are left for all reserves, each member has a share, in proportion to what it asked for. A member
+that holds more than its share is notified, and gives back samples that it has not begun.
 
-What trained twice is bounded by `returned + ignored`: a lost member may have trained on what it
-held and had begun, and who reports what it does not hold did train on it.
+At most `returned + ignored` samples are trained twice: a lost member may have trained on samples
+that it held and had begun, and a member that reports samples it does not hold did train on them.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -40,7 +40,7 @@ from shoal_server.core.samples.spans import Spans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
-"""Open at once, where members hold more than two epochs in reserve."""
+"""Maximum of open epochs if members hold more than two epochs in reserve."""
 MAX_HELD_RANGES = 128
 MAX_LEASE_SAMPLES = 1 << 20
 MAX_CLOSED_COUNTS = 64
@@ -62,17 +62,17 @@ class _Member:
         self.sequence = 0
         self.answer: SampleRange | None = None
         self.waits = False
-        """It holds nothing, and there was nothing for it."""
+        """True if the member holds nothing, and there was nothing to lease to it."""
         self.held: dict[int, Spans] = {}
         self.reserve = 0
         self.not_held: tuple[SampleRange, ...] = ()
-        """Of its latest request."""
+        """Ranges that its latest request claimed and that it does not hold."""
         self.begun: int | None = None
-        """Of what it held at its latest request, so much was begun. None: all of it may be."""
+        """Samples begun, of those held at its latest request. None: all of them may be."""
         self.begins_per_s = 0
 
     def may_have_begun(self, silent_s: float) -> float:
-        """How many of the samples that it holds, at most."""
+        """Upper bound on the samples that the member holds and has begun."""
         if self.begun is None or silent_s == inf:
             return inf
         # The answer to its latest request may have been on its way for a second.
@@ -100,49 +100,49 @@ class Ledger:
         self._members: dict[str, _Member] = {}
         self._ignored = 0
         self._reserves = 0
-        """What all members would hold."""
+        """Sum of all members' reserves."""
         self._num_waiting = 0
         self._touched: set[str] = set()
 
     def take_touched(self) -> frozenset[str]:
-        """Members that changed, or went, since this was asked last."""
+        """Return the members that changed, or went, since the last call."""
         touched, self._touched = frozenset(self._touched), set()
         return touched
 
     def touch(self, member_ids: Iterable[str]) -> None:
-        """Name these among the members that changed: what was made of it came to nothing."""
+        """Mark these members as changed again, after `take_touched` was used for nothing."""
         self._touched.update(member_ids)
 
     @property
     def exhausted(self) -> bool:
-        """Whether every sample of every epoch was completed."""
+        """True if every sample of every epoch is completed."""
         return self._num_closed == self.num_epochs
 
     @property
     def holders(self) -> tuple[tuple[str, str], ...]:
-        """(member_id, incarnation) of everybody who has asked and not gone."""
+        """(member_id, incarnation) of each member that has sent a request and is not gone."""
         return tuple((m, member.incarnation) for m, member in self._members.items())
 
     def waits(self, member_id: str) -> bool:
-        """Whether the member has nothing to work at, and was told to ask again."""
+        """True if the member has no samples, and was answered to ask again."""
         member = self._members.get(member_id)
         return member is not None and member.waits
 
     @property
     def held_samples(self) -> Mapping[str, int]:
-        """How many samples each member holds."""
+        """Number of samples that each member holds."""
         return {
             name: sum(spans.size for spans in member.held.values())
             for name, member in self._members.items()
         }
 
     def answer(self, request: Request, num_members: int = 1) -> Answer:
-        """Book what the member completed, take back what it dropped, and lease it a range.
+        """Book completed ranges, take back dropped ones, and lease the member a new range.
 
-        `num_members`: how many there are to share an epoch, those included that have not asked yet.
+        `num_members`: members that share an epoch, including those that have not asked yet.
 
-        A retry of its latest request gets the same answer and books nothing. An incarnation that
-        was not seen before ends the member's earlier one. Raises StaleRequest, TooManyRanges.
+        A retry of the latest request gets the same answer and books nothing. A new incarnation
+        ends the member's earlier one. Raises StaleRequest, TooManyRanges.
         """
         member = self._members.get(request.member_id)
         is_news = member is None or member.incarnation != request.incarnation
@@ -169,20 +169,20 @@ class Ledger:
         )
 
     def sequences(self) -> Mapping[str, int]:
-        """Of each member's latest request."""
+        """Sequence number of each member's latest request."""
         return {name: member.sequence for name, member in self._members.items()}
 
     def ignore(self, completed: Iterable[SampleRange]) -> None:
-        """Count what a fenced member reported. Its ranges went back when it was lost."""
+        """Count ranges reported by a fenced member; they became free when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
     def give_back(
         self, member_id: str, incarnation: str | None = None, *, silent_s: float = inf
     ) -> int:
-        """Free what a lost member holds and forget it; returns how many samples that is.
+        """Free the ranges of a lost member and forget it; returns the number of samples freed.
 
-        With an incarnation, only that one: a later one under the same id keeps its ranges.
-        `silent_s`: since its latest request. What it cannot have begun is not counted as returned.
+        With `incarnation`, a later incarnation of the member keeps its ranges. `silent_s`: time
+        since its latest request. Samples that it cannot have begun do not count as returned.
         """
         member = self._members.get(member_id)
         if member is None or incarnation not in (None, member.incarnation):
@@ -196,13 +196,13 @@ class Ledger:
             for start, stop in spans:
                 epoch, size = self._epoch(number), stop - start
                 epoch.free.add(start, stop)
-                # Lowest first, as it was trained on.
+                # Lowest first, the order of training.
                 epoch.returned += int(min(size, max(0.0, may_begun - num_samples)))
                 num_samples += size
         return num_samples
 
     def counts(self) -> LedgerCounts:
-        """What the books say."""
+        """Counts of samples, in total and by epoch."""
         epochs = [self._epoch_counts(epoch) for epoch in self._open]
         closed = [
             EpochCounts(epoch=e, completed=self.dataset_size, in_flight=0, returned=returned)
@@ -229,7 +229,7 @@ class Ledger:
         )
 
     def _book(self, member: _Member, request: Request) -> bool:
-        """Whether anything changed hands."""
+        """Apply a request's reports to the books; returns True if anything was booked."""
         held = {number: Spans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
         booked = list(_taken(held, request.completed))
@@ -290,13 +290,13 @@ class Ledger:
         member.waits = waits
 
     def _told(self, share: int) -> int:
-        """While nobody lacks samples, nobody gives a few of them back."""
+        """Maximum to tell the member: a third above its share unless a member lacks samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: Request, num_members: int) -> int:
-        """How many samples the member may hold, of what can be held now; 0: that is not asked.
+        """Number of samples that the member may hold at present; 0 if it wants no reserve.
 
-        Who has not asked yet is expected to want as much.
+        Members that have not asked yet are expected to want the same reserve.
         """
         share, step = member.reserve, request.step_samples
         if not share:
@@ -311,7 +311,7 @@ class Ledger:
 
     @property
     def _num_openable(self) -> int:
-        """Epochs that may be open at once: two, or as many as the reserves are twice over."""
+        """Epochs that may be open at once: two, or as many as hold twice the reserves."""
         wanted = -(-2 * self._reserves // self.dataset_size)
         return min(max(wanted, MAX_OPEN_EPOCHS), MAX_RESERVED_EPOCHS)
 
@@ -323,7 +323,7 @@ class Ledger:
         return self._open[-1]
 
     def _close_completed(self) -> None:
-        # In order: an epoch that is done before its predecessor waits for it.
+        # In order: an epoch that is done before its predecessor is closed after it.
         while self._open and self._open[0].completed.size == self.dataset_size:
             epoch = self._open.pop(0)
             self._num_closed += 1
@@ -340,8 +340,8 @@ class Ledger:
         epoch.returned += stop - start
 
     def to_json(self, only: Iterable[str] | None = None) -> dict[str, Any]:
-        """The books as JSON types; `from_json` makes the same books of it. With `only`, of the
-        members no others than those."""
+        """The books as JSON types, which `from_json` reads. With `only`, no other members are
+        included."""
         names = self._members.keys() if only is None else only
         members = {name: self._members[name] for name in names if name in self._members}
         return {
@@ -365,8 +365,8 @@ class Ledger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
-        """The books that `to_json` wrote. Raises ValueError if they do not add up, and KeyError,
-        TypeError or AttributeError for what has another shape."""
+        """Read the books that `to_json` wrote. Raises ValueError if they do not add up, and
+        KeyError, TypeError or AttributeError if the data has another shape."""
         _check_numbers(data)
         if data.get("format") != FORMAT:
             raise ValueError(f"sample ledger of format {data.get('format')!r}; expected {FORMAT}")
@@ -387,7 +387,7 @@ class Ledger:
         return ledger
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
-        # Completed is what is neither free nor held: stored thrice, the three could disagree.
+        # Completed positions are neither free nor held. Not stored, so they cannot disagree.
         free, completed = Spans(map(tuple, entry["free"])), Spans([(0, self.dataset_size)])
         held = [s for m in self._members.values() for s in m.held.get(entry["epoch"], ())]
         for start, stop in [*free, *held]:
@@ -401,7 +401,7 @@ class Ledger:
 
 
 def _check_numbers(data: object) -> None:
-    """Every number in the books counts something. Raises ValueError."""
+    """Raise ValueError unless every number in the books is an integer in [0, MAX_NUMBER)."""
     if isinstance(data, Mapping):
         for value in data.values():
             _check_numbers(value)
@@ -413,7 +413,7 @@ def _check_numbers(data: object) -> None:
 
 
 def _taken(held: Mapping[int, Spans], ranges: Iterable[SampleRange]) -> Iterator[SampleRange]:
-    """Take out of what is held what of the ranges is in it."""
+    """Remove the parts of `ranges` that are held, and yield them."""
     for r in ranges:
         for start, stop in held.get(r.epoch, Spans()).within(r.start, r.stop):
             held[r.epoch].remove(start, stop)

@@ -1,10 +1,10 @@
-"""What a ledger has become since its books were written whole, in a few bytes.
+"""Deltas of a sample ledger: the changes since its books were written whole, in a few bytes.
 
-Books are large and most of them stand still: so they are written whole now and then, and deltas are
-appended between. A delta has the head of the books (epochs, counts) and the members that changed,
-as they are then and not how they changed: what one delta says holds whatever was in those before
-it. A member is meant by its number: first those of the whole books, in their order, then those that
-deltas brought, in theirs. Numbers are varints, positions relative to where the free ones begin.
+Books are large and most of their content stays the same: so they are written whole now and then,
+and deltas are appended between. A delta has the head of the books (epochs, counts) and the members
+that changed, with their new values: it holds whatever the deltas before it contain. A member is
+identified by a number: first those of the whole books, in order, then those that deltas added, in
+order. Numbers are varints; positions are relative to the first free one.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -16,16 +16,16 @@ FORMAT = 1
 MAX_VARINT_BYTES = 10
 _NO_ANSWER, _LAST_HELD, _OTHER = range(3)
 _KINDS = 3
-"""Of what a member was answered last."""
+"""Kinds of a member's last answer."""
 
 Books = dict[str, Any]
-"""As `Ledger.to_json` has them."""
+"""The result of `Ledger.to_json`."""
 Range = list[int]
 """Epoch, start, stop."""
 
 
 class MemberNumbers:
-    """By which number deltas mean a member, and what they need not say again."""
+    """Numbers of members in deltas, and content that deltas need not repeat."""
 
     def __init__(self, books: Mapping[str, Any]) -> None:
         self._numbers: dict[str, int] = {}
@@ -37,25 +37,25 @@ class MemberNumbers:
             self.add(name, member["incarnation"])
 
     def add(self, name: str, incarnation: str) -> None:
-        """The next number is this member's; one of that name is meant by it no more."""
+        """Give the next number to this member, instead of any earlier one of that name."""
         self._numbers[name] = len(self._names)
         self._names.append(name)
         self._incarnations.append(incarnation)
 
     def number(self, name: str, incarnation: str | None = None) -> int | None:
-        """None: the member has none, or another process of that name has it."""
+        """Number of a member; None if it has none, or it belongs to another incarnation."""
         number = self._numbers.get(name)
         known = number is not None and incarnation in (None, self._incarnations[number])
         return number if known else None
 
     def member(self, number: int) -> tuple[str, str]:
-        """Name and incarnation. Raises ValueError for a number that nobody has."""
+        """Name and incarnation. Raises ValueError if no member has that number."""
         if not 0 <= number < len(self._names):
             raise ValueError(f"a delta of member {number}; expected one of {len(self._names)}")
         return self._names[number], self._incarnations[number]
 
     def note(self, books: Mapping[str, Any]) -> None:
-        """A delta with these members was written."""
+        """Record that a delta with these members was written."""
         for name in sorted(books["members"]):
             incarnation = books["members"][name]["incarnation"]
             if self.number(name, incarnation) is None:
@@ -64,7 +64,7 @@ class MemberNumbers:
 
 
 def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberNumbers) -> bytes:
-    """The delta of books of which `members` has those of the touched that are still there."""
+    """The delta of books whose `members` are the touched ones that are still there."""
     out = _Writer()
     out.count(FORMAT)
     _write_head(out, books, numbers.num_closed)
@@ -95,8 +95,8 @@ def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberN
 
 
 def folded(books: Books, deltas: Iterable[bytes]) -> Books:
-    """The books with the deltas that were appended to them, in order; they are not looked at as a
-    whole: `Ledger.from_json` does that. Raises ValueError for what is no delta."""
+    """The books with the appended deltas applied in order. The result is not checked as a whole:
+    `Ledger.from_json` does that. Raises ValueError if a delta cannot be read."""
     numbers = MemberNumbers(books)
     result = {**books, "members": dict(books["members"])}
     for delta in deltas:
@@ -126,13 +126,13 @@ def _apply(books: Books, data: "_Reader", numbers: MemberNumbers) -> None:
 
 
 def _origin(books: Mapping[str, Any]) -> tuple[int, int]:
-    """Epoch and position near which the ranges are that members hold."""
+    """Epoch and position near the ranges that members hold."""
     starts = [epoch["free"][0][0] for epoch in books["open"] if epoch["free"]]
     return books["num_closed"], starts[0] if starts else 0
 
 
 def _gaps(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Each number in order, behind its distance from the one before it."""
+    """Pairs, in order: a number's distance from the one before it, and the number."""
     ordered = sorted(numbers)
     return [(b - a, b) for a, b in zip([0, *ordered], ordered, strict=False)]
 
@@ -232,7 +232,7 @@ class _Writer:
 
 
 class _Reader:
-    """Raises ValueError where the bytes end too soon."""
+    """Reader of a delta. Raises ValueError if the bytes end too soon."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

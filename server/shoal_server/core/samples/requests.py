@@ -1,4 +1,4 @@
-"""What is said to and by the sample ledger."""
+"""Requests to the sample ledger, and its answers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,48 +15,48 @@ class SampleRange:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """One member's report of what it did, and its wish for more."""
+    """One member's report of completed samples, and its request for more."""
 
     member_id: str
     incarnation: str
     sequence: int
-    """Rises from request to request; the same again is a retry."""
+    """Rises with each request; the same number again is a retry."""
     completed: Sequence[SampleRange] = ()
     held: Sequence[SampleRange] = ()
-    """What it still works at. Whatever else it holds in the books goes back."""
+    """Ranges that the member still works at. Others that it holds in the books are freed."""
     num_samples: int = 0
-    """0: report only. The range it gets may be shorter, never longer."""
+    """Samples wanted; 0: report only. The leased range may be shorter, never longer."""
     reserve: int = 0
-    """How many samples it would hold in all, to go on with while nobody answers."""
+    """Samples that the member wants to hold in all, to train on while no coordinator answers."""
     step_samples: int = 1
-    """Of one step: it is leased multiples of so many, unless an epoch ends."""
+    """Samples of one step: leases are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """What it held and never began."""
+    """Ranges that the member held and never began."""
     completed_before: Sequence[SampleRange] = ()
-    """Reported once, maybe to books that did not last. What is booked already is not counted."""
+    """Ranges reported before, maybe to books that were lost. Those booked already do not count."""
     begun: int = 0
-    """Of a member with a reserve: so many of the samples that it holds are begun ..."""
+    """Samples that the member, if it has a reserve, holds and has begun ..."""
     begins_per_s: int = 0
-    """... and at most so many more in a second."""
+    """... and the most that it begins in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """With neither a range nor `exhausted`, there is nothing now: others are still at work."""
+    """Answer to a request. With no range and not `exhausted`, other members hold the rest."""
 
     range: SampleRange | None
     exhausted: bool
     reserve_max: int = 0
-    """How many samples it may hold in all, so that the others have their share. 0: any number."""
+    """Samples that the member may hold in all, so that others have a share. 0: any number."""
     not_held: Sequence[SampleRange] = ()
-    """What it claimed and does not hold: it is not to begin it."""
+    """Ranges that the member claimed and does not hold, and so must not begin."""
     is_news: bool = True
-    """Whether anything was booked."""
+    """True if anything was booked."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpochCounts:
-    """Samples of one epoch. `returned` counts a sample each time that it came back."""
+    """Samples of one epoch. `returned` counts a sample each time that it is returned."""
 
     epoch: int
     completed: int
@@ -74,13 +74,13 @@ class LedgerCounts:
     in_flight: int
     returned: int
     ignored: int
-    """Reported as completed by who did not hold them: fenced, or known to other books."""
+    """Samples reported as completed by a member that did not hold them, as a fenced one."""
     exhausted: bool
     epochs: tuple[EpochCounts, ...]
 
     @property
     def repeated_max(self) -> int:
-        """No more samples than this were trained on a second time."""
+        """Upper bound on the samples that were trained on a second time."""
         return self.returned + self.ignored
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 
 
 class Spans:
-    """A set of whole numbers that costs as much as it has gaps, however many numbers it holds."""
+    """A set of integers whose cost grows with its gaps, not with its size."""
 
     __slots__ = ("_starts", "_stops")
 
@@ -19,7 +19,7 @@ class Spans:
         return iter(list(zip(self._starts, self._stops, strict=True)))
 
     def __len__(self) -> int:
-        """How many spans there are, not how many numbers."""
+        """Number of spans, not of integers."""
         return len(self._starts)
 
     def __eq__(self, other: object) -> bool:
@@ -32,7 +32,7 @@ class Spans:
 
     @property
     def size(self) -> int:
-        """How many numbers are in the set."""
+        """Number of integers in the set."""
         return sum(self._stops) - sum(self._starts)
 
     def within(self, start: int, stop: int) -> list[tuple[int, int]]:
@@ -55,7 +55,7 @@ class Spans:
         self._stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Take [start, stop) out; what of it is not there is no error."""
+        """Remove [start, stop); integers of it that are not in the set are no error."""
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)
         if start >= stop or first >= last:

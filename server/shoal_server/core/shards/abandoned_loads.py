@@ -1,15 +1,15 @@
-"""Shards that were to be loaded from a snapshot, by a coordinator that ended in the middle."""
+"""Shards that a coordinator had loaded from a snapshot when it ended, before all were loaded."""
 
 from dataclasses import replace
 
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 GIVEN_UP_AFTER_S = 10.0
-"""Who has loaded them may be about to write so."""
+"""A primary that has loaded its shard may be about to write so."""
 
 
 class AbandonedLoads:
-    """Of one job, as one coordinator sees it."""
+    """Abandoned loads of one job, as one coordinator sees them."""
 
     def __init__(self) -> None:
         self._loading: frozenset[tuple[int, int]] = frozenset()
@@ -17,14 +17,14 @@ class AbandonedLoads:
 
     @property
     def is_due_soon(self) -> bool:
-        """Whether something may have been abandoned, and it is too early to say so."""
+        """True if shards wait to be loaded, and may be given up soon."""
         return bool(self._loading)
 
     def given_up(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
-        """The record in which shards are lost that nobody loads any more. `is_restoring`: this
-        coordinator has the job's shards loaded just now."""
+        """The record, with shards that no server loads any more marked as lost. `is_restoring`:
+        this coordinator is restoring the job at present."""
         found = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in found)
         if is_restoring:

@@ -1,4 +1,4 @@
-"""Since when somebody is gone. Pure: times are arguments."""
+"""Durations of absences. Pure: times are arguments."""
 
 from collections.abc import Collection
 from math import inf
@@ -8,12 +8,12 @@ Who = TypeVar("Who")
 
 
 class Absences(Generic[Who]):
-    """Of those that are asked about again and again. Who is back, or asked about no longer, is
-    forgotten: a later absence begins anew."""
+    """Absences of servers, updated at each call of `away_s`. One that is back, or no longer named,
+    is forgotten: a later absence begins anew."""
 
     def __init__(self, longest_gap_s: float = inf) -> None:
-        """After a pause of more than that between two questions, nobody counts as gone before the
-        second: they may have been there meanwhile."""
+        """`longest_gap_s`: after a longer pause between two calls of `away_s`, absences begin anew
+        with the second: the absent may have been present meanwhile."""
         self._longest_gap_s = longest_gap_s
         self._asked_s = -inf
         self._since_s: dict[Who, float] = {}
@@ -21,8 +21,8 @@ class Absences(Generic[Who]):
     def away_s(
         self, who: Collection[Who], now_s: float, *, asked_s: float | None = None
     ) -> dict[Who, float]:
-        """For how many seconds each of them has been gone for certain: those that are gone, all of
-        them, as is known now of the time when it was asked for."""
+        """Seconds for which each has certainly been gone. `who`: all that are gone, by an answer
+        that is known at `now_s` and was asked for at `asked_s`."""
         asked_s = now_s if asked_s is None else asked_s
         if now_s - self._asked_s > self._longest_gap_s:
             self._since_s = {}

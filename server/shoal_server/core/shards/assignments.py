@@ -1,13 +1,13 @@
-"""Who holds which shard, and how that may change. Pure: a record goes in, the next one comes out.
+"""Assignment of shards to servers, and its changes. Pure: functions map a record to the next one.
 
-The record of a job lies in etcd and is replaced by compare-and-swap only, so of two that want to
-change it at once one starts anew from what the other wrote. That is what keeps updates safe:
+The record of a job lies in etcd and is replaced by compare-and-swap only: of two processes that
+change it at once, one starts again from the other's result. This keeps updates safe:
 
 - A primary acknowledges what every backup *in step* has received, so each of these may take over.
-- To go on without one of them, it must first have taken it out of the record (`without_backup`).
-- A backup takes over by writing itself down (`promoted`), which only one in step can do.
+- To go on without a backup, it must first have removed it from the record (`without_backup`).
+- A backup takes over by a write to the record (`promoted`), which only one in step can do.
 
-So the old primary and the new one never both acknowledge, whoever was wrong about whom.
+So the old and the new primary never both acknowledge, even if one wrongly takes the other for dead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,15 +17,15 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """A server process. Its id alone would not tell a restarted one from what held the shards."""
+    """A server process. The incarnation tells a restarted server from the one that held shards."""
 
     server_id: str
     incarnation: str
 
 
 class ShardContent(Enum):
-    """What there is of a shard. A worker may give first values to one that has none, and to no
-    other: one that was trained and is lost must not begin anew in silence."""
+    """State of a shard's values. A worker may give first values only to a shard that never had
+    any: one that was trained and is lost must not silently begin anew."""
 
     NONE = "nobody has created it"
     LOADING = "its primary is to load it from a snapshot"
@@ -35,27 +35,27 @@ class ShardContent(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLoss:
-    """What is known of a shard that nobody has any more."""
+    """Facts about a shard whose values no server has any more."""
 
     lost_unix_s: float
-    """When the coordinator found that it was lost."""
+    """Time at which the coordinator found the loss."""
     version: int = 0
-    """It had at least this one; 0: of none is known. Servers tell theirs now and then."""
+    """The shard had at least this version; 0: none is known. Servers report theirs at times."""
     servers: tuple[str, ...] = ()
-    """Ids of those that had it last."""
+    """Ids of the servers that had it last."""
     snapshot: str = ""
-    """What became of bringing it back from a snapshot, in a sentence."""
+    """Outcome of restoring it from a snapshot, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedLoss:
-    """That an operator gave a lost shard up."""
+    """Record of an operator's decision to give up a lost shard."""
 
     loss: ShardLoss
     by: str
     accepted_unix_s: float
     samples_anew: bool = False
-    """Whether the samples of the job began anew with it."""
+    """True if the job's samples began anew with the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,42 +67,42 @@ class ShardAssignment:
     """Number of times the primary was decided, from 1."""
     primary: Holder
     backups: tuple[Holder, ...] = ()
-    """In step with the primary."""
+    """Servers in step with the primary."""
     joining: Holder | None = None
-    """To be brought in step."""
+    """The server that the primary is bringing in step."""
     successor: Holder | None = None
     """The backup that the primary is to hand the shard over to."""
     on_disk: str = ""
     """Id of the server whose journal has all that was acknowledged as durable; empty if none was.
 
     A primary acknowledges nothing as durable before this names its own server, and no server's
-    journal lets go of a shard while this names it. So where every process that held a shard is
-    gone, there is one disk to lead it from again, and it lacks nothing.
+    journal drops a shard while this names that server. So if every process that held a shard is
+    gone, one disk has all of it, and the shard can be led from there.
     """
     disk_epoch: int = 0
     disk_version: int = 0
-    """That disk has at least this version, of this epoch. Written now and then: an older copy of
-    the disk that is put in its place is known by it."""
+    """That disk has at least this version, of this epoch. Written at times, so that an older copy
+    of the disk in its place is recognized."""
     found_version: int = 0
-    """What a later process of that server found there instead, which is older; 0: nothing is."""
+    """Older version that a later process of that server found on its disk; 0: none."""
     found_foreign: bool = False
-    """Whether what was found is of another run of the job."""
+    """True if the disk was found to have the shard of another run of the job."""
     restored_version: int = 0
-    """Of the snapshot that its values came from, or are to come from; 0: from none."""
+    """Version of the snapshot that its values came from, or are to come from; 0: no snapshot."""
     content: ShardContent = ShardContent.NONE
-    """PRESENT before anybody has seen its values or pushed to it."""
+    """Becomes PRESENT before any worker has read its values or pushed to it."""
     loss: ShardLoss | None = None
-    """While the shard is lost."""
+    """Set while the shard is lost."""
     accepted_loss: AcceptedLoss | None = None
-    """The last time that it was given up and began anew."""
+    """The last time that the shard was given up and began anew."""
 
     def holds(self, holder: Holder) -> bool:
-        """Whether it has every update that was acknowledged."""
+        """True if the server has every acknowledged update."""
         return holder == self.primary or holder in self.backups
 
     @property
     def holders(self) -> tuple[Holder, ...]:
-        """All that have the shard, or are getting it."""
+        """Primary, backups and the joining server, if any."""
         joining = () if self.joining is None else (self.joining,)
         return (self.primary, *self.backups, *joining)
 
@@ -113,25 +113,25 @@ class JobAssignments:
 
     job: str
     copies: int
-    """Wanted copies of each shard, the primary included."""
+    """Wanted copies of each shard, including the primary."""
     shards: tuple[ShardAssignment, ...]
     run: str = ""
-    """Drawn when the shards were placed: those of another run of the job are not these, whatever
-    their numbers and epochs."""
+    """Random id of this placement. Shards of another run of the job are different shards, even
+    with equal ids and epochs."""
     job_run: str = ""
-    """That of the placement whose values the job's members had, where the coordinator restored the
-    job while they went on; empty: `run`."""
+    """Run whose values the job's members had, if the coordinator restored the job while they
+    trained on; empty: `run`."""
 
     @property
     def members_run(self) -> str:
-        """What the job's members go by. Who goes by another may not read or change these shards."""
+        """Run that the job's members state; those of another may not read or change the shards."""
         return self.job_run or self.run
 
     def changed(
         self, shard_ids: Iterable[int], change: Callable[[ShardAssignment], ShardAssignment]
     ) -> "JobAssignments":
-        """The record with a change made to some shards. A change that does not apply any more
-        gives its argument back, and so leaves the record equal to what it was."""
+        """The record with a change made to some shards. A change that no longer applies returns
+        its argument, so the record stays equal."""
         chosen = frozenset(shard_ids)
         return replace(
             self, shards=tuple(change(h) if h.shard_id in chosen else h for h in self.shards)
@@ -142,8 +142,8 @@ class JobAssignments:
 
 
 def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> ShardAssignment:
-    """`backup` takes over from the lost primary. The other backups stay: each has all that was
-    acknowledged, and the new primary acknowledges nothing before it has brought them level."""
+    """Make `backup` the primary after the loss of `lost`. The other backups stay: each has all
+    acknowledged updates, and the new primary brings them level before it acknowledges more."""
     if assignment.primary != lost or backup not in assignment.backups:
         return assignment
     return replace(
@@ -157,7 +157,7 @@ def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> Shard
 
 
 def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """The primary has stopped and its successor is level: they change places."""
+    """Exchange a primary that has stopped and its successor, which is level."""
     successor = assignment.successor
     if assignment.primary != primary or successor is None or successor not in assignment.backups:
         return assignment
@@ -171,7 +171,7 @@ def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment
 
 
 def was_handed_over(old: ShardAssignment | None, new: ShardAssignment) -> bool:
-    """Whether the primary itself has given the shard to its successor."""
+    """True if the primary itself handed the shard over to its successor."""
     return (
         old is not None
         and new.epoch == old.epoch + 1
@@ -181,7 +181,7 @@ def was_handed_over(old: ShardAssignment | None, new: ShardAssignment) -> bool:
 
 
 def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -> ShardAssignment:
-    """The primary goes on without a backup, or without one that was joining."""
+    """Remove a backup or the joining server, so that the primary goes on without it."""
     if assignment.primary != primary or lost not in assignment.holders[1:]:
         return assignment
     return replace(
@@ -193,23 +193,23 @@ def without_backup(assignment: ShardAssignment, primary: Holder, lost: Holder) -
 
 
 def in_step(assignment: ShardAssignment, primary: Holder, joined: Holder) -> ShardAssignment:
-    """The one that was joining has all that was acknowledged, and the primary acknowledges nothing
-    any more that it has not."""
+    """Make the joining server a backup: it has all acknowledged updates, and the primary waits for
+    it before it acknowledges more."""
     if assignment.primary != primary or assignment.joining != joined:
         return assignment
     return replace(assignment, backups=(*assignment.backups, joined), joining=None)
 
 
 def filled(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
-    """The primary of that epoch has the shard's first values, or has loaded them."""
+    """Mark the shard PRESENT: the primary of that epoch has its first values, or has loaded it."""
     if (assignment.primary, assignment.epoch) != (primary, epoch):
         return assignment
     return replace(assignment, content=ShardContent.PRESENT)
 
 
 def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """The primary was told to forget the shard: it may be created anew. Copies of what it was are
-    none of what it will be."""
+    """Mark the shard as without values, so that it may be created anew. The epoch rises: copies of
+    the old shard are no copies of the new one."""
     if assignment.primary != primary or assignment.content is ShardContent.NONE:
         return assignment
     return replace(
@@ -225,8 +225,8 @@ def emptied(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
 
 
 def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> ShardAssignment:
-    """The primary's journal has all of the shard, up to this version at least, and from here on
-    every push."""
+    """Name the primary's disk: its journal has the shard up to this version at least, and every
+    later push."""
     if assignment.primary != primary:
         return assignment
     disk = assignment.epoch, version
@@ -245,11 +245,11 @@ def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> S
 def led_from_disk(
     assignment: ShardAssignment, server: Holder, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
-    """A later process of the server on whose disk the shard is leads it, if nobody is left that
+    """Let a later process of the server in `on_disk` lead the shard, if no process is left that
     has its updates in memory. `dead`: processes that are known to be gone for good.
 
-    One that is merely out of sight may be acknowledging updates, or have some that are not on the
-    disk. One that was given a lost shard has nothing of it.
+    A process that is merely out of sight may still acknowledge updates, or have some that are not
+    on the disk. The primary of a lost shard has nothing of it.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment
@@ -271,8 +271,8 @@ def led_from_disk(
 
 
 def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
-    """A process that was to lead the shard from its server's disk did not find it there: it is lost
-    until somebody has that disk. Whoever else had the shard was known to be gone."""
+    """Mark the shard LOST: the process that was to lead it from its server's disk did not find it
+    there. All other processes that had the shard were known to be gone."""
     is_its = (assignment.primary, assignment.epoch) == (primary, epoch)
     if not is_its or assignment.content is not ShardContent.PRESENT:
         return assignment
@@ -287,23 +287,23 @@ def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> Sha
 
 
 def not_held(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """The primary has nothing of the shard, and so never led it in this epoch. A backup leads it,
-    which has all that was acknowledged; without any it is lost until somebody has its disk."""
+    """Replace a primary that has nothing of the shard, and so never led it in this epoch. A backup
+    takes over, with all acknowledged updates; without one the shard is lost."""
     if assignment.primary == primary and assignment.backups:
         return promoted(assignment, primary, assignment.backups[0])
     return not_on_disk(assignment, primary, assignment.epoch)
 
 
 def is_older(assignment: ShardAssignment, epoch: int, version: int) -> bool:
-    """Whether what a journal has of the shard is less than it is known to have had."""
+    """True if a journal has less of the shard than the disk is known to have had."""
     return (epoch, version) < (assignment.disk_epoch, assignment.disk_version)
 
 
 def found_older(
     assignment: ShardAssignment, server: Holder, version: int, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
-    """A later process of the server on whose disk the shard is found an older copy there, or, of
-    version 0, the shard of another run of the job."""
+    """Record that a later process of the server in `on_disk` found an older copy on its disk or,
+    if `version` is 0, the shard of another run of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
     # Another process of this server, which may live, has the disk as it should be.
@@ -314,15 +314,15 @@ def found_older(
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
-    """Whether the record names the disk of that server, or may do so before long: another process
-    of the server leads the shard, and what it wrote last may be on its way."""
+    """True if the record names that server's disk, or may do so soon: another process of the
+    server leads the shard, and its last write may be in progress."""
     primary = assignment.primary
     is_other_process = primary.server_id == server.server_id and primary != server
     return assignment.on_disk == server.server_id or is_other_process
 
 
 def off_disk(assignment: ShardAssignment, server: Holder) -> ShardAssignment:
-    """What the server's journal had is gone, with its disk."""
+    """Remove the server's disk from the record: its content is gone."""
     if assignment.on_disk != server.server_id:
         return assignment
     return replace(

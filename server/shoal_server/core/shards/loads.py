@@ -1,29 +1,29 @@
-"""What a shard weighs when servers are evened out: its size, corrected by what is pushed to it."""
+"""Weights of shards for balancing servers: size, corrected by bytes pushed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 UNIT = 1_000_000
-"""Weights of a job sum up to about so much."""
+"""Approximate sum of a job's weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardMeasure:
-    """How a shard is, as its primary says."""
+    """State of a shard, as reported by its primary."""
 
     version: int
     pushed_bytes: int
-    """Of pushes applied since that server leads it."""
+    """Bytes of pushes applied since that server leads the shard."""
 
 
 def weights(
     num_bytes: Mapping[int, int], before: Mapping[int, int], after: Mapping[int, int]
 ) -> dict[int, int]:
-    """By shard: half its share of all bytes, half its share of what was pushed lately.
+    """Weight of each shard: half its share of all bytes, half its share of bytes pushed lately.
 
-    `num_bytes` has each shard's size; `before` and `after` the bytes ever pushed to it, at two
-    times. A shard whose count fell has another primary since, which began to count anew. Where
-    nothing was pushed, sizes alone count.
+    `num_bytes`: each shard's size. `before`, `after`: the total bytes pushed to it, at two
+    times. If the count fell, the shard has a new primary, which began to count anew. If nothing
+    was pushed, sizes alone count.
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())

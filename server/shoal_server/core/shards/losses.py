@@ -1,6 +1,6 @@
-"""Shards that nobody has any more: what is kept of them, how it is told, and how they are given up.
+"""Lost shards: the record of a loss, its description for users, and giving a shard up.
 
-Pure. That a shard is lost is found by `rebalance`.
+Pure. `rebalance` finds that a shard is lost.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -20,7 +20,7 @@ MAX_SNAPSHOT_TEXT = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """Why a shard is not to be had, in the parts of an error."""
+    """Reason why a lost shard is unavailable, in the parts of an error."""
 
     what: str
     seen: str
@@ -31,15 +31,15 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreAttempt:
-    """What became of restoring a job."""
+    """Outcome of restoring a job."""
 
     is_restored: bool
     told: str = ""
-    """Why not, in a sentence."""
+    """Reason of a failure, in a sentence."""
 
 
 class SamplesAfterLoss(Enum):
-    """What becomes of the books on samples when shards are given up."""
+    """Choice for the sample ledger when shards are given up."""
 
     ANEW = "start over"
     KEEP = "stay counted"
@@ -61,11 +61,11 @@ def samples_after(
     given_up_ids: Collection[int],
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
-    """What becomes of the samples when these shards are given up; None: somebody has to say it.
+    """Decide about the samples when these shards are given up; None: the operator must choose.
 
-    Where nothing that was trained is left, training begins anew, and so do its samples: else the
-    job would end with values that have seen what was left of the samples only. Where a part is
-    left, nobody but who gives the rest up can know which is right.
+    If no trained shard is left, training begins anew, and so do its samples: otherwise the job
+    would end with values trained only on the remaining samples. If some are left, only the
+    operator who gives up the others can know which is right.
     """
     if wish is not None:
         return wish
@@ -84,10 +84,10 @@ def with_losses(
     snapshot: str,
     now_unix_s: float,
 ) -> JobAssignments:
-    """`after`, in which each shard that is lost says what is known of it.
+    """Return `after`, with a ShardLoss in each lost shard that has none.
 
-    `versions`: the newest that each shard is known to have had. `snapshot`: what became of bringing
-    the job back from one.
+    `versions`: the newest version that each shard is known to have had. `snapshot`: outcome of
+    restoring the job from a snapshot.
     """
     held = {h.shard_id: h for h in before.shards}
 
@@ -97,7 +97,7 @@ def with_losses(
             return shard
         had = tuple(h.server_id for h in (last.primary, *last.backups))
         if last.content is ShardContent.LOST:
-            # Its primary has nothing of it: it was to lead it from a disk.
+            # The primary has nothing of the shard: it was to lead it from a disk.
             had = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
             version=max(versions.get(shard.shard_id, 0), last.disk_version, last.restored_version),
@@ -113,8 +113,8 @@ def with_losses(
 def after_failed_restore(
     before: JobAssignments, wanted: JobAssignments, why: str, now_unix_s: float
 ) -> JobAssignments:
-    """Every server has let go of what it had, and what was to take its place could not be loaded:
-    all that had values is lost. `wanted`: who was to load them."""
+    """Mark all shards that had values as lost: servers have dropped them for a restore, which
+    failed. `wanted`: the record of the servers that were to load the snapshot."""
     had = {h.shard_id: h for h in before.shards}
 
     def noted(shard: ShardAssignment) -> ShardAssignment:
@@ -123,7 +123,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            # The snapshot is of what the shard was once, too.
+            # The snapshot's version is one that the shard has had.
             version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
@@ -137,9 +137,9 @@ def after_failed_restore(
 def given_up(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
-    """A lost shard begins anew: whoever comes may create it. The epoch rises, so that nobody
-    takes the new one for the old; no disk has anything of the new one, so no journal brings the old
-    one back."""
+    """Let a lost shard begin anew: any worker may create it. The epoch rises, so that the new shard
+    is not taken for the old one. The record names no disk, so no journal brings the old one
+    back."""
     if shard.content is not ShardContent.LOST:
         return shard
     loss = shard.loss or ShardLoss(lost_unix_s=now_unix_s)
@@ -154,19 +154,19 @@ def given_up(
 
 
 def known_version(loss: ShardLoss | None) -> str:
-    """The version that a lost shard had come to, as far as it is known."""
+    """Newest known version of a lost shard, in words."""
     return f"at least version {loss.version}" if loss and loss.version else "no version known"
 
 
 def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
-    """Each with the version that is known: "shard 3 (at least version 812)"."""
+    """List shards with their known versions: "shard 3 (at least version 812)"."""
     told = [f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards]
     return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
 
 
 def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Lost shards in words: one paragraph for all that went with the same servers, and that the
-    same would bring back."""
+    """Describe lost shards: one paragraph for all that were lost with the same servers and could
+    be brought back the same way."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
@@ -186,7 +186,7 @@ def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
 
 
 def cure(job: str, shard: ShardAssignment) -> str:
-    """What brings a lost shard back, or ends that it is waited for."""
+    """Advice to the operator: ways to bring a lost shard back, or to give it up."""
     journal = "its journal"
     if shard.found_version:
         journal = "its own journal" if shard.found_foreign else "the newest copy of its journal"
@@ -199,7 +199,7 @@ def cure(job: str, shard: ShardAssignment) -> str:
 
 
 def explained(job: str, shard: ShardAssignment) -> Explanation:
-    """Why a lost shard is not to be had, with all that is known of it."""
+    """Explain why a lost shard is unavailable, with all that is known of it."""
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
     snapshot = f" {loss.snapshot}" if loss and loss.snapshot else ""
@@ -228,7 +228,7 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
 
 
 def _found_on_disk(shard: ShardAssignment) -> str:
-    """What the journal that should have a lost shard has in its place, if anything is known."""
+    """Describe what was found in the journal that should have a lost shard; "" if nothing was."""
     reached = f"version {shard.disk_version} of epoch {shard.disk_epoch} at least"
     if not shard.found_version:
         return ""

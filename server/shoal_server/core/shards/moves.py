@@ -1,4 +1,4 @@
-"""What became of shards between two records, in a line for each server that it concerns. Pure."""
+"""Changes of shards between two records, as a line of text for each server concerned. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -11,13 +11,13 @@ from shoal_server.core.shards.assignments import (
 )
 
 Moves = Counter[tuple[str, str]]
-"""How many shards went from which server to which."""
+"""Number of shards moved, by (from server, to server)."""
 
 
 def told(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of what happened, but for moves. `present`: the servers that there are now.
+    """Kinds and texts of all changes except moves. `present`: the servers that exist now.
 
     "lost ps-1: ps-0 leads 4 shards in its place, with every update that was acknowledged".
     """
@@ -46,7 +46,7 @@ def told(
 
 
 def moved(before: JobAssignments, after: JobAssignments, present: Collection[Holder]) -> Moves:
-    """Shards that the server before has handed over to another one."""
+    """Count shards that their primary handed over to another server."""
     return Counter(
         (old.primary.server_id, new.primary.server_id)
         for old, new in _pairs(before, after)
@@ -57,14 +57,14 @@ def moved(before: JobAssignments, after: JobAssignments, present: Collection[Hol
 def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
-    """Whether the primary before has gone on as a backup, or was to hand the shard over to the one
-    that leads now. A backup that takes over leads without it, while a killed server still counts as
-    present for the seconds that its lease lasts."""
+    """True if the old primary is a backup now, or the new primary was its successor. A backup that
+    takes over drops the old primary, and a killed server still counts as present for the seconds
+    that its lease lasts."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 
 def told_of_moves(moves: Moves) -> list[str]:
-    """A line for each two servers."""
+    """Lines of text, one for each pair of servers."""
     return [
         f"{_shards(num)} moved from {from_id} to {to_id}"
         for (from_id, to_id), num in sorted(moves.items())

@@ -1,11 +1,11 @@
-"""How parameters become shards and where the shards lie. Same arguments, same answer, always.
+"""Cutting of parameters into shards, and placement of shards on servers. Deterministic.
 
 Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
 shards, shards are placed by size over the servers. The number of shards follows the size of the
 model: about one for each 1.75 MiB and at most some hundreds, so that a big model can be moved and
-balanced in small parts, and a tiny one costs one message and not hundreds. Where so few shards
-would take long to move, there are some thousands; then blocks are larger too, for the shard map has
-a line for each.
+balanced in small parts, and a tiny one costs one message and not hundreds. If so few shards would
+take long to move, there are some thousands; blocks are then larger too, as the shard map has a
+line for each block.
 """
 
 import hashlib
@@ -20,24 +20,24 @@ from typing import TypeVar
 from shoal_proto.dtypes import DTYPE_BYTES
 
 BLOCK_BYTES = 4 * 1024 * 1024
-"""Blocks are larger only where a shard holds BLOCKS_PER_SHARD all the same."""
+"""Blocks are larger only if a shard still holds BLOCKS_PER_SHARD of them."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""A push costs each shard some 0.2 ms of work that is not on its bytes; and up to 2 MiB it is
-applied without the way to another thread and back."""
+"""A push costs some 0.2 ms for each shard, whatever its size; and up to 2 MiB it is applied
+without a switch to another thread."""
 MAX_SHARDS = 512
-"""Until they are LARGE_SHARD_BYTES each. Rounded up to a multiple of the servers."""
+"""Maximum until shards have LARGE_SHARD_BYTES each. Rounded up to a multiple of the servers."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""Beyond 1 TiB shards are larger again."""
+"""Maximum of shards. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
-"""Blocks are cut at least so fine that a shard holds about so many: the packing is then even."""
+"""Minimum of blocks, approximately, that a shard holds, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""A server gets at least so many of each dtype and group, or nothing: to ask one more server costs
-every worker more than to send the first one as much again."""
+"""Minimum bytes of a dtype and group for each server; with less there is one shard. A request to
+one more server costs every worker more than as many bytes more for the first."""
 MAX_MODEL_BYTES = 1 << 50
-"""A thousand times what fits into the memory of any machine: a shape beyond it is a mistake."""
+"""Maximum size of a model. It exceeds any machine's memory: a shape beyond it is a mistake."""
 CUT_ELEMENTS = 64
-"""Cuts fall on multiples of it, so that vector kernels round each element as in an uncut tensor."""
+"""Cuts fall on multiples of this, so that vector kernels round as in an uncut tensor."""
 
 T = TypeVar("T")
 
@@ -99,7 +99,7 @@ class SchemaProblem(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One parameter in which two schemas differ; "(absent)" where one has none of that name."""
+    """A parameter in which two schemas differ; "(absent)" if one has none of that name."""
 
     parameter: str
     seen: str
@@ -142,7 +142,7 @@ def schema_digest(parameters: Iterable[Parameter]) -> str:
 def find_differences(
     seen: Iterable[Parameter], expected: Iterable[Parameter]
 ) -> tuple[Difference, ...]:
-    """What keeps two schemas from being the same, by name of the parameter."""
+    """Differences of two schemas, in order of parameter names."""
     of_seen = {p.name: _describe(p) for p in seen}
     of_expected = {p.name: _describe(p) for p in expected}
     return tuple(
@@ -190,7 +190,7 @@ def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[
 
 
 def shard_bytes(total_bytes: int) -> int:
-    """How large the shards of a model of that size are, about."""
+    """Approximate size of the shards of a model of that size."""
     few = max(TARGET_SHARD_BYTES, -(-total_bytes // MAX_SHARDS))
     if few <= LARGE_SHARD_BYTES:
         return few
@@ -198,17 +198,17 @@ def shard_bytes(total_bytes: int) -> int:
 
 
 def max_block_bytes(total_bytes: int) -> int:
-    """The most that a block of a model of that size has."""
+    """Maximum size of a block, in a model of that size."""
     return _round_up(shard_bytes(total_bytes) // BLOCKS_PER_SHARD, BLOCK_BYTES) or BLOCK_BYTES
 
 
 def place(
     shards: Sequence[Shard], server_ids: Iterable[str], turn: int = 0
 ) -> tuple[PlacedShard, ...]:
-    """Each shard on the server that has least so far, biggest shards first.
+    """Place each shard on the server with the least load so far, biggest shards first.
 
-    `turn`, any number, says which server is the first: jobs that fill fewer servers than there are
-    do not all begin with the same one.
+    `turn`, any number, chooses the first server, so that jobs with fewer shards than servers do
+    not all begin with the same one.
     """
     servers = sorted(server_ids)
     if len(shards) < len(servers):
@@ -226,7 +226,7 @@ def place(
 def spread_tables(
     num_shards: Mapping[str, int], server_ids: Iterable[str]
 ) -> tuple[tuple[str, int, str], ...]:
-    """Each table's virtual shards in turn over the servers: (table, index, server id).
+    """Place each table's virtual shards on the servers in turn: (table, index, server id).
 
     How many rows a table will have is not known, but they spread evenly over its shards.
     """

@@ -1,8 +1,8 @@
-"""Who should hold which shard: the coordinator's wishes, written into the record. Pure.
+"""Placement decisions of the coordinator, written into a job's record of assignments. Pure.
 
-One call looks at one job's record and gives the next one. It recruits where copies are missing,
-empties servers that are to leave, evens out what each server leads, and lets surplus copies go. It
-never takes away the last copy, and never more than a few shards move at a time.
+One call maps one job's record to the next one. It recruits servers if copies are missing, empties
+servers that leave, balances the load that each server leads, and drops surplus copies. It never
+drops the last copy, and moves only a few shards at a time.
 """
 
 from collections import Counter
@@ -19,9 +19,9 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Shards that change servers for balance at a time: training goes on meanwhile."""
+"""Shards moved for balance at a time, as training goes on meanwhile."""
 TOLERATED_SKEW = 1.05
-"""Load of the fullest server over the mean, up to which nothing is moved."""
+"""Load of the fullest server divided by the mean; up to this nothing is moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,19 +30,19 @@ class Servers:
 
     present: frozenset[Holder]
     leaving: frozenset[Holder] = frozenset()
-    """Those of the present that are to be emptied."""
+    """Present servers that must be emptied."""
     dead: frozenset[Holder] = frozenset()
-    """Those known to be gone for good, with all that they held."""
+    """Servers known to be gone for good, with all that they held."""
     awaited: frozenset[Holder] = frozenset()
-    """Those that are gone for so short a time that their shards are left to them."""
+    """Servers gone for so short a time that they keep their shards."""
     suspects: frozenset[Holder] = frozenset()
-    """Those of the present that another server has just gone on without: nothing is given to them
-    until it is known whether they live."""
+    """Present servers that a peer has just dropped from a shard: they are given nothing until it
+    is known whether they live."""
     disks: frozenset[str] = frozenset()
-    """Ids of servers that may lead from their journals again, now or once they come back."""
+    """Ids of servers that may lead from their journals again, now or after their return."""
     are_loading: bool = False
-    """Whether the job is being restored: who restores it sees to the shards that are to be loaded,
-    whatever becomes of their servers."""
+    """True if the job is being restored: the restore takes care of shards that are to be loaded,
+    whatever happens to their servers."""
 
     @cached_property
     def staying(self) -> frozenset[Holder]:
@@ -50,13 +50,13 @@ class Servers:
 
     @cached_property
     def takers(self) -> frozenset[Holder]:
-        """Those that a shard may be given to."""
+        """Servers that may be given a shard."""
         return self.staying - self.suspects
 
 
 @dataclass(slots=True)
 class _Loads:
-    """What each server leads and holds altogether, in the unit of the weights."""
+    """Loads that each server leads and holds in all, in the unit of the weights."""
 
     leads: Counter[Holder] = field(default_factory=Counter)
     holds: Counter[Holder] = field(default_factory=Counter)
@@ -65,7 +65,7 @@ class _Loads:
 def rebalance(
     assignments: JobAssignments, servers: Servers, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """The record as it should be next; equal to the one given where all is well.
+    """Return the next record; equal to the given one if there is nothing to do.
 
     `weights` has the load of each shard, for instance its bytes; a missing one counts 1.
     """
@@ -76,7 +76,7 @@ def rebalance(
     wanted = _wanted(assignments.copies, servers)
     for assignment in assignments.shards:
         if _is_well(assignment, wanted, servers) or _is_loading(assignment, servers):
-            # Most of thousands, each time that anything happens to one.
+            # The common case: most of thousands of shards when one of them changes.
             shards.append(assignment)
             continue
         weight = weights.get(assignment.shard_id, 1)
@@ -94,7 +94,7 @@ def rebalance(
 
 
 def _is_well(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool:
-    """Whether nothing is to be done for a shard, whatever the loads."""
+    """True if a shard needs no change, whatever the loads."""
     in_step = (assignment.primary, *assignment.backups)
     return (
         assignment.joining is None
@@ -105,7 +105,7 @@ def _is_well(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool
 
 
 def _is_loading(assignment: ShardAssignment, servers: Servers) -> bool:
-    """Whether somebody else sees to a shard."""
+    """True if a restore of the job takes care of the shard."""
     return servers.are_loading and assignment.content is ShardContent.LOADING
 
 
@@ -122,8 +122,8 @@ def _count(assignments: JobAssignments, weights: Mapping[int, int]) -> _Loads:
 def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """A primary that is gone is replaced: by a backup, else by anybody, with nothing in hand, who
-    tells that a shard that was trained is lost. A disk that comes back may still have it."""
+    """Replace a primary that is gone: by a backup, else by any server, which has no values. A shard
+    that had values is then LOST; a disk that comes back may still have it."""
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
     if assignment.primary in servers.present | servers.awaited:
@@ -131,7 +131,7 @@ def _rescue(
     for backup in assignment.backups:
         if backup in servers.present:
             return promoted(assignment, assignment.primary, backup)
-    # Who was to lead a lost shard had nothing of it: nobody waits for that server.
+    # The primary of a lost shard had nothing of it: there is no need to wait for that server.
     if assignment.content is not ShardContent.LOST and not _is_lost(assignment, servers):
         return assignment
     if not servers.takers:
@@ -167,9 +167,8 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Shards that had values which nobody has any more, and whose loss is not noted yet:
-    `rebalance` gives them to servers that lack them, or a server has just found that its disk has
-    them not."""
+    """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
+    give them to servers without values, or a server has just found that its disk lacks them."""
     if not servers.staying:
         return 0
     return sum(
@@ -193,7 +192,7 @@ def _staying(assignment: ShardAssignment, servers: Servers) -> list[Holder]:
 def _recruit(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Name somebody to be brought in step where copies are missing."""
+    """Name a server to be brought in step if a copy is missing."""
     missing = len(_staying(assignment, servers)) < _wanted(copies, servers)
     free = servers.takers - set(assignment.holders)
     if not missing or assignment.joining is not None or not free:
@@ -206,7 +205,7 @@ def _recruit(
 def _relieve(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Hand over from a server that leaves; let a copy go that is one too many."""
+    """Hand over from a leaving server, or drop a surplus copy."""
     if assignment.joining is not None or assignment.successor is not None:
         return assignment
     staying = _staying(assignment, servers)
@@ -221,7 +220,7 @@ def _relieve(
             (b for b in assignment.backups if b in servers.staying),
             key=lambda b: (-loads.holds[b], b),
         )[:1]
-        # A copy that was made to move the shard is first used for it.
+        # A copy that was made to move the shard is first used for the move.
         best = _emptiest(staying, loads.leads)
         if (
             best != assignment.primary
@@ -265,7 +264,7 @@ def _even_out(
         ]
         if not candidates:
             break
-        # Where the emptiest has a copy already, nothing need be sent.
+        # If the emptiest server has a copy already, nothing need be sent.
         best = max(candidates, key=lambda h: (emptiest in h.backups, weights.get(h.shard_id, 1)))
         move = {"successor" if emptiest in best.backups else "joining": emptiest}
         chosen[best.shard_id] = replace(best, **move)  # type: ignore[arg-type]
@@ -275,7 +274,7 @@ def _even_out(
 
 
 def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
-    """Those that held something, or were getting it, and that other servers have dropped since."""
+    """Servers that held or were getting a shard in `before`, and were dropped from it since."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(
         holder

@@ -1,4 +1,4 @@
-"""What a cut is made of: steps, each over all the shards that it touches."""
+"""Steps of which a cut is made, each with all the shards that it touches."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -6,20 +6,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepId:
-    """One push; or the pushes of gradients and of rows that one training step makes."""
+    """Identity of one push, or of all pushes of gradients and rows of one training step."""
 
     session: str
-    """Who counts it: a member's incarnation, in one count of its pushes."""
+    """The sender that numbers it: a member's incarnation, with one count of its pushes."""
     sequence: int
 
 
 Shards = frozenset[int] | None
-"""What a step touches; None: every dense shard of the job."""
+"""Ids of shards that a step touches; None: every dense shard of the job."""
 Begun = Mapping[StepId, Shards]
 
 
 def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
-    """What has begun anywhere, of what each server tells."""
+    """Steps that have begun on any server, merged from each server's report."""
     begun: dict[StepId, Shards] = {}
     for report in reports:
         for step, shards in report.items():
@@ -29,7 +29,7 @@ def merged(reports: Iterable[Begun]) -> dict[StepId, Shards]:
 
 
 def to_bits(shards: Collection[int]) -> bytes:
-    """Shard ids as messages and shards keep them: bit i % 8 of byte i // 8 for shard i."""
+    """Encode shard ids as a bitmap: bit i % 8 of byte i // 8 for shard i."""
     bits = bytearray(max(shards, default=-1) // 8 + 1)
     for shard_id in shards:
         bits[shard_id // 8] |= 1 << shard_id % 8
@@ -37,7 +37,7 @@ def to_bits(shards: Collection[int]) -> bytes:
 
 
 def from_bits(bits: bytes) -> frozenset[int]:
-    """What `to_bits` was given."""
+    """Decode shard ids from the bitmap of `to_bits`."""
     return frozenset(
         8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
     )

@@ -1,1 +1,1 @@
-"""Who may do what over HTTP: tokens with roles, sessions of the page, and a log of who did it."""
+"""Access control over HTTP: tokens with roles, sessions of the page, and a log of operations."""

@@ -35,7 +35,7 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 
 
 class Operations(Protocol):
-    """What an operator may have done. All raise ShoalError: UnknownJob, NotLeader ..."""
+    """Operations that an operator may request. All raise ShoalError: UnknownJob, NotLeader ..."""
 
     async def stop(self, job: str, reason: str, who: Asker) -> object:
         """Have a job's members end at a step boundary."""
@@ -91,7 +91,7 @@ class SessionView:
 
 
 def router(guard: Guard, operations: Operations | None) -> APIRouter:
-    """Without `operations` nobody can act."""
+    """Routes of sessions and, if `operations` is given, of operations."""
     api = APIRouter(prefix="/api/v1")
     _add_session(api, guard, has_operations=operations is not None)
     if operations is not None:

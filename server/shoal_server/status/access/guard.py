@@ -1,4 +1,4 @@
-"""Every HTTP request before the API sees it: who asks, whether they may, a log of who acted."""
+"""Guard of HTTP requests before the API: caller, permission, and a log of operations."""
 
 import os
 import re
@@ -56,12 +56,12 @@ class Guard:
 
     @property
     def is_open(self) -> bool:
-        """Whether everybody who reaches the port is let in."""
+        """True if every caller that reaches the port is admitted."""
         return self.tokens is None and not self._users
 
     def holder(self, scope: Scope) -> TokenHolder | None:
-        """Who asks; None: nobody who is known. Raises InvalidSpec where the tokens cannot be
-        read."""
+        """Holder of the request's credentials; None if unknown. Raises InvalidSpec if the tokens
+        cannot be read."""
         if self.is_open:
             return NOBODY
         if scope.get("state", {}).get(PEER_USER) in self._users:

@@ -23,7 +23,7 @@ class _Session:
 
 
 class Sessions:
-    """In memory: they end with the process."""
+    """Sessions in memory: they end with the process."""
 
     def __init__(self, tokens: Tokens, now_s: Callable[[], float] = time.monotonic) -> None:
         self._tokens = tokens
@@ -40,7 +40,7 @@ class Sessions:
         return secret
 
     def holder(self, secret: str) -> TokenHolder | None:
-        """Whose it is; None for one that is over, or whose token was taken away."""
+        """Holder of a session; None if it is over, or its token was removed."""
         session = self._sessions.get(_key(secret))
         if session is None or self._now_s() >= session.valid_until_s:
             return None

@@ -27,7 +27,7 @@ _HASH = re.compile("[0-9a-f]{64}")
 
 
 class HttpRole(Enum):
-    """What the holder of a token may do over HTTP."""
+    """Role of a token: the operations that its holder may request over HTTP."""
 
     VIEWER = "viewer"
     """Read."""
@@ -40,7 +40,7 @@ class HttpRole(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenHolder:
-    """Whose a token is."""
+    """Name and role of a token's holder."""
 
     name: str
     role: HttpRole
@@ -83,8 +83,8 @@ def add(path: Path, name: str, role: HttpRole) -> str:
 
 
 def read(path: Path) -> Sequence[TokenHolder]:
-    """Everybody who has a token. Raises InvalidSpec for a file that is missing, that others may
-    read or write, or that has something else in it."""
+    """Read the holders of tokens. Raises InvalidSpec if the file is missing, if others may read or
+    write it, or if a line is invalid."""
     try:
         with path.open() as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -122,8 +122,8 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
 
 
 class Tokens:
-    """Those of one file, which is read anew when it has changed: a line that is taken out ends its
-    token, and the sessions that began with it."""
+    """Tokens of one file, which is read anew when it has changed: removing a line ends its token,
+    and the sessions that began with it."""
 
     def __init__(self, path: Path) -> None:
         """Raises InvalidSpec."""
@@ -132,7 +132,7 @@ class Tokens:
         self._holders = read(path)
 
     def holder(self, token: str) -> TokenHolder | None:
-        """Whose it is; None: nobody's. Raises InvalidSpec for a file that was spoilt meanwhile."""
+        """Holder of a token; None if unknown. Raises InvalidSpec if the file is invalid by now."""
         if len(token) > MAX_TOKEN_LENGTH:
             return None
         return self.of_digest(digest_of(token))

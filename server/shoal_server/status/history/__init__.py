@@ -1,1 +1,1 @@
-"""What became of a job over its life: changes of generations with cause and pause, and charts."""
+"""History of a job: changes of generations with cause and pause, and charts."""

@@ -1,4 +1,4 @@
-"""What scripts log, over steps: each step once, in a bounded number of intervals."""
+"""Values that scripts log, over steps: each step once, in a bounded number of intervals."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -60,7 +60,7 @@ class LoggedSeries:
 
     @classmethod
     def kept(cls, view: LoggedView) -> "LoggedSeries":
-        """As it was when it was viewed."""
+        """Restore a series from its view."""
         series = cls()
         series.step, series.value = view.newest_step, view.newest
         series._interval = max(1, view.interval_steps)
@@ -70,13 +70,13 @@ class LoggedSeries:
 
 
 class Logged:
-    """All names that were logged in one job, the first 32 of them."""
+    """Series of the first 32 names that were logged in one job."""
 
     def __init__(self) -> None:
         self._by_name: dict[str, LoggedSeries] = {}
 
     def add(self, said: Mapping[str, Sequence[float]]) -> None:
-        """What a member said: step and newest value of each name."""
+        """Add a member's report: step and newest value of each name."""
         for name, (step, value) in said.items():
             if name in self._by_name or len(self._by_name) < MAX_LOGGED:
                 self._by_name.setdefault(name, LoggedSeries()).add(int(step), value)

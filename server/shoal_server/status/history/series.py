@@ -17,7 +17,7 @@ FIRST_INTERVAL_S = 1.0
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What the members of a job said last, at one moment."""
+    """Latest reports of a job's members, at one moment."""
 
     generation: int
     step: int
@@ -51,7 +51,7 @@ class _Mean:
 
 @dataclass(kw_only=True)
 class _Point:
-    """One interval."""
+    """Values of one interval."""
 
     number: int
     """It begins so many intervals after time 0."""
@@ -115,7 +115,7 @@ class Series:
         self._fit()
 
     def view(self) -> SeriesView:
-        """All intervals in which there was something."""
+        """View of all intervals that have values."""
         points = self._points
         num_ranks = max((len(each.by_rank) for each in points), default=0)
         return SeriesView(
@@ -138,8 +138,8 @@ class Series:
         )
 
     def steps_per_s(self) -> float | None:
-        """At which pace steps were taken lately: over the newest eighth of the job's life, pauses
-        included. None where too little is known."""
+        """Recent pace of steps: over the newest eighth of the job's life, pauses included. None if
+        too little is known."""
         points = self._points
         if len(points) < 3:
             return None
@@ -192,5 +192,5 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _rounded(values: Iterable[float | None]) -> tuple[float | None, ...]:
-    """To five digits: what a chart shows."""
+    """Round to five digits, for a chart."""
     return tuple(None if each is None else float(f"{each:.5g}") for each in values)

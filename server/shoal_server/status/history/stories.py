@@ -20,7 +20,7 @@ TOLD_WITHIN_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)
 class Pause:
-    """What a member says of a change that it has trained through."""
+    """Report of a member about a change that it has trained through."""
 
     member_id: str
     generation: int
@@ -30,7 +30,7 @@ class Pause:
 
 @dataclass(kw_only=True)
 class ChangeTotals:
-    """What all changes of a job have cost together."""
+    """Total cost of all changes of a job."""
 
     num_lost: int = 0
     """Members that went without leave."""
@@ -87,18 +87,18 @@ class Stories:
         return self.end()
 
     def due(self, now_unix_s: float) -> Sequence[ChangeView]:
-        """What is told by now, whoever has said nothing of it."""
+        """Changes that are due to be told now, even if some members have not reported."""
         if self._awaited is None or now_unix_s < self._awaited[1].unix_s + TOLD_WITHIN_S:
             return []
         return self.end()
 
     def end(self) -> Sequence[ChangeView]:
-        """What was awaited for is awaited no more."""
+        """Stop waiting for reports on the latest change."""
         awaited, self._awaited = self._awaited, None
         return [] if awaited is None else [awaited[1]]
 
     def restore(self, changes: Sequence[ChangeView], extra_s: float) -> None:
-        """What another leader kept, older than what this one knows."""
+        """Add older changes, which another leader kept."""
         known = {each.generation for each in self.changes}
         older = [each for each in changes if each.generation not in known]
         self.changes = deque([*older, *self.changes], maxlen=MAX_CHANGES)

@@ -1,4 +1,4 @@
-"""What is counted of an HTTP port, and by which limits."""
+"""Counts of an HTTP port, and its limits."""
 
 from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
@@ -6,7 +6,7 @@ from shoal_server.status.http.streams import LiveStreams
 
 
 class HttpBounds:
-    """Of one server. Lives on the event loop."""
+    """Counts and limits of one server. Used only on the event loop."""
 
     def __init__(self, limits: HttpLimits | None = None) -> None:
         self.limits = limits or HttpLimits()

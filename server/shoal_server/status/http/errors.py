@@ -133,7 +133,7 @@ def install(app: FastAPI, body_s: float) -> None:
 
 
 def _from_validation(errors: Sequence[Any], path: str) -> MalformedMessage:
-    """One error of all that pydantic found, each with its field, what it saw and what it wants."""
+    """Make one error of all that pydantic found: each field, with seen and expected values."""
     wrong = [e for e in errors[:8] if e["type"] != "json_invalid"]
     if not wrong:
         reason = errors[0].get("ctx", {}).get("error", "")

@@ -22,13 +22,14 @@ CALLER = "shoal_caller"
 
 
 def caller_in(scope: Scope) -> Caller | None:
-    """Who sends a request; None for one without a certificate of Shoal's form."""
+    """Sender of a request; None without a certificate of Shoal's form."""
     caller = scope.get("state", {}).get(CALLER)
     return caller if isinstance(caller, Caller) else None
 
 
 class BoundedProtocol(H11Protocol):
-    """One connection. It closes itself when a limit is passed, and tells `counts` why."""
+    """A connection that closes itself when a limit is exceeded, and reports the reason to
+    `counts`."""
 
     def __init__(self, limits: HttpLimits, counts: ConnectionCounts, **uvicorns: Any) -> None:
         super().__init__(**uvicorns)

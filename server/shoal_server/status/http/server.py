@@ -23,7 +23,7 @@ ACCEPT_AGAIN_S = 0.5
 
 
 class BoundedServer(uvicorn.Server):
-    """It tells when it serves, leaves signals alone, and accepts connections itself."""
+    """A server that reports when it serves, ignores signals, and accepts connections itself."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from shoal_server.status.http.errors import answer
 
 
 class LiveStreams:
-    """Those that are open; they end when the server does, and do not hold it up."""
+    """Open streams; they end with the server, and do not delay its end."""
 
     def __init__(self, limits: HttpLimits) -> None:
         self.limits = limits

@@ -1,4 +1,4 @@
-"""Copies of shards that others lead: only whom the record names may tell them anything."""
+"""Copies of shards led by other servers; only the primary in the record may change them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -35,7 +35,7 @@ from shoal_server.core.replication.protocol.messages import (
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 
 Begins = Continue | ImageStart
-"""With which a copy begins."""
+"""Requests with which a copy begins."""
 
 
 class CopyPhase(Enum):
@@ -46,18 +46,18 @@ class CopyPhase(Enum):
 @dataclass(slots=True)
 class Copy:
     primary: Holder
-    """That told of it last."""
+    """The primary that sent the latest request for it."""
     epoch: int
-    """Of that primary."""
+    """Epoch of that primary."""
     born: int
     received: int
-    """The version up to which everything is here, applied or not."""
+    """Version up to which everything was received, applied or not."""
     content: ShardContent
-    """What the record said of the shard when it was of that epoch."""
+    """Content of the shard in the record of that epoch."""
     phase: CopyPhase = CopyPhase.HELD
 
     def is_of_other_content(self, new: ShardAssignment) -> bool:
-        """Whether the shard was written anew since the copy was told of: it is of no use."""
+        """True if the shard was emptied, lost or restored since: the copy is useless."""
         return self.content is ShardContent.PRESENT and new.content is not ShardContent.PRESENT
 
 
@@ -77,11 +77,11 @@ class _Asking:
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
-    """Whether the newest record is being read for them."""
+    """True if the newest record is being read for them."""
 
 
 class Copies:
-    """`runs`: of each shard, which run of its job the record is of."""
+    """Copies on this server. `runs`: the run of the job to which each shard's record belongs."""
 
     def __init__(self, me: Holder, runs: Mapping[Key, str]) -> None:
         self._me = me
@@ -94,18 +94,18 @@ class Copies:
         return self._held.get(key)
 
     def of(self, primary: Holder) -> list[Key]:
-        """Those that this primary told of last."""
+        """Copies whose latest request came from this primary."""
         return [key for key, copy in self._held.items() if copy.primary == primary]
 
     def keep(self, key: Key, copy: Copy) -> None:
         self._held[key] = copy
 
     def take(self, key: Key) -> Copy | None:
-        """It is a copy no longer: it is led here, or is gone."""
+        """Remove and return a copy that is led here now, or is gone."""
         return self._held.pop(key, None)
 
     def is_held(self, key: Key) -> bool:
-        """Whether it can take over."""
+        """True if there is a copy that can take over."""
         copy = self._held.get(key)
         return copy is not None and copy.phase is CopyPhase.HELD
 
@@ -115,7 +115,7 @@ class Copies:
         yield Drop(key)
         asking = self._asking.get(key)
         if asking is not None and not asking.is_reading:
-            # Who offered while it settled need not wait for that any more.
+            # Offers that came while the copy settled need not wait any more.
             asking.is_reading = True
             yield Refresh(key)
 
@@ -215,8 +215,8 @@ class Copies:
     def _record(
         self, peer: Holder, link: int, record: UpdateMessage, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """What follows on the copy is taken, whatever the record says by now: its primary may take
-        what it has sent for received. But only one that may still tell hears that it was."""
+        """Take a record that follows on the copy, whatever the newest assignment is: its primary
+        may count sent records as received. Only a primary still named there is answered so."""
         key, copy = record.key, self._held.get(record.key)
         may_tell = self._may_tell(assignment, peer, record)
         if (
@@ -307,8 +307,8 @@ class Copies:
     def forget_unwanted_image(
         self, key: Key, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """By the record as it is now, nobody may be sending one. Who does may know of a later
-        record, by which it may again, and would wait for ever to hear that it was taken."""
+        """Drop and refuse an image whose sender the record does not name. The sender may know of a
+        later record that names it, and would otherwise wait for ever for an answer."""
         coming = self._coming.get(key)
         if coming is not None and not self._may_tell(assignment, coming.peer, coming.start):
             yield from self._forget_image(key)

@@ -1,5 +1,5 @@
-"""What the records place on this server's disk, and is not there: the disk was lost, or the server
-keeps no journal any more. Unless the records come to say so, the shard is waited for."""
+"""Shards that records place on this server's disk but are not there: the disk was lost, or the
+server keeps no journal any more. Until the records say so, others wait for the shard."""
 
 from collections.abc import Collection
 
@@ -9,8 +9,8 @@ from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_di
 
 
 class Disowning:
-    """Leaves alone what a process of this server leads that may be alive: that one may have the
-    disk, or this one is about to have the shard on its own."""
+    """Removal of this server's disk from records. Shards led by a process of this server that may
+    be alive are left alone: it may have the disk, or be about to keep the shard itself."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
@@ -27,8 +27,8 @@ class Disowning:
         asked_s: float,
         now_s: float,
     ) -> None:
-        """The servers that etcd listed when it was asked, and processes known to have ended.
-        `missing`: what the records place on this disk and it has not."""
+        """Note the servers that etcd listed at `asked_s`, and processes known to have ended.
+        `missing`: shards that records place on this disk and that it has not."""
         others = {a.primary for a in missing if self._is_own(a)} - {self._me}
         away_s = self._absences.away_s(others - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)

@@ -1,4 +1,4 @@
-"""After a restart: leading again, from this server's journal, what nobody else has in memory.
+"""Claims after a restart: shards in this server's journal that no server has in memory.
 
 A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Its last
 process may have led the shard to the end; or a backup took over from it and ended too, before all
@@ -29,7 +29,7 @@ class JournalClaims:
         """What the journal has and others may have too: epoch and version. None: what this very
         process left there."""
         self._not_there: dict[Key, int] = {}
-        """What was claimed, in which epoch, and the journal turned out not to have."""
+        """Claimed shards, with their epochs, that the journal turned out not to have."""
         self._absences = Absences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf
@@ -40,12 +40,12 @@ class JournalClaims:
         self._found[key] = epoch, version
 
     def left(self, key: Key) -> None:
-        """This process led it, and does no longer; the journal has it."""
+        """Note a shard in the journal that this process led and leads no longer."""
         self._found[key] = None
 
     @property
     def open(self) -> list[Key]:
-        """What the journal has and nobody leads from it yet."""
+        """Shards in the journal that are not led from it yet."""
         return sorted(self._found)
 
     def __contains__(self, key: Key) -> bool:
@@ -59,7 +59,7 @@ class JournalClaims:
             self.take(key)
 
     def take(self, key: Key) -> None:
-        """It is led here, or another disk has it."""
+        """Remove a shard that is led here now, or that another disk has."""
         self._found.pop(key, None)
 
     def not_there(self, key: Key, epoch: int) -> None:

@@ -1,6 +1,6 @@
-"""What a record says is here and is not: a copy that failed, and that nobody has heard of yet, or
-one that was to take over. Whoever else has the shard is to have it, or it is lost by name: a record
-that goes on naming this server keeps everybody waiting, a disk that has the shard too."""
+"""Shards that a record places on this server but are not there: a copy failed, before or while it
+took over. A backup must then lead the shard, or it is lost. As long as the record names this
+server, all wait for it, even a disk that has the shard."""
 
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
@@ -18,13 +18,13 @@ class MissingShards:
         self._excused: dict[Key, int] = {}
 
     def excuse(self, key: Key, assignment: ShardAssignment | None) -> None:
-        """It is on its way from the journal, or was told to be forgotten: in the record's epoch it
-        is no loss that nothing is here."""
+        """Tolerate the absence of a shard in the record's epoch: it is being loaded from the
+        journal, or was to be forgotten."""
         if assignment is not None:
             self._excused[key] = assignment.epoch
 
     def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
-        """The record of a shard of which nothing is here, as this server wants it."""
+        """The record that this server wants for a shard of which it has nothing."""
         if a.content is not ShardContent.PRESENT or self._excused.get(key) == a.epoch:
             return a
         if a.primary == self._me:

@@ -1,4 +1,4 @@
-"""Whether the primaries of the copies here live: who neither calls nor answers is succeeded."""
+"""Watch over the primaries of copies here: one with no link that answers no probe is succeeded."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ class _Silent:
     """A primary that has no link to here."""
 
     again_s: float = inf
-    """When it is asked once more; infinite while an answer is awaited."""
+    """Time of the next probe; infinite while an answer is awaited."""
     is_dead: bool = False
-    """It did not answer, and has not been heard of since."""
+    """True if it did not answer, and has sent nothing since."""
 
 
 class PrimaryWatch:
@@ -25,7 +25,7 @@ class PrimaryWatch:
         self._probe_s = probe_s
         self._callers: defaultdict[Holder, set[int]] = defaultdict(set)
         self._backed: defaultdict[Holder, set[Key]] = defaultdict(set)
-        """By primary: the shards of which this server has a copy in step."""
+        """Shards of which this server has a copy in step, by primary."""
         self._silent: dict[Holder, _Silent] = {}
 
     def came(self, peer: Holder, link: int) -> None:
@@ -39,15 +39,15 @@ class PrimaryWatch:
         yield from self._look(peer)
 
     def calls(self, peer: Holder, link: int) -> bool:
-        """Whether that link is still there."""
+        """True if that link of the primary is still open."""
         return link in self._callers.get(peer, ())
 
     def links(self, peer: Holder) -> list[int]:
-        """Those that it has to here."""
+        """Open links from that primary to this server."""
         return sorted(self._callers.get(peer, ()))
 
     def back(self, key: Key, primary: Holder) -> Iterator[Effect]:
-        """This server may take the shard over from that primary."""
+        """Watch a primary from which this server may take over the shard."""
         self._backed[primary].add(key)
         yield from self._look(primary)
 

@@ -1,4 +1,4 @@
-"""A server that has, or is to have, a copy of a shard that is led here."""
+"""A server that has, or is getting, a copy of a shard led by this server."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -8,7 +8,7 @@ from shoal_server.core.shards.assignments import Holder
 NEARLY_LEVEL = 8
 """Updates that a joiner may lack when pushes begin to wait for it."""
 MAX_ROUNDS = 3
-"""Times that it may fall behind by more before that, while it catches up."""
+"""Times that a joiner may lack more than that while it catches up, before pushes wait anyway."""
 
 
 class FollowerPhase(Enum):
@@ -24,42 +24,42 @@ class Follower:
     holder: Holder
     phase: FollowerPhase = FollowerPhase.UNLINKED
     received: int = 0
-    """Up to which version its process has the shard, of this epoch's history; it may not have read
-    the last of it yet."""
+    """Version up to which its process has this epoch's records in memory; it may not have read the
+    last of them yet."""
     confirmed: int = 0
-    """Up to which version it has said that it has."""
+    """Version that it has confirmed."""
     counts: bool = False
-    """It is joining, and nothing is acknowledged any more that it has not."""
+    """True if it is joining, and pushes wait for its acknowledgement."""
     is_admitting: bool = False
-    """A write is under way that may put it in step."""
+    """True if a write is in progress that may put it in step."""
     image_version: int | None = 0
-    """What is applied after it follows the image; None: there is no image of it yet."""
+    """Version of its image, after which records follow; None: there is no image yet."""
     _goal: int = 0
-    """The version to reach: to count, then to be put in step."""
+    """Version that it must reach, first to count, then to be put in step."""
     _rounds: int = 0
     _ahead: set[int] = field(default_factory=set)
-    """Versions in its memory, some before which may still be on their way."""
+    """Versions in its memory; earlier ones may still be on their way."""
 
     def begin(self, received: int, version: int) -> None:
-        """Every push is sent to it from here on; the primary is at that version."""
+        """Start following: every later push is sent to it; `version`: the primary's own."""
         self.phase = FollowerPhase.FOLLOWING
         self.heard(received)
         self._goal, self._rounds = version, 0
 
     def needs_from(self, version: int) -> int:
-        """Up to which version it has, or is getting, the shard otherwise; `version`: as of now."""
+        """Version after which it needs records; `version`: the primary's own, now."""
         if self.phase is FollowerPhase.IMAGE and self.image_version is None:
             return version
         return max(self.confirmed, self.image_version or 0)
 
     def unlink(self) -> None:
-        """What was on its way may be lost. What it has, it has."""
+        """Note that the link is gone: records on their way may be lost, received ones are not."""
         self._ahead.clear()
         self.phase = FollowerPhase.UNLINKED
         self.counts = False
 
     def heard(self, received: int) -> bool:
-        """It says that it has everything up to that version; whether that is news."""
+        """Note its confirmation of all records up to a version; returns True if that is new."""
         if received <= self.confirmed:
             return False
         self.confirmed = received
@@ -68,8 +68,8 @@ class Follower:
         return True
 
     def holds(self, version: int) -> bool:
-        """Its process has that version in its memory; whether it is known to have more by that: all
-        before it must have come, too."""
+        """Note that its process has a version in memory. Returns True if `received` rises, which
+        also needs all earlier versions."""
         before = self.received
         if self.phase is FollowerPhase.FOLLOWING:
             self._ahead.add(version)
@@ -77,21 +77,21 @@ class Follower:
         return self.received > before
 
     def _go_on(self) -> None:
-        """What is known to be in its memory counts once nothing before it is missing."""
+        """Raise `received` over versions in memory, as far as none is missing."""
         while self.received + 1 in self._ahead:
             self.received += 1
         self._ahead = {version for version in self._ahead if version > self.received}
 
     def forget(self) -> None:
-        """It has nothing that is of any use."""
+        """Note that it has nothing useful of the shard."""
         self.received = self.confirmed = 0
         self.image_version = None
         self._ahead.clear()
 
     def draw_level(self, version: int) -> bool:
-        """See whether a joiner is to count now; whether that changed.
+        """Decide whether a joiner counts from now on; returns True if it begins to.
 
-        What was pushed while its image was on its way follows it first: nobody waits for that."""
+        Pushes made during the transfer of its image are sent first, and do not wait for it."""
         if self.counts or self.phase is not FollowerPhase.FOLLOWING or self.confirmed < self._goal:
             return False
         self.counts = version - self.confirmed <= NEARLY_LEVEL or self._rounds >= MAX_ROUNDS
@@ -100,5 +100,5 @@ class Follower:
 
     @property
     def is_level(self) -> bool:
-        """Whether a joiner that counts has all that may have been acknowledged without it."""
+        """True if a joiner counts, and has all records that may be acknowledged without it."""
         return self.counts and self.confirmed >= self._goal

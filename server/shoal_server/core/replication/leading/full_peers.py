@@ -1,4 +1,4 @@
-"""Servers that had no memory for a copy: left alone for a while, then asked again."""
+"""Servers without memory for a copy: not asked for a while, then asked again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,22 +21,22 @@ class FullPeers:
 
     @property
     def reasons(self) -> Mapping[Holder, str]:
-        """What each of them said last."""
+        """Latest reason for refusal of each full server."""
         return {holder: full.reason for holder, full in self._full.items()}
 
     @property
     def wakes_s(self) -> float:
-        """When the next pause is over."""
+        """Time at which the next pause ends."""
         return min((f.until_s for f in self._full.values() if f.until_s), default=float("inf"))
 
     def is_full(self, holder: Holder) -> bool:
-        """Whether it is to be left alone for now."""
+        """True if the server must not be asked at present."""
         full = self._full.get(holder)
         return full is not None and full.until_s > 0.0
 
     def refused(self, holder: Holder, reason: str, now_s: float) -> bool:
-        """It had no room; whether that is news. What was on its way meanwhile makes no pause
-        longer."""
+        """Note a refusal for lack of memory; returns True for the first one. Refusals during a
+        pause do not lengthen it."""
         full = self._full.get(holder)
         if full is None:
             first_s = self._limits.full_s
@@ -49,7 +49,8 @@ class FullPeers:
         return False
 
     def took(self, holder: Holder) -> bool:
-        """It has taken a copy; whether it was full. One sent before the refusal says nothing."""
+        """Note that it took a copy; returns True if it was full. During a pause nothing changes:
+        the copy was sent before the refusal."""
         full = self._full.get(holder)
         if full is None or full.until_s:
             return False
@@ -57,11 +58,11 @@ class FullPeers:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """It is gone, or nothing is to be offered to it."""
+        """Forget a server that is gone, or that is offered nothing any more."""
         self._full.pop(holder, None)
 
     def over(self, now_s: float) -> list[Holder]:
-        """Those whose pause is over by now, once."""
+        """Servers whose pause has ended; each is returned once."""
         ready = [h for h, full in self._full.items() if 0.0 < full.until_s <= now_s]
         for holder in ready:
             self._full[holder].until_s = 0.0

@@ -1,4 +1,4 @@
-"""A shard that this server leads: who follows it, what is safe, what is to be written about it."""
+"""A shard led by this server: its followers, its safe versions, and changes due to its record."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,33 +42,33 @@ class HandoverPhase(Enum):
 class Handover:
     phase: HandoverPhase = HandoverPhase.NONE
     stops_from_s: float = inf
-    """When pushes may be refused in favour of the successor."""
+    """Time from which pushes may be refused in favour of the successor."""
     is_writing: bool = False
-    """A write is under way that may give the shard away as it is now."""
+    """True if a write is in progress that may hand the shard over as it is now."""
 
     @property
     def is_announced(self) -> bool:
-        """Whether workers are told of the successor, and pushes still come."""
+        """True if workers are being told of the successor, and pushes still come."""
         return self.phase is HandoverPhase.LEVELLING
 
 
 @dataclass(slots=True)
 class _Disk:
-    """What the journal has of a shard."""
+    """State of a shard in the journal."""
 
     keeps: bool
-    """Whether it is to have it."""
+    """True if the journal must keep the shard."""
     version: int | None = None
-    """Up to which it has it, image and all; None: it has not."""
+    """Version up to which the journal has the whole shard; None: it has not."""
     told: int = 0
-    """Up to which the record is to say so."""
+    """Version that the record must state."""
 
 
 class LedShard:
-    """From when this server leads it in one epoch until it does no longer.
+    """A shard in one epoch in which this server leads it.
 
-    `origin`: the epoch of the copy that it was, if it was one; `born`: that of its first values;
-    `keeps`: whether the journal is to have it.
+    `origin`: epoch of the copy from which it was made, if any; `born`: epoch of its first values;
+    `keeps`: True if the journal must keep it.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class LedShard:
         self.version = version
         self.born = born
         self.run = ""
-        """Of the job, that the record is of."""
+        """Run of the job to which the record belongs."""
         self.followers: dict[Holder, Follower] = {}
         self.lost: set[Holder] = set()
-        """Holders that are gone, or refuse the shard: to be taken out of the record."""
+        """Holders that are gone, or refuse the shard, and must be removed from the record."""
         self.is_open = False
         self.is_deposed = False
-        """A backup knows of a later epoch, of which this server has not heard yet."""
+        """True if a backup knows of a later epoch, which this server has not seen yet."""
         self.handover = Handover()
         self._origin = origin
         self._began_at = version
@@ -107,8 +107,8 @@ class LedShard:
     # --- what is safe ---
 
     def _required(self) -> Iterator[Follower]:
-        """Those without whom nothing is acknowledged: the record's backups, and joiners that are,
-        or may any moment be, written down as such."""
+        """Followers that must have an update before it is acknowledged: the record's backups, and
+        joiners that count or that a write in progress may make backups."""
         for follower in self.followers.values():
             if (
                 follower.counts
@@ -119,7 +119,7 @@ class LedShard:
 
     @property
     def safe_version(self) -> int | None:
-        """The newest version that every one of those has; None where there is none."""
+        """Newest version that every required follower has; None if there is none."""
         return min((f.received for f in self._required()), default=None)
 
     def is_safe(self, version: int) -> bool:
@@ -128,12 +128,13 @@ class LedShard:
 
     @property
     def is_confirmed(self) -> bool:
-        """Whether each of them has said that it has all that was applied."""
+        """True if every required follower has confirmed all applied updates."""
         return all(follower.confirmed >= self.version for follower in self._required())
 
     @property
     def durable_version(self) -> int | None:
-        """The newest version that the disk which the record names has; None: none does."""
+        """Newest version on this server's disk; None if it has none or the record does not name
+        it."""
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
         return self._disk.version if is_named else None
 
@@ -163,7 +164,7 @@ class LedShard:
             waiters.abandon(token)
 
     def released(self) -> Iterator[Token]:
-        """Those that need wait no longer."""
+        """Remove and yield callers whose versions are safe now."""
         safe = self.safe_version
         reached = self.version if safe is None else safe
         yield from self._waiters[Level.REPLICATED].release(reached)
@@ -176,17 +177,17 @@ class LedShard:
         return any(self._waiters.values())
 
     def refused(self, why: Refusal, *levels: Level) -> Iterator[Effect]:
-        """Everybody who waits, for any of these levels or at all, is told so."""
+        """Refuse all callers that wait for one of these levels, by default for any."""
         for level in levels or self._waiters:
             for token in self._waiters[level].clear():
                 yield Refuse(token, why)
 
     def not_kept(self, version: int) -> None:
-        """Nobody can be told of that version any more, nor of one before it."""
+        """Note that records up to that version are not kept, and cannot be sent."""
         self._trimmed = max(self._trimmed, version)
 
     def trimmed(self) -> Iterator[Effect]:
-        """What every follower has is kept no longer."""
+        """Discard kept records that no follower needs."""
         needs = (f.needs_from(self.version) for f in self.followers.values())
         needed = min(needs, default=self.version)
         if needed > self._trimmed:
@@ -217,7 +218,7 @@ class LedShard:
     # --- copies ---
 
     def continues(self, copy_epoch: int, born: int, version: int) -> bool:
-        """Whether a copy is the beginning of what is led here, and what it lacks is kept."""
+        """True if a copy is a prefix of this shard's history, and the rest is kept here."""
         if born != self.born or not self._trimmed <= version <= self.version:
             return False
         if copy_epoch == self.epoch:
@@ -227,7 +228,7 @@ class LedShard:
 
     @property
     def is_changing(self) -> bool:
-        """Whether more than acknowledgements may follow from what a backup has received."""
+        """True if a backup's progress may cause more than acknowledgements."""
         a = self.assignment
         return (
             a.joining is not None
@@ -277,7 +278,7 @@ class LedShard:
         return a
 
     def _is_formed(self, a: ShardAssignment) -> bool:
-        """Whether first values are with everybody who is to have them."""
+        """True if a shard that is not PRESENT yet has no joiner, and every backup has values."""
         if a.content is ShardContent.PRESENT or a.content is ShardContent.LOST:
             return False
         joiner = self.followers.get(a.joining) if a.joining is not None else None
@@ -293,7 +294,7 @@ class LedShard:
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
-        """No write is under way any more."""
+        """Note that no write of the record is in progress any more."""
         self.handover.is_writing = False
         for follower in self.followers.values():
             follower.is_admitting = False
@@ -301,8 +302,8 @@ class LedShard:
     # --- what follows from it ---
 
     def advanced(self, now_s: float, announced_s: float) -> Iterator[Effect]:
-        """What is due as the shard stands now. `announced_s`: for so long workers are told of a
-        successor first."""
+        """Take the steps that are due. `announced_s`: time for which workers are told of a
+        successor before pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.draw_level(self.version)
@@ -337,7 +338,7 @@ class LedShard:
             yield from self.refused(Refusal.DEPOSED)
 
     def keep_leading(self) -> Iterator[Effect]:
-        """It cannot be handed over: nobody else takes its pushes."""
+        """Resume pushes if they were stopped: the shard cannot be handed over."""
         if self.handover.phase is HandoverPhase.STOPPED:
             self.handover.phase = HandoverPhase.NONE
             yield Resume(self.key)

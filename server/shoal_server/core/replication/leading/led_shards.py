@@ -1,4 +1,4 @@
-"""All the shards that are led here, and the servers that follow them."""
+"""Shards led by this server, and the servers that follow them."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -52,14 +52,14 @@ class Leading:
         self.links = ReplicationLinks(limits)
         self.full = FullPeers(limits)
         self.keeps_journal = False
-        """Whether what is led from now on is kept on disk too."""
+        """True if shards led from now on are also kept on disk."""
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
         self._disk_told_s = limits.disk_told_s
         self._tells_disk_s = inf
+        """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
         self._hands_over_s = inf
-        """When it is written down next how far shards are on disk."""
 
     def find(self, key: Key) -> LedShard | None:
         return self._shards.get(key)
@@ -78,7 +78,7 @@ class Leading:
         self._shards[led.key] = led
 
     def end(self, key: Key) -> Iterator[Effect]:
-        """It is led here no longer, or in another epoch."""
+        """Stop leading a shard in its current epoch, and refuse its waiting callers."""
         led = self._shards.pop(key)
         yield from led.refused(Refusal.DEPOSED)
         for holder in led.followers:
@@ -91,7 +91,7 @@ class Leading:
     # --- who follows ---
 
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
-        """Have exactly those follow whom the record names, but for a joiner without memory."""
+        """Let exactly the record's other holders follow, except a joiner without memory."""
         joining = led.assignment.joining
         wanted = set(led.assignment.holders[1:]) - led.lost
         is_full = joining is not None and self.full.is_full(joining)
@@ -111,7 +111,7 @@ class Leading:
         yield from self._next_image(holder)
 
     def offer(self, led: LedShard, peer: Holder) -> Iterator[Effect]:
-        """Ask what it has of the shard."""
+        """Offer the shard to the peer, which answers what it has of it."""
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
@@ -126,7 +126,7 @@ class Leading:
                     yield Send(holder, link.number, UpdateMessage(led.key, led.epoch, version))
 
     def held(self, event: ev.Held) -> LedShard | None:
-        """The shard, if one of its followers has more of it by now."""
+        """Note a `Held`; returns the shard if the follower's progress is new, else None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
         is_current = self.links.is_current(event.peer, event.link)
@@ -166,7 +166,7 @@ class Leading:
     def _installed(
         self, touched: Touched, led: LedShard, follower: Follower, link: Link, reply: Installed
     ) -> None:
-        """The image is there, or the copy turned out to be good: what came since follows."""
+        """The image is installed, or the existing copy is good: later records follow."""
         current = link.images.current
         if reply.image:
             is_awaited = current is not None and current.number == reply.image
@@ -322,18 +322,18 @@ class Leading:
         return min(self.links.wakes_s, self.full.wakes_s, self._tells_disk_s, self._hands_over_s)
 
     def advanced(self, led: LedShard, now_s: float) -> Iterator[Effect]:
-        """What is due for a shard as it stands now."""
+        """Take the steps that are due for a shard."""
         yield from led.advanced(now_s, self._announced_s)
         if led.handover.is_announced and led.handover.stops_from_s > now_s:
             self._hands_over_s = min(self._hands_over_s, led.handover.stops_from_s)
 
     def due(self, now_s: float) -> list[LedShard]:
-        """Shards to be tended because time has passed."""
+        """Shards with steps that are due at this time."""
         return [*self.full_again(now_s), *self.disk_news(now_s), *self._handovers_due(now_s)]
 
     def _handovers_due(self, now_s: float) -> list[LedShard]:
-        """Those whose successors workers were told of for long enough, and with them those of which
-        that is so in a moment: shards that move together make whoever pushes to them pause once."""
+        """Announced handovers, once one is due; those due within TOGETHER_S become due with it:
+        shards that move together make their workers pause only once."""
         if now_s < self._hands_over_s:
             return []
         self._hands_over_s = inf
@@ -344,19 +344,19 @@ class Leading:
         return announced
 
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
-        """The journal has it up to there."""
+        """Note the version up to which the journal has the shard."""
         led.on_disk(version)
         self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_told_s)
 
     def disk_news(self, now_s: float) -> list[LedShard]:
-        """Shards that are further on disk than their records say, now and then."""
+        """Shards whose disks have more than their records say, if it is time to write so."""
         if now_s < self._tells_disk_s:
             return []
         self._tells_disk_s = inf
         return [led for led in self._shards.values() if led.tell_disk()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
-        """Shards that a server without memory is still to get, whose pause is over."""
+        """Shards that a full server must still get, if its pause is over."""
         due: list[LedShard] = []
         for peer in self.full.over(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

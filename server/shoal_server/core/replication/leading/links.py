@@ -26,13 +26,13 @@ class Link:
     images: OutgoingImages
     phase: LinkPhase = LinkPhase.OPENING
     give_up_s: float = inf
-    """By when it is to be open again."""
+    """Time by which the link must be open again."""
     again_s: float = inf
-    """When it is opened again."""
+    """Time of the next attempt to open it."""
 
 
 class ReplicationLinks:
-    """To each server one, for all the shards that it follows."""
+    """Links to followers: one to each server, for all the shards that it follows."""
 
     def __init__(self, limits: ReplicationLimits) -> None:
         self._limits = limits
@@ -45,7 +45,7 @@ class ReplicationLinks:
         yield from self.connect(peer)
 
     def is_used(self, peer: Holder, key: Key) -> bool:
-        """Whether that shard follows over the link to it."""
+        """True if the shard uses the link to that server."""
         return key in self._used.get(peer, ())
 
     def unuse(self, peer: Holder, key: Key) -> Iterator[Effect]:
@@ -55,8 +55,8 @@ class ReplicationLinks:
             yield from link.images.drop(key)
 
     def connect(self, peer: Holder) -> Iterator[Effect]:
-        """It follows shards from here, or is to follow some soon: then pushes will wait for it,
-        and not for a link."""
+        """Open a link to a server that follows shards, or will soon: later pushes then do not wait
+        for a link."""
         if peer not in self._links:
             limits = self._limits
             images = OutgoingImages(limits.window_chunks, limits.transfer_attempts)
@@ -89,7 +89,7 @@ class ReplicationLinks:
         self._links[peer].phase = LinkPhase.OPEN
 
     def broke(self, event: LinkBroke, now_s: float) -> bool:
-        """Whether the peer is to be gone on without; else the link is opened again."""
+        """Note a break; returns True if the peer is given up, else the link is opened again."""
         link, limits = self._links[event.peer], self._limits
         if event.was_heard or link.give_up_s == inf:
             link.give_up_s = now_s + limits.reconnect_s
@@ -99,11 +99,11 @@ class ReplicationLinks:
         return False
 
     def heard(self, peer: Holder) -> None:
-        """Something came over it: a later break is another one."""
+        """Note a message over the link: a later break gets the full time to reconnect."""
         self._links[peer].give_up_s = inf
 
     def end(self, peer: Holder) -> Iterator[Effect]:
-        """It is gone."""
+        """Remove the link, and cancel its images."""
         link = self._links.pop(peer)
         yield from link.images.clear()
 

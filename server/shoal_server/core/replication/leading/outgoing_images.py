@@ -1,4 +1,4 @@
-"""Whole shards on their way to one server: one at a time, in chunks that are acknowledged."""
+"""Images of shards sent to one server: one at a time, in acknowledged chunks."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,17 +13,17 @@ class OutgoingImage:
     key: Key
     number: int
     start: ImageStart | None = None
-    """Once it is taken."""
+    """Set when the image is taken."""
     sent: int = 0
     acknowledged: int = 0
     breaks: int = 0
-    """Links that broke since a chunk of it got through last."""
+    """Links that broke since the last chunk that got through."""
     is_flowing: bool = False
-    """Whether its chunks go out; else the link is being opened, or the other end is asked first."""
+    """True if chunks are being sent; else the link is being opened, or the peer is asked first."""
 
 
 class OutgoingImages:
-    """To one server. What waits is not taken yet, so nothing is kept for it."""
+    """Images for one server. Waiting ones are not taken yet, so they occupy no memory."""
 
     def __init__(self, window_chunks: int, max_breaks: int) -> None:
         self._window_chunks = window_chunks
@@ -36,7 +36,7 @@ class OutgoingImages:
             self._waiting.append(key)
 
     def drop(self, key: Key) -> Iterator[Effect]:
-        """It is not to be sent."""
+        """Cancel the image of a shard, waiting or current."""
         if key in self._waiting:
             self._waiting.remove(key)
         if self.current is not None and self.current.key == key:
@@ -45,26 +45,26 @@ class OutgoingImages:
 
     @property
     def waiting(self) -> list[Key]:
-        """Those of which nothing was sent."""
+        """Shards whose images are not taken yet."""
         return list(self._waiting)
 
     def next_cut(self, number: int) -> Key | None:
-        """The one to be taken now, under that number; None while one is under way, or none is
-        wanted."""
+        """Make the next waiting shard current, under that number; None if one is current already
+        or none waits."""
         if self.current is not None or not self._waiting:
             return None
         self.current = OutgoingImage(self._waiting.popleft(), number)
         return self.current.key
 
     def cut(self, start: ImageStart) -> Iterator[Request]:
-        """The image is taken: send it."""
+        """Send the image, which was just taken."""
         image = self.current
         assert image is not None
         image.start = start
         yield from self._flow(image)
 
     def may_continue(self, key: Key, number: int, next_chunk: int) -> bool:
-        """Whether the other end has a beginning of the image that is still kept here."""
+        """True if the peer has a beginning of the current image, and the rest is kept here."""
         image = self.current
         return (
             image is not None
@@ -74,7 +74,7 @@ class OutgoingImages:
         )
 
     def go_on(self, next_chunk: int) -> Iterator[Request]:
-        """From there, over a new link."""
+        """Continue from that chunk, over a new link."""
         image = self.current
         assert image is not None
         image.sent = image.acknowledged = next_chunk
@@ -113,7 +113,7 @@ class OutgoingImages:
         return image.key if image.breaks >= self._max_breaks else None
 
     def clear(self) -> Iterator[Effect]:
-        """Nothing more goes there."""
+        """Cancel all images for the server."""
         self._waiting.clear()
         if self.current is not None:
             yield CloseImage(self.current.number)

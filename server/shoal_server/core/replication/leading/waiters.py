@@ -1,4 +1,4 @@
-"""Who waits until a version is as safe as was asked for."""
+"""Callers that wait until a version has reached a level of safety."""
 
 import heapq
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from shoal_server.core.replication.protocol.events import Token
 
 
 class Waiters:
-    """Of one shard and level. Who abandons the wait is skipped when its turn comes."""
+    """Waiters of one shard and level. Abandoned ones are skipped when their turn comes."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Token]] = []
@@ -22,16 +22,16 @@ class Waiters:
         heapq.heappush(self._heap, (version, next(self._order), token))
 
     def abandon(self, token: Token) -> None:
-        """Of one that waits here."""
+        """Mark a waiter as abandoned; it must be waiting here."""
         self._abandoned.add(token)
 
     def release(self, safe: int) -> Iterator[Token]:
-        """Those whose version is safe by now, oldest version first."""
+        """Remove and yield waiters whose version is safe, oldest version first."""
         while self._heap and self._heap[0][0] <= safe:
             yield from self._live(heapq.heappop(self._heap)[2])
 
     def clear(self) -> Iterator[Token]:
-        """All of them."""
+        """Remove and yield all waiters."""
         while self._heap:
             yield from self._live(heapq.heappop(self._heap)[2])
 

@@ -1,1 +1,1 @@
-"""What a server is told, what it wants done, and what servers tell each other."""
+"""Events and effects of a server's core, and messages between servers."""

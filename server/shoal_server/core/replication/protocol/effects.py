@@ -1,4 +1,4 @@
-"""What a server's core wants done, in the order given; what comes of it is told as an event."""
+"""Effects of a server's core, executed in the order given; their outcomes return as events."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -9,7 +9,7 @@ from shoal_server.core.shards.assignments import Holder
 
 
 class Refusal(Enum):
-    """Why a version is not acknowledged."""
+    """Reason why a version is not acknowledged."""
 
     DEPOSED = "another server leads the shard, or is about to"
     FENCED = "this server may have been taken for dead"
@@ -18,8 +18,8 @@ class Refusal(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Replace the shard's record by `ReplicationCore.revised` of it, by compare-and-swap, however
-    often etcd has to be asked; then `Written`."""
+    """Replace the shard's record by `ReplicationCore.revised` of it, by compare-and-swap, retried
+    as often as needed; then `Written`."""
 
     key: Key
 
@@ -44,7 +44,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Lead:
-    """Take pushes in this epoch, once `Opened`; keep them in the journal, if there is one."""
+    """Take pushes in this epoch, after `Open`; keep them in the journal, if there is one."""
 
     key: Key
     epoch: int
@@ -52,29 +52,29 @@ class Lead:
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Its first values are where they have to be: it may be read and pushed to."""
+    """Allow reads and pushes: the shard's first values have reached all its holders."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Take no more pushes, for the shard is handed over; then `Stopped`."""
+    """Refuse further pushes, because the shard is handed over; then `Stopped`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Take pushes again: it was not handed over."""
+    """Take pushes again: the shard was not handed over."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Take no more pushes and keep the shard as a copy; then `Settled`. Pushes are refused as of
-    that epoch."""
+    """Refuse further pushes and keep the shard as a copy; then `Settled`. The refusals name that
+    epoch."""
 
     key: Key
     epoch: int
@@ -82,7 +82,7 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Let go of the shard and of all that belongs to it."""
+    """Discard the shard and all that belongs to it."""
 
     key: Key
 
@@ -93,14 +93,14 @@ class Settle:
 
     key: Key
     last: Holder | None = None
-    """The primary that the copy followed, which may still be sending, and takes what it has sent
-    for received: nothing more is taken of it first, and all that it has sent by then is read. None:
-    it has stopped, and heard that all was received."""
+    """The primary that the copy followed. It may still be sending, and counts sent records as
+    received: first shut its link for new records and read all that were sent. None: the primary
+    has stopped, and knows that all was received."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trim:
-    """Nobody needs what was applied up to this version."""
+    """Discard kept records up to this version: no follower needs them."""
 
     key: Key
     version: int
@@ -116,7 +116,7 @@ class OpenLink:
 
 @dataclass(frozen=True, slots=True)
 class CloseLink:
-    """Nothing comes of it any more, and nothing is heard over it."""
+    """Close the link; it yields no more events."""
 
     peer: Holder
     link: int
@@ -124,8 +124,8 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Over a link that this server opened. A record's data is the one of its version, a chunk's
-    that of its image."""
+    """Send a request over a link that this server opened. The data of a record is found by its
+    version, that of a chunk by its image."""
 
     peer: Holder
     link: int
@@ -134,7 +134,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Over a link that the peer opened."""
+    """Send a reply over a link that the peer opened."""
 
     peer: Holder
     link: int
@@ -143,7 +143,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class CutImage:
-    """Take the shard as it is now; then `ImageCut` or `ImageNotCut`."""
+    """Take an image of the shard as it is now; then `ImageCut` or `ImageNotCut`."""
 
     key: Key
     image: int
@@ -151,7 +151,7 @@ class CutImage:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseChunks:
-    """The other end has the image up to this chunk."""
+    """Release chunks before this one: the peer has them."""
 
     image: int
     next_chunk: int
@@ -164,7 +164,7 @@ class CloseImage:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """Apply the record that has just come, behind those before it."""
+    """Apply the record that has just come, after those before it."""
 
     key: Key
     version: int
@@ -172,8 +172,8 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class BeginImage:
-    """Make room for the image that has just been announced; `ImageFailed` if there is none. Its
-    chunks may come at once."""
+    """Allocate memory for the image that was just announced; `ImageFailed` if there is not enough.
+    Its chunks may come at once."""
 
     key: Key
     image: int
@@ -181,8 +181,8 @@ class BeginImage:
 
 @dataclass(frozen=True, slots=True)
 class StoreChunk:
-    """The chunk that has just come; then `ChunkStored` or `ImageFailed`. The last one is followed
-    by `ImageRestored`."""
+    """Store the chunk that has just come; then `ChunkStored` or `ImageFailed`. The last chunk is
+    followed by `ImageRestored`."""
 
     key: Key
     image: int
@@ -201,7 +201,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class DropImage:
-    """Let go of what has come of an image."""
+    """Discard the chunks received of an image."""
 
     key: Key
     image: int
@@ -209,7 +209,7 @@ class DropImage:
 
 @dataclass(frozen=True, slots=True)
 class EnterEpoch:
-    """The copy is as it is, and of that epoch from now on."""
+    """Set the copy's epoch; its content stays."""
 
     key: Key
     epoch: int
@@ -217,15 +217,15 @@ class EnterEpoch:
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Ask whether that very process answers; then `Probed`."""
+    """Probe whether that exact process answers; then `Probed`."""
 
     peer: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Make the shard that the journal has, to lead it in this epoch; then `Created`,
-    or `NotInJournal`."""
+    """Build the shard from the journal, to lead it in this epoch; then `Created`, or
+    `NotInJournal`."""
 
     key: Key
     epoch: int
@@ -233,7 +233,7 @@ class LoadJournal:
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """For people."""
+    """Log a line for operators."""
 
     what: str
     key: Key | None = None

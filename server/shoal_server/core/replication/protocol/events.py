@@ -1,4 +1,4 @@
-"""What a server's core is told. Times are its process's monotonic clock, in seconds."""
+"""Events of a server's core. Times are its process's monotonic clock, in seconds."""
 
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from shoal_server.core.replication.protocol.messages import Key, Reply, Request
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 
 Token = Hashable
-"""Names who waits for an acknowledgement."""
+"""Identifies a caller that waits for an acknowledgement."""
 
 
 class Level(Enum):
-    """How safe an update is to be before its sender hears of it."""
+    """Safety that an update must have before it is acknowledged."""
 
     APPLIED = "its primary has applied it"
     REPLICATED = "every backup in step has it too"
@@ -24,46 +24,46 @@ class Level(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """The newest record of a shard; None: it is gone, or is another run's."""
+    """The newest record of a shard was read. None: it is gone, or belongs to another run."""
 
     key: Key
     assignment: ShardAssignment | None
     run: str = ""
-    """Of the job, that the record is of: numbers and epochs of another run are others."""
+    """Run of the job that the record belongs to: ids and epochs of runs are not comparable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What the effect `Write` asked for was written, or does not apply. The record that stands was
-    told before, by `Assigned`."""
+    """The effect `Write` was carried out, or no longer applies. An earlier `Assigned` had the
+    record as it is now."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class NotWritten:
-    """etcd refuses the write for good; `Written` follows once it makes sense to try again."""
+    """etcd refuses the write for good; `Written` follows when another attempt makes sense."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class Refreshed:
-    """The newest record of the shard was read, and told by `Assigned`; or it could not be read."""
+    """The newest record was read, and an `Assigned` came before; or it could not be read."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewed:
-    """etcd keeps this server's registration: as of when that was asked for."""
+    """etcd renewed this server's registration, by a request sent at `sent_s`."""
 
     sent_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """This server is about to take its registration away: it acknowledges nothing any more."""
+    """This server is about to remove its registration: it must not acknowledge any more."""
 
 
 # --- the shards here ---
@@ -85,12 +85,12 @@ class Applied:
     key: Key
     version: int
     is_kept: bool = True
-    """Whether it can still be told to others: nothing was kept of it where nobody followed."""
+    """True if the record is kept and can be sent; without a follower it was not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Somebody is to hear of a version once it is as safe as that."""
+    """A caller asks to be notified when a version has reached a level of safety."""
 
     token: Token
     key: Key
@@ -101,7 +101,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
-    """Who asked waits no longer."""
+    """A caller stopped waiting for its `Asked`."""
 
     token: Token
     key: Key
@@ -109,7 +109,7 @@ class Abandoned:
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """This server's journal has the shard, whole, up to this version."""
+    """This server's journal has the whole shard, up to this version."""
 
     key: Key
     version: int
@@ -117,7 +117,7 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class DiskFailed:
-    """This server's journal does not keep the shard any more."""
+    """This server's journal no longer keeps the shard."""
 
     key: Key
 
@@ -140,7 +140,7 @@ class Settled:
 
 @dataclass(frozen=True, slots=True)
 class CopyFailed:
-    """What was received could not be applied: the copy is not what it should be."""
+    """Received records could not be applied: the copy is unusable."""
 
     key: Key
 
@@ -168,15 +168,15 @@ class LinkBroke:
     peer: Holder
     link: int
     is_gone: bool
-    """That process is known to be gone: to wait for it would be in vain."""
+    """True if the peer's process is known to be gone, so that waiting is useless."""
     was_heard: bool = False
-    """Whether anything was heard over it."""
+    """True if anything was received over the link."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A record was sent so that the other end's process has it in its memory by now, and reads it
-    before anything becomes of its copy (see `Settle`), whatever becomes of this process."""
+    """A sent record is in the memory of the peer's process. The peer reads it before it uses its
+    copy (see `Settle`), even if this process dies."""
 
     peer: Holder
     link: int
@@ -194,7 +194,7 @@ class Replied:
 
 @dataclass(frozen=True, slots=True)
 class ImageCut:
-    """The image that was asked for is taken."""
+    """The image that `CutImage` asked for was taken."""
 
     key: Key
     image: int
@@ -204,7 +204,7 @@ class ImageCut:
 
 @dataclass(frozen=True, slots=True)
 class ImageNotCut:
-    """It could not be taken."""
+    """The image that `CutImage` asked for could not be taken."""
 
     key: Key
     image: int
@@ -216,7 +216,7 @@ class ImageNotCut:
 
 @dataclass(frozen=True, slots=True)
 class CallerCame:
-    """A primary has opened a link to here."""
+    """A primary has opened a link to this server."""
 
     peer: Holder
     link: int
@@ -224,12 +224,12 @@ class CallerCame:
 
 @dataclass(frozen=True, slots=True)
 class CallerLeft:
-    """All that it had sent was read before."""
+    """A primary's link ended; all that it had sent was read before."""
 
     peer: Holder
     link: int
     is_torn: bool = False
-    """It was not: what copies lack of it may have been acknowledged."""
+    """True if not all was read: records that copies lack may have been acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +248,7 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class ImageRestored:
-    """All its chunks are there, and a shard was made of them."""
+    """All chunks of an image have come, and a shard was built from them."""
 
     key: Key
     image: int
@@ -256,7 +256,7 @@ class ImageRestored:
 
 @dataclass(frozen=True, slots=True)
 class ImageFailed:
-    """It has no room here, or is not what it should be."""
+    """An image does not fit into memory, or is not valid."""
 
     key: Key
     image: int
@@ -266,7 +266,7 @@ class ImageFailed:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Whether that very process answered."""
+    """A probe ended; `answers` is True if that exact process answered."""
 
     peer: Holder
     answers: bool
@@ -277,8 +277,7 @@ class Probed:
 
 @dataclass(frozen=True, slots=True)
 class JournalHas:
-    """The last process of this server left the shard in the journal, up to that version of that
-    epoch."""
+    """The journal has a shard of this server's last process, up to that version of that epoch."""
 
     key: Key
     epoch: int
@@ -287,7 +286,7 @@ class JournalHas:
 
 @dataclass(frozen=True, slots=True)
 class NotInJournal:
-    """What `LoadJournal` asked for is not there, or cannot be read."""
+    """The shard that `LoadJournal` asked for is not in the journal, or cannot be read."""
 
     key: Key
     epoch: int
@@ -295,12 +294,12 @@ class NotInJournal:
 
 @dataclass(frozen=True, slots=True)
 class ServersSeen:
-    """The servers that etcd listed when it was asked; not remembered ones."""
+    """Servers that etcd listed by a request sent at `asked_s`, none from memory."""
 
     present: frozenset[Holder]
     asked_s: float
     ended: frozenset[Holder] = frozenset()
-    """Processes that are known to have come to their end."""
+    """Processes known to have ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,45 +1,45 @@
-"""How long servers wait for each other and for etcd. One number decides about a death."""
+"""Time limits of servers that wait for each other and for etcd. One number decides on a death."""
 
 from dataclasses import dataclass
 
 DEAD_AFTER_S = 900.0
-"""A server that etcd has not listed for so long is taken for dead with all that it held, whoever
-decides it: the coordinator that gives its shards away, the server that leads them from its disk.
-Nine tenths of it is how long etcd may be away before pushes wait: more than ten minutes."""
+"""A server that etcd has not listed for so long is taken for dead with all that it held, both by
+the coordinator that reassigns its shards and by the server that leads them from its disk. If etcd
+is away for nine tenths of this time, more than ten minutes, pushes wait."""
 
 LONGEST_GAP_S = 4.0
-"""Between two looks at the servers that etcd lists, for an absence to go on. Less than a lease
-lasts: else one that was back in between, and acknowledged, may be taken for dead."""
+"""Maximum time between two reads of etcd's list of servers for an absence to go on. Shorter than a
+lease: otherwise a server that was back in between, and acknowledged, may be taken for dead."""
 
 STOPS_BEFORE = 0.9
-"""The part of it after which a primary that could not renew its lease acknowledges nothing any
-more: clocks may run at rates that differ by as much as is left, and an answer may be on its way."""
+"""Fraction of DEAD_AFTER_S after which a primary without a renewed lease stops acknowledging. The
+rest allows for clocks of different rates and for an answer on its way."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationLimits:
-    """Of one server's core; in seconds."""
+    """Limits of one server's core, in seconds."""
 
     reconnect_s: float = 0.5
-    """A link that broke is opened again for so long before its other end is taken for gone."""
+    """Time to reopen a broken link before the peer is taken for gone."""
     probe_s: float = 0.3
-    """Pause between two looks at a primary that has no link to here."""
+    """Pause between two probes of a primary that has no link to this server."""
     full_s: float = 4.0
-    """A server without memory for a copy is offered none for so long; each time twice as long."""
+    """Pause before a server without memory for a copy is offered one again; doubled each time."""
     max_full_s: float = 32.0
     dead_after_s: float = DEAD_AFTER_S
     longest_gap_s: float = LONGEST_GAP_S
     announced_s: float = 0.3
-    """From when workers are told of a successor until pushes are refused in its favour: they
-    connect to it meanwhile."""
+    """Time from the notice of a successor to workers until pushes are refused in its favour:
+    workers connect to it meanwhile."""
     disk_told_s: float = 30.0
-    """So often it is written down how far a shard is on disk, while it goes on."""
+    """Interval of recording the version that a shard has on disk."""
     transfer_attempts: int = 3
-    """Links that may break under an image without a chunk of it getting through."""
+    """Links that may break during an image without a chunk getting through."""
     window_chunks: int = 4
-    """Chunks of an image that are sent ahead of their acknowledgement."""
+    """Chunks of an image sent ahead of their acknowledgement."""
 
     @property
     def fenced_after_s(self) -> float:
-        """From the sending of the last renewal that succeeded."""
+        """Time from the sending of the last successful renewal until a primary is fenced."""
         return STOPS_BEFORE * self.dead_after_s

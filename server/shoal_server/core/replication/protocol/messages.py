@@ -1,8 +1,8 @@
-"""What the servers of a shard tell each other. Data (gradients, chunks of a shard) travels with a
-message and is none of the core's business; it knows versions and numbers of chunks.
+"""Messages between the servers of a shard. Data (gradients, chunks of a shard) travels with a
+message and is not seen by the core, which knows versions and numbers of chunks.
 
-A primary opens a link to each server that is to have copies of its shards. Requests go from the
-primary to the backup, replies back; what one side sends arrives in order or the link breaks.
+A primary opens a link to each server that holds copies of its shards. Requests go from the primary
+to the backup, replies back; messages arrive in order or the link breaks.
 """
 
 from dataclasses import dataclass
@@ -14,20 +14,20 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The primary of that epoch has a shard for this server, and asks what it has of it."""
+    """Offer of a shard by the primary of that epoch, which asks what the server has of it."""
 
     key: Key
     epoch: int
     born: int
-    """The epoch in which the shard got its first values: those of another one are others."""
+    """Epoch in which the shard got its first values, which differ from those of another epoch."""
     run: str = ""
-    """That of the record which the primary goes by: epochs of another run are others. Empty: not
+    """Run of the primary's record: epochs of different runs are not comparable. Empty: not
     stated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """The copy is a part of what the primary has: from its version on, records follow."""
+    """Notice that the copy is up to date up to its version: later records follow."""
 
     key: Key
     epoch: int
@@ -47,17 +47,17 @@ class UpdateMessage:
 
 @dataclass(frozen=True, slots=True)
 class ImageStart:
-    """A whole shard follows, as of one version, in so many chunks."""
+    """Start of an image: a whole shard at one version follows, in `num_chunks` chunks."""
 
     key: Key
     epoch: int
     born: int
     image: int
-    """Names it among all that this primary's process ever sends."""
+    """Number of the image, unique among all that this primary's process sends."""
     version: int
     num_chunks: int
     next_chunk: int = 0
-    """Where it goes on: what came before is there."""
+    """Chunk at which the transfer continues: the backup has all earlier ones."""
     run: str = ""
     """As in `Offer`."""
 
@@ -74,22 +74,22 @@ Request = Offer | Continue | UpdateMessage | ImageStart | ImageChunk
 
 @dataclass(frozen=True, slots=True)
 class Holds:
-    """What a backup has: of the copy, and of an image that has not come whole."""
+    """State of a backup: its copy, and an image that is not complete."""
 
     key: Key
     epoch: int
-    """That was offered."""
+    """The epoch that was offered."""
     copy_epoch: int = 0
     born: int = 0
     version: int = 0
-    """Of the copy, up to which everything was received; 0: there is none."""
+    """Version up to which the copy has received everything; 0: there is no copy."""
     image: int = 0
     next_chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """All up to this version is here."""
+    """Notice that the backup has all records up to this version."""
 
     key: Key
     epoch: int
@@ -98,7 +98,7 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Installed:
-    """The image is kept as a copy of that version; image 0: the copy that was here goes on."""
+    """Notice that the image is now a copy of that version; image 0: the earlier copy goes on."""
 
     key: Key
     epoch: int
@@ -114,7 +114,7 @@ class ChunkTaken:
 
 
 class Why(Enum):
-    """Why a backup does not take what it is told."""
+    """Reason why a backup refuses a request."""
 
     OTHER_HOLDERS = "the record names other holders"
     FULL = "it has no memory for it"
@@ -129,7 +129,7 @@ class Refused:
     why: Why
     detail: str = ""
     newest_epoch: int = 0
-    """Of the shard, as far as the backup knows; above the primary's, it is deposed."""
+    """Newest epoch that the backup knows; if above the primary's own, the primary is deposed."""
 
 
 Reply = Holds | Installed | Received | ChunkTaken | Refused
