@@ -17,10 +17,10 @@ Complete = Callable[[], None]
 
 
 class PassGradients:
-    """What the passes of a step have added to gradients, complete or not."""
+    """Gradients that the passes of a step have added, complete or not."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those to which a pass gives what is this rank's own."""
+        """`parameters`: those to which a pass adds this rank's own gradients only."""
         self._parameters = list(parameters)
         self.begin()
 
@@ -50,8 +50,8 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """What is complete, and perhaps changed by the script since, is not to be completed with
-        what the next pass gives."""
+        """Set complete gradients aside: the script may have changed them since, and the next pass
+        must not be added to them before it is reduced."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None
