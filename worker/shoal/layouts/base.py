@@ -75,7 +75,7 @@ class Layout(ABC):
     module: nn.Module
     """The module that runs a forward pass of the user's model on this rank, within a step."""
     data_index: int = 0
-    """Index of this rank's share of each batch; the same for ranks that work on the same samples."""
+    """Index of this rank's share of each batch; ranks that work on the same samples share one."""
     data_count: int = 1
     """How many shares there are."""
     elementwise: bool = True
@@ -114,7 +114,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that this rank's optimizer steps (plain or DTensor), by name in the user's model.
+        """Parameters (plain or DTensor) that this rank's optimizer steps, by the user's names.
 
         A rank that holds nothing of a parameter may leave it out.
         """
@@ -206,7 +206,7 @@ class Layout(ABC):
     """See `reduce_in_backward`."""
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        """Set if the passes from here on reduce this rank's gradients with the other ranks', or
+        """Choose if the passes from here on reduce this rank's gradients with the other ranks', or
         leave that to a later pass."""
         self.reduces = reduces
 

@@ -132,7 +132,7 @@ class LayerExchanges:
         self._without = without if self._without is None else self._without & without
 
     def note(self, deed: int) -> None:
-        """The ranks are about to meet for this."""
+        """Record that the ranks are about to meet for this."""
         if self._has_ended:
             return
         self._done.append(deed)
@@ -181,7 +181,7 @@ class LayerExchanges:
         return Told(step=self._steps, count=count, last=last)
 
     def word(self) -> int:
-        """Return the summary sent to other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
+        """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()

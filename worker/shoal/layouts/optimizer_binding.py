@@ -410,7 +410,7 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Return this rank's part of a state laid out as the parameter, filled from `given`."""
+    """Copy this rank's part of a state that is laid out as the parameter (None: it is empty)."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

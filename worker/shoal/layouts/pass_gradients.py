@@ -1,9 +1,9 @@
 """Gradients that are those of the whole batch as soon as a backward pass is over.
 
-Between its passes, and behind the last one, a script may read gradients or change them: it clamps
-them, or moves weights along them (sharpness-aware minimisation). What it sees has to be what one
-process sees, so a rank's own gradients, or summands of them, are brought together with the others'
-before `session.backward` returns. Layouts that do so in backward need none of this.
+Between its passes, and after the last one, a script may read gradients or change them: it clamps
+them, or moves weights along them (sharpness-aware minimisation). It has to see the gradients that
+one process sees, so a rank's own gradients, or summands of them, are reduced with the others'
+before `session.backward` returns. Layouts that reduce in backward need none of this.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -25,13 +25,13 @@ class PassGradients:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins, with no gradients there."""
+        """Begin a step, without gradients."""
         self._are_own = True
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Around a pass. `completes`: behind it, or else with a later one, or by `finish`."""
+        """Surround a pass; `completes`: complete gradients after it, else later or by `finish`."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True
@@ -50,8 +50,8 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Set complete gradients aside: the script may have changed them since, and the next pass
-        must not be added to them before it is reduced."""
+        """Set complete gradients aside, so that `complete` reduces only those of the next pass. The
+        script may have changed them since."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

@@ -153,7 +153,7 @@ class SplitShardedLayout(ShardedLayout):
             self._ranks.broadcast([local_part(p.grad) for p in bucket if p.grad is not None])
 
     def check(self) -> None:
-        """Check by `NonFiniteCheck`: a value that is not finite may concern one tensor group alone."""
+        """Check by `NonFiniteCheck`: what is not finite may concern one tensor group alone."""
         self.non_finite_check.check(self._parameters, self.step)
 
     @property
