@@ -13,7 +13,7 @@ from shoal.torch_private.compiling import eager
 
 
 class SplitAttention(nn.MultiheadAttention):
-    """Attention in which a rank uses its own heads and computes its summand of the output projection.
+    """Attention of which a rank computes its own heads and its summand of the output projection.
 
     The packed input projection is cut into even rows, which are no whole heads: its outputs are
     gathered, and each rank goes on with those of its heads. B samples, T target and S source

@@ -34,7 +34,7 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """Group as one rank sees it. All ranks call the same methods in the same order, on one thread
+    """Group as one rank sees it. All ranks call the same methods in order, on one thread
     but for `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
 
     def __init__(
@@ -165,7 +165,7 @@ class TensorGroup:
         wait_abortable(collective(*tensors, group=group, async_op=True, **options), group)
 
     def _written(self, value: Tensor) -> Tensor | None:
-        """Share the values in memory, by rank, flat; to be read before the next collective. None, on
+        """Share values in memory, by rank, flat; to be read before the next collective. None, on
         all ranks alike, if the value has to go over the group."""
         memory = self._memory
         if memory is None:
