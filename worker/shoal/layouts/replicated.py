@@ -248,7 +248,7 @@ class Zero1Layout(ReplicatedLayout):
 def partition(sizes: Sequence[int], n: int) -> list[int]:
     """Assign each item to one of `n` ranks, such that all own about as much.
 
-    The largest item goes first, each to that with the least so far, the lowest of several. No rank
+    The largest item goes first, each to the rank with least, the lowest of several. No rank
         then owns more than 4/3 of what the best partition gives the fullest (Graham 1969). The same
         sizes always give the same owners.
     """

@@ -97,7 +97,7 @@ class TensorGroup:
         return total
 
     def all_gather(self, own: Tensor) -> Sequence[Tensor]:
-        """Gather each rank's value, by rank, of one shape. To be read before the next collective."""
+        """Gather each rank's value, by rank, of one shape. Read it before the next collective."""
         rows = self._written(own)
         if rows is not None:
             return rows.view(self.size, *own.shape).unbind()
