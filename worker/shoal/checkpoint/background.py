@@ -97,7 +97,7 @@ class Checkpoints:
     # --- what a script calls, too ---
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after so many committed steps."""
+        """True if a checkpoint is to be written after so many committed steps."""
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:

@@ -26,7 +26,7 @@ def newest(place: CheckpointPath) -> CheckpointPath | None:
 
 
 def path_of_step(place: CheckpointPath, step: int) -> CheckpointPath:
-    """Where the checkpoint after so many committed steps is; names sort as steps do."""
+    """Path of the checkpoint after so many committed steps; names sort as steps do."""
     return place / directory.name_of_step(step)
 
 

@@ -1,1 +1,1 @@
-"""How a model lies over the ranks of one group: one module for each way."""
+"""Layouts of a model over the ranks of one group: one module for each."""

@@ -1,4 +1,4 @@
-"""What every way to lay a model over ranks has in common, and what each answers for itself.
+"""Base class of the layouts: their common part, and the methods that each one overrides.
 
 A layout is made anew for each generation, from the same model and for the group of that
 generation; it knows nothing of membership. Its life, all on the trainer's thread:
@@ -69,13 +69,13 @@ class World:
 
 
 class Layout(ABC):
-    """One rank's part of a model, and how a step is computed on it together with the others."""
+    """Base of a rank's part of a model; computes steps on it together with the other ranks."""
 
     world: World
     module: nn.Module
-    """What a forward pass of the user's model goes through on this rank, within a step."""
+    """The module that runs a forward pass of the user's model on this rank, within a step."""
     data_index: int = 0
-    """Which share of each batch is this rank's; ranks that work on the same samples share one."""
+    """Index of this rank's share of each batch; ranks that work on the same samples share one."""
     data_count: int = 1
     """How many shares there are."""
     elementwise: bool = True
@@ -114,7 +114,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def parameters(self) -> Mapping[str, nn.Parameter]:
-        """What this rank's optimizer steps (plain or DTensor), by name in the user's model.
+        """Parameters (plain or DTensor) that this rank's optimizer steps, by the user's names.
 
         A rank that holds nothing of a parameter may leave it out.
         """
@@ -126,14 +126,14 @@ class Layout(ABC):
         return {**self.parameters, **persistent_buffers(self.plain)}
 
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        """Which chunk of the whole the tensor is, for one of `held` or of optimizer state that has
+        """Describe a tensor of `held` as a chunk of the whole, or one of optimizer state that has
         the same shape as the parameter of this name. The shard's tensor is a view: writing it
         writes the parameter."""
         chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
         return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
 
     def chunk(self, name: str, tensor: Tensor) -> Chunk:
-        """That of `shard`, for who does not look at what stands in it."""
+        """Return the chunk of `shard` without its content."""
         if not isinstance(tensor, DTensor):
             return Chunk.whole(tensor.shape)
         key = (name, tensor.shape, tensor.placements)
@@ -147,10 +147,10 @@ class Layout(ABC):
         return {}
 
     def counts(self, name: str) -> bool:
-        """Whether this rank answers for its shard of one of `held` where sums go over ranks.
+        """True if sums over ranks count this rank's shard of a tensor of `held`.
 
-        For each element exactly one rank does: norms are computed from it, and checkpoints are
-        written by it. As it stands: every rank for its `parameters`, the first for all else.
+        Each element is counted on exactly one rank: it enters norms there, and that rank writes
+        it to checkpoints. By default: every rank for its `parameters`, the first for all else.
         """
         return name in self.parameters or self.world.rank == 0
 
@@ -160,9 +160,9 @@ class Layout(ABC):
         return (self.world.rank,) if self.counts(name) else ()
 
     def travels(self, name: str) -> bool:
-        """Whether the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
+        """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
 
-        Such shards are copied to peers. As it stands: all; no harm is done by a copy too many.
+        Such shards are copied to peers. By default: all; a copy too many does no harm.
         """
         return True
 
@@ -177,8 +177,8 @@ class Layout(ABC):
         return 0
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
-        """By rank, a name for those that may be lost at the same time: copies lie on others. As it
-        stands: the members of a host."""
+        """Name, by rank, the failure domain: ranks of one name may be lost together, so copies lie
+        on ranks of other names. By default: the host."""
         return hosts
 
     @property
@@ -188,8 +188,8 @@ class Layout(ABC):
         return None
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """From now on raise in a backward pass which brings gradients that are not `ours`, before
-        they are anybody else's: see `shoal.model.gradients.bare_backward`."""
+        """Raise, from now on, in a backward pass whose gradients are not `ours`, before other
+        ranks get them: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
@@ -206,13 +206,13 @@ class Layout(ABC):
     """See `reduce_in_backward`."""
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        """Whether the passes from here on bring this rank's gradients together with the others', or
-        leave them to a later pass."""
+        """Choose if the passes from here on reduce this rank's gradients with the other ranks', or
+        leave that to a later pass."""
         self.reduces = reduces
 
     @property
     def completes(self) -> bool:
-        """Whether the pass that begins leaves gradients of the whole batch behind."""
+        """True if gradients are those of the whole batch after the pass that begins."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
@@ -228,7 +228,7 @@ class Layout(ABC):
         """A backward pass of this model begins, of a loss as it is weighted."""
 
     def end_pass(self) -> None:  # noqa: B027 - as `begin_pass`
-        """It is over."""
+        """End a pass."""
 
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
@@ -252,7 +252,7 @@ class Layout(ABC):
         return loss.detach()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """Whether a forward pass with gradients communicates with other ranks, in the first step
+        """True if a forward pass with gradients communicates with other ranks, in the first step
         of a generation or in a later one."""
         return True
 
@@ -269,7 +269,7 @@ class Layout(ABC):
             self.non_finite_check.check(self.parameters, self.step)
 
     def overflowed(self) -> bool:
-        """In place of `check`: whether what this rank knows of the gradients is not finite."""
+        """True if gradients are not finite, as far as this rank knows; in place of `check`."""
         return bool(name_of_fault(self.parameters))
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
@@ -292,7 +292,7 @@ class Layout(ABC):
         return ()
 
     def synchronised(self) -> bool:
-        """Whether every gradient of the step went through the layout, so that ranks cannot drift.
+        """True if every gradient of the step went through the layout, so that ranks cannot drift.
 
         False: the loss came from some other module.
         """
@@ -366,7 +366,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """Each further place of a parameter, and its first place."""
+    """List the further places of tied parameters, each with the parameter's first place."""
     first: dict[int, tuple[nn.Module, str]] = {}
     further = []
     for part in module.modules():

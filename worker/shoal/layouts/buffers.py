@@ -20,10 +20,10 @@ have what the model was made with."""
 
 
 class BuffersBySamples:
-    """Of a model in one generation, those that members compute alike, or from their own samples.
+    """Detector of buffers that members compute from their own samples, in one generation.
 
-    The latter are the first member's from then on, and what is trained depends on how many members
-    there are, which is told. Not so of BatchNorm's: docs/strategies.md tells of them.
+    Such buffers are replaced by the first member's, so what is trained depends on the number of
+    members; that is logged as a warning. BatchNorm's are left out: see docs/strategies.md.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -37,11 +37,11 @@ class BuffersBySamples:
 
     @property
     def is_early(self) -> bool:
-        """Whether what members have computed is still compared."""
+        """True while the values that members computed are still compared."""
         return bool(self._tables) and self._num_shared < FIRST_STEPS
 
     def look(self, own: Sequence[Tensor], given: Sequence[Tensor]) -> None:
-        """What this member has computed is about to be replaced by what the first one has."""
+        """Compare this member's values with the first member's, which are about to replace them."""
         self._num_shared += 1
         first = {id(one): other for one, other in zip(own, given, strict=True)}
         present = ((name, table.get(key)) for name, (table, key) in self._tables.items())
@@ -94,7 +94,7 @@ class RunningBuffers:
 
 
 def _differs(one: Tensor, other: Tensor) -> bool:
-    """By more than hosts with other kernels round."""
+    """True if two values differ by more than the rounding of different kernels."""
     if one.dtype.is_floating_point:
         return not torch.allclose(one, other, rtol=1e-3, atol=1e-5, equal_nan=True)
     return not torch.equal(one, other)

@@ -49,17 +49,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What a member has of the global batch of a step."""
+    """A member's share of the global batch of a step."""
 
     index: int
-    """Which of the shares; members that work on the same samples have the same one."""
+    """Index of the share; the same for members that work on the same samples."""
     num_samples: int
     """Or `UNKNOWN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Word:
-    """What a member tells the others of a call."""
+    """A member's message to the others about a call."""
 
     call: str
     index: int
@@ -74,7 +74,7 @@ class _Word:
 
 
 class RowGathers:
-    """One member's, in one step. For one thread at a time: the trainer's, and autograd's."""
+    """Gathers of one member in one step. For one thread at a time: the trainer's, or autograd's."""
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class RowGathers:
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
     def _meet(self, **said: Any) -> list[_Word]:
-        """What each member says of the call, by rank."""
+        """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
         own = _Word(index=self._share.index, num_samples=self._share.num_samples, **said)
         words = [_packed(own) for _ in self._members]
@@ -222,7 +222,7 @@ class RowGathers:
     def _refusal(
         self, what: str, words: Sequence[_Word], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
-        """For all members alike."""
+        """Build the error of a call, the same on all members."""
         if self._p2p is not None:
             let_all_hear(self._p2p.group)
         said = zip(self._members, words, strict=True)
@@ -231,7 +231,7 @@ class RowGathers:
 
 
 class _Way:
-    """Of one call: which rows come from where, and where their gradients go."""
+    """Routes of one call: where each row comes from, and where its gradient goes."""
 
     def __init__(
         self, gathers: RowGathers, words: Sequence[_Word], rank: int, num_calls: int
@@ -308,7 +308,7 @@ class _Gather(torch.autograd.Function):
 
 
 def is_gather(node: Node) -> bool:
-    """Whether a backward pass sends the gradients of rows to their owners there."""
+    """True if a backward pass sends the gradients of rows to their owners at this node."""
     return getattr(node, "_forward_cls", None) is _Gather
 
 

@@ -47,7 +47,7 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
 
 
 def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """What a rank is told that finds a NaN or Inf in the gradient of this parameter."""
+    """Build the error of a rank that finds a NaN or Inf in the gradient of this parameter."""
     return _not_finite(
         f"the gradient of {name}",
         step,
@@ -58,8 +58,8 @@ def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
 
 
 def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """What all ranks are told where each one's own gradients were finite; `name` is that of a
-    parameter in which this rank sees it, or empty."""
+    """Build the error of all ranks if each one's own gradients were finite; `name` is that of a
+    parameter in which this rank sees the overflow, or empty."""
     return _not_finite(
         "the sum of all members' gradients",
         step,
@@ -99,7 +99,7 @@ def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
 
 
 def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """This rank's part of each gradient that there is, in the gradient's own memory."""
+    """Return this rank's part of each gradient that exists, in the gradient's own memory."""
     found = {}
     for name, parameter in parameters.items():
         gradient = parameter.grad

@@ -1,11 +1,11 @@
-"""Where ranks that split layers have met for them, in order: ranks that compute with different
-layers find out.
+"""Record of the layers for which ranks met, in order: detects ranks that compute with different
+layers.
 
-Nothing in a message says of which layer it is. Where the script of one rank leaves a layer out, or
-takes another one, its next message is added to that of another layer, without an error to anybody,
-until a rank waits for one that never comes. To tell before each message of which layer it is would
-double what a layer costs. So each rank notes it for itself, and it is compared where nothing waits
-for that: in the message that ends a step, and by whoever has waited for long.
+Nothing in a message says of which layer it is. If the script of one rank leaves a layer out, or
+takes another one, its next message is added to that of another layer, without an error anywhere,
+until a rank waits for a message that never comes. To announce the layer before each message would
+double the cost of a layer. So each rank records its layers, and the records are compared when no
+rank waits for that: in the message that ends a step, and by a rank that has waited for long.
 """
 
 import json
@@ -36,16 +36,16 @@ WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What one rank has met the others for in a step, the last of which it may still wait for."""
+    """Record of a rank's exchanges in a step; it may still wait for the last one."""
 
     step: int
     """Steps that were begun in the generation."""
     count: int
     last: Sequence[str]
-    """The newest ones, in order, in words."""
+    """The newest exchanges, in order, in words."""
 
     def at(self, place: int) -> str | None:
-        """What it did in this place; None: not yet, or too long ago."""
+        """Return the exchange at this position; None: not yet made, or too long ago."""
         index = place - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
@@ -60,25 +60,25 @@ class Site:
         self._value, self._gradient = 2 * number, 2 * number + 1
 
     def value(self) -> int:
-        """They are about to meet for what it computes. Returns a number for that, the same on all
-        ranks, of 24 bits at most; so does `gradient`."""
+        """Note that ranks are about to meet for the layer's values. Returns a number for that, the
+        same on all ranks, of 24 bits at most; so does `gradient`."""
         self._note(self._value)
         return self._value
 
     def gradient(self) -> int:
-        """They are about to meet for gradients."""
+        """Note that ranks are about to meet for the layer's gradients."""
         self._note(self._gradient)
         return self._gradient
 
 
 class LayerExchanges:
-    """Of one rank in one generation. For the trainer's thread, but for `told`, which finds what
-    holds while that waits."""
+    """Exchanges of one rank in one generation. For the trainer's thread; `told` may be called from
+    another thread while that waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
         self._met_for: list[str] = []
-        """What ranks meet for in forward passes, by the number of the layer."""
+        """Subject of the exchange in forward passes, by the number of the layer."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
         """How many are kept no longer, and what they were."""
@@ -98,14 +98,14 @@ class LayerExchanges:
         """What a rank does before it raises a refusal that some of the ranks know of alone."""
 
     def among(self, peers: Sequence[int]) -> None:
-        """These split layers with this rank. Where models of a script are split among different
-        ones, nobody is held to do the same."""
+        """Set the peers that split layers with this rank. If models of a script are split among
+        different peers, nothing is compared."""
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
     def site(self, name: str, *, what: str = "outputs") -> Site:
-        """That of the layer of this name; all ranks ask for the same ones in the same order.
-        `what` of it they meet for in forward passes."""
+        """Add the layer of this name; all ranks add the same layers in the same order.
+        `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
         self._met_for.append(what)
         return Site(self, len(self._names) - 1)
@@ -126,13 +126,13 @@ class LayerExchanges:
         self._done, self._has_ended, self._without = [], False, None
 
     def completes(self) -> None:
-        """What other ranks' passes have given is about to be added to gradients: what this rank has
-        left out is seen now, or never."""
+        """Note the parameters without a gradient, before other ranks' gradients are added: later it
+        cannot be seen which ones this rank left out."""
         without = {deed for deed, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
     def note(self, deed: int) -> None:
-        """The ranks are about to meet for this."""
+        """Record that the ranks are about to meet for this."""
         if self._has_ended:
             return
         self._done.append(deed)
@@ -148,7 +148,7 @@ class LayerExchanges:
         self._has_ended = True
 
     def end(self) -> None:
-        """This rank is done with the passes of a step."""
+        """End the passes of a step on this rank."""
         if self._names and not self._has_ended:
             if self._without is None:
                 self.completes()
@@ -172,7 +172,7 @@ class LayerExchanges:
             check_told(words, [each and Told(**each) for each in found])
 
     def told(self) -> Told | None:
-        """What the others may compare with theirs; None: there is nothing."""
+        """Return the record that other ranks compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
@@ -181,7 +181,7 @@ class LayerExchanges:
         return Told(step=self._steps, count=count, last=last)
 
     def word(self) -> int:
-        """What the others are told of it when the passes end, of `WORD_BITS` bits; 0: nothing."""
+        """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
@@ -237,8 +237,8 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
 
 
 def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
-    """Of members in the same step, what each did in the first known place in which they did not do
-    the same; of those that were there. A member that is behind the others has done nothing else.
+    """Find the first known position at which members in the same step differ, and what each did
+    there. A member that has not got there yet is left out: it has done nothing else.
     """
     newest = max((each.step for each in told.values()), default=0)
     same = {name: each for name, each in told.items() if each.step == newest}

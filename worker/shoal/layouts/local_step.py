@@ -40,7 +40,7 @@ def _step(optimizer: Optimizer) -> None:
 
 
 def _is_cut_alike(parameter: Any) -> bool:
-    """Whether the gradient, if there is one, is cut as its parameter is."""
+    """True if the gradient, if there is one, is cut as its parameter is."""
     gradient = parameter.grad
     return gradient is None or (
         isinstance(gradient, DTensor) and gradient.placements == parameter.placements
@@ -49,7 +49,7 @@ def _is_cut_alike(parameter: Any) -> bool:
 
 @contextmanager
 def _local(optimizer: Optimizer) -> Iterator[None]:
-    """Within, the optimizer holds plain parameters that share the memory of its own."""
+    """Give the optimizer, within, plain parameters that share the memory of its own."""
     groups: list[list[Any]] = [list(group["params"]) for group in optimizer.param_groups]
     parts: dict[Any, _Part] = {}
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
@@ -71,7 +71,7 @@ def _local(optimizer: Optimizer) -> Iterator[None]:
 
 
 class _Part:
-    """What this rank holds of one parameter, its gradient and the optimizer's state for it."""
+    """This rank's part of a parameter, its gradient and the optimizer's state for it."""
 
     def __init__(self, cut: Any, state: dict[str, Any] | None) -> None:
         self._cut = cut

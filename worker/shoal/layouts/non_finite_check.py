@@ -1,4 +1,4 @@
-"""Whether the gradients of a step are finite: one answer, and the same on every rank."""
+"""Check if the gradients of a step are finite: one answer, the same on every rank."""
 
 from collections.abc import Mapping, Sequence
 
@@ -17,7 +17,7 @@ _LOSS = "the loss"
 
 
 class NonFiniteCheck:
-    """What each rank found in its gradients, told to all ranks by one small message a step.
+    """Findings of each rank in its gradients, sent to all ranks in one small message a step.
 
     No earlier message can tell it: each goes along one dimension of the mesh only, and may itself
     make a sum that is not finite. The norm's message comes late enough and goes to all ranks, so a
@@ -56,16 +56,16 @@ class NonFiniteCheck:
 
     @property
     def is_own(self) -> bool:
-        """Whether this rank's own gradients were not finite."""
+        """True if this rank's own gradients were not finite."""
         return bool(self._own)
 
     def found(self, name: str) -> None:
-        """In place of `look`, where that was done in the backward pass: the parameter whose
-        gradients on this rank were not finite, or empty."""
+        """Set the parameter whose gradients on this rank were not finite, or empty; in place of
+        `look`, if the backward pass has looked."""
         self._own = name
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """This rank's part of the message, to be summed up over all ranks: a number for each."""
+        """Return this rank's message, to be summed over all ranks: a number for each."""
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
         self._found = self._found or self._own
@@ -75,12 +75,12 @@ class NonFiniteCheck:
         return flags
 
     def set_flags(self, flags: Tensor) -> None:
-        """What all ranks said."""
+        """Set the sum of all ranks' messages."""
         self._flags = flags
 
     def hear(self, are_own: Sequence[bool]) -> None:
-        """What each rank has said of its own gradients in another message, where that is all that
-        there is to say: see `Layout.faults_are_own`."""
+        """Set the findings that ranks sent in another message, if only their own gradients can be
+        at fault: see `Layout.faults_are_own`."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:

@@ -174,7 +174,7 @@ class MetaModel:
             optimizer.state[own[name]] = put_slots(given)
 
     def _empty_parameters(self) -> dict[int, Any]:
-        """One without memory for each of the model's, by its id."""
+        """Make a parameter without memory for each of the model's, by its id."""
         return {
             id(parameter): nn.Parameter(
                 torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -210,7 +210,7 @@ class OptimizerBinding:
     # --- reading ---
 
     def collect(self, step: int) -> StateShard:
-        """What this rank holds, not copied: valid until the next step.
+        """Return the state that this rank holds, not copied: valid until the next step.
 
         Raises UnsupportedOptimizer for state that cannot be handed to another member.
         """
@@ -252,7 +252,7 @@ class OptimizerBinding:
         return TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
-        """This rank's part of the model, for all ranks to have the same whole of.
+        """Return this rank's part of the model; all ranks' parts make the same whole.
 
         A buffer, such as a running mean, may differ between ranks: the rank that writes it into
         checkpoints is the only one to give it.
@@ -290,7 +290,7 @@ class OptimizerBinding:
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:
-        """Whether this rank writes its shard of this name into a checkpoint."""
+        """True if this rank writes its shard of this name into a checkpoint."""
         if name.startswith(MODEL):
             return self.layout.counts(name.removeprefix(MODEL))
         return self.layout.counts(name.removeprefix(OPTIM).rpartition("/")[0])
@@ -410,7 +410,7 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """What this rank has of state of the parameter's layout: the shard (None: it holds nothing)."""
+    """Copy this rank's part of a state that is laid out as the parameter (None: it is empty)."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

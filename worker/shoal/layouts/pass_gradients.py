@@ -1,9 +1,9 @@
 """Gradients that are those of the whole batch as soon as a backward pass is over.
 
-Between its passes, and behind the last one, a script may read gradients or change them: it clamps
-them, or moves weights along them (sharpness-aware minimisation). What it sees has to be what one
-process sees, so a rank's own gradients, or summands of them, are brought together with the others'
-before `session.backward` returns. Layouts that do so in backward need none of this.
+Between its passes, and after the last one, a script may read gradients or change them: it clamps
+them, or moves weights along them (sharpness-aware minimisation). It has to see the gradients that
+one process sees, so a rank's own gradients, or summands of them, are reduced with the others'
+before `session.backward` returns. Layouts that reduce in backward need none of this.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,21 +17,21 @@ Complete = Callable[[], None]
 
 
 class PassGradients:
-    """What the passes of a step have added to gradients, complete or not."""
+    """Gradients that the passes of a step have added, complete or not."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those to which a pass gives what is this rank's own."""
+        """`parameters`: those to which a pass adds this rank's own gradients only."""
         self._parameters = list(parameters)
         self.begin()
 
     def begin(self) -> None:
-        """A step begins, with no gradients there."""
+        """Begin a step, without gradients."""
         self._are_own = True
         self._kept: dict[nn.Parameter, Tensor] = {}
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Around a pass. `completes`: behind it, or else with a later one, or by `finish`."""
+        """Surround a pass; `completes`: complete gradients after it, else later or by `finish`."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True
@@ -50,8 +50,8 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """What is complete, and perhaps changed by the script since, is not to be completed with
-        what the next pass gives."""
+        """Set complete gradients aside, so that `complete` reduces only those of the next pass. The
+        script may have changed them since."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

@@ -28,7 +28,7 @@ MAX_MESSAGE_BYTES = 1 << 28
 
 
 class ReplicatedLayout(Layout):
-    """Every rank holds all and steps all; each has its own share of the samples.
+    """Layout in which every rank holds and steps all, on its own share of the samples.
 
     A parameter that takes no part in the loss is an error, as in DDP, unless
     `find_unused_parameters` says that this is meant.
@@ -36,7 +36,7 @@ class ReplicatedLayout(Layout):
 
     elementwise = False
     strategy = "DDP"
-    """The name of the class by which a script has such a layout."""
+    """Name of the class with which a script chooses this layout."""
 
     def __init__(
         self,
@@ -159,10 +159,10 @@ class ReplicatedLayout(Layout):
 
 
 class Zero1Layout(ReplicatedLayout):
-    """As `ReplicatedLayout`, but each parameter is stepped by one rank only, its owner.
+    """Replicated layout in which each parameter is stepped by one rank only, its owner.
 
     So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
-    that treats each of them by itself does here what it does in one process.
+    that treats each of them separately does here what it does in one process.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
@@ -246,11 +246,11 @@ class Zero1Layout(ReplicatedLayout):
 
 
 def partition(sizes: Sequence[int], n: int) -> list[int]:
-    """Which of `n` ranks owns each item, such that all own about as much.
+    """Assign each item to one of `n` ranks, such that all own about as much.
 
-    The largest item first, each to whom has least so far, to the lowest rank of several. No rank
-    then owns more than 4/3 of what the best partition gives the fullest (Graham 1969). The same
-    sizes always give the same owners.
+    The largest item goes first, each to the rank with least, the lowest of several. No rank
+        then owns more than 4/3 of what the best partition gives the fullest (Graham 1969). The same
+        sizes always give the same owners.
     """
     owned = [0] * n
     owners = [0] * len(sizes)

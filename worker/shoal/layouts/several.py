@@ -103,7 +103,7 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Within, models that are not active have no gradients; what they get there is dropped."""
+        """Clear gradients of models that are not active, within; those added there are dropped."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]
         for parameter, _ in kept:
@@ -136,7 +136,7 @@ class SeveralLayouts(Layout):
             each.check()
 
     def updated(self) -> None:
-        """In place of `stepped`, within a step: behind an update of what the active models have."""
+        """Note an update of the active models within a step, in place of `stepped`."""
         for each in self._active:
             each.stepped()
 

@@ -39,7 +39,7 @@ def unsync_batchnorm(model: nn.Module) -> None:
 
 
 def has_sync_batchnorm(model: nn.Module) -> bool:
-    """Whether the script itself has converted the model."""
+    """True if the script itself has converted the model."""
     return any(isinstance(module, nn.SyncBatchNorm) for module in model.modules())
 
 
@@ -109,7 +109,7 @@ def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tens
 
 
 def _dims(values: Tensor) -> list[int]:
-    """All but that of the channels."""
+    """List all dimensions but that of the channels."""
     return [0, *range(2, values.ndim)]
 
 
@@ -168,7 +168,7 @@ SyncedBatchNorm3d = _synced(nn.BatchNorm3d)
 
 
 class SyncedBatchNorm(_synced(nn.BatchNorm1d)):  # type: ignore[misc]
-    """In the place of torch's SyncBatchNorm, which DDP refuses on a CPU."""
+    """Replacement for torch's SyncBatchNorm, which DDP refuses on a CPU."""
 
     def _check_input_dim(self, values: Tensor) -> None:
         if values.ndim < 2:

@@ -14,7 +14,7 @@ _ALIGNMENT_BYTES = 64
 
 
 class HostBuffer:
-    """One buffer with shards in it."""
+    """Buffer with shards in it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -138,7 +138,7 @@ class StepCopies:
         self._peers = {**self._peers, peer: state_shard}
 
     def shown(self) -> list[StateShard]:
-        """All that is complete.
+        """Return all that is complete.
 
         The own snapshot only once it is known what else there was: alone it might be taken for the
         whole of a state of which a lost rank held what nobody else can name. Before the first step

@@ -108,7 +108,7 @@ class PeerCheckpoints:
             self._copies.flush()
 
     def due(self, step: int) -> bool:
-        """Whether a copy is to be offered of the state after so many steps."""
+        """True if a copy of the state after so many steps is to be offered."""
         if self._copies is None:
             return False
         # Behind the very first step an optimizer's state is there, and its names are to be learnt.

@@ -174,7 +174,7 @@ class PeerCopies:
     # --- the trainer's side ---
 
     def due(self, step: int) -> bool:
-        """Whether the state after `step` committed steps is to be offered."""
+        """True if the state after `step` committed steps is to be offered."""
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:

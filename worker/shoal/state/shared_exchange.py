@@ -33,7 +33,7 @@ class SharedExchange:
 
     @staticmethod
     def fits(memory: SharedMemory) -> bool:
-        """Whether the memory is large enough for that; the same on all ranks."""
+        """True if the memory is large enough for that; the same on all ranks."""
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
     def gather(self, word: bytes, max_bytes: int) -> list[bytes] | None:

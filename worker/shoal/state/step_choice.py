@@ -1,4 +1,4 @@
-"""Which step all ranks go on from.
+"""Choice of the step from which all ranks go on.
 
 Pure: every rank computes it from the same inventories and comes to the same end.
 """
@@ -31,7 +31,7 @@ class ChosenStep:
     values: Mapping[str, Json]
 
     def on_each(self, world_size: int) -> bool:
-        """Whether every rank holds all of every tensor."""
+        """True if every rank holds all of every tensor."""
         return all(
             len(self.holders[name].get(Chunk.whole(meta.shape), ())) == world_size
             for name, meta in self.metas.items()

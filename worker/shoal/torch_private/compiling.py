@@ -23,7 +23,7 @@ _IN_PLACE = "_compiled_call_impl"
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model is what `torch.compile(module)` returns."""
+    """True if the model is what `torch.compile(module)` returns."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
@@ -50,7 +50,7 @@ def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether `module.compile()` was called, or `compiled_in_place` made it so."""
+    """True if `module.compile()` was called, or `compiled_in_place` made it so."""
     return compiled_call(module) is not None
 
 

@@ -36,7 +36,7 @@ def groups_of(state: Any) -> Any:
 
 
 def is_in_backward(state: Any) -> bool:
-    """Whether the backward pass of a module with this state has begun."""
+    """True if the backward pass of a module with this state has begun."""
     return bool(state._training_state == TrainingState.PRE_BACKWARD)
 
 
@@ -51,7 +51,7 @@ def leave_beginnings_unmarked(group: Any) -> None:
 
 
 def has_run(module: nn.Module) -> bool:
-    """Whether the root module has had a pass."""
+    """True if the root module has had a pass."""
     return bool(state_of(module)._is_root)
 
 
@@ -182,7 +182,7 @@ def is_as_gathered(part: Any) -> bool:
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:
-    """Whether a gradient came and was not reduced."""
+    """True if a gradient came and was not reduced."""
     whole = whole_of(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)

@@ -88,7 +88,7 @@ def divides_by_frequency(node: Any) -> bool:
 
 
 def mixes_parts_and_wholes(error: BaseException) -> bool:
-    """Whether torch was given a DTensor and a plain tensor for one operation."""
+    """True if torch was given a DTensor and a plain tensor for one operation."""
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
@@ -136,7 +136,7 @@ def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a backward pass at the moment."""
+    """True if this thread runs a backward pass at the moment."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 

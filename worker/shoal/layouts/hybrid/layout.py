@@ -32,18 +32,18 @@ AXES = ("pipeline", "data", "tensor")
 
 @dataclass(frozen=True, kw_only=True)
 class HybridPlan:
-    """How a model lies over a mesh."""
+    """Plan of a model over a mesh."""
 
     mesh: MeshShape
     cut: tuple[Outline, Sequence[int]] | None
-    """An outline and the stage of each segment; None where there is one stage."""
+    """An outline and the stage of each segment; None if there is one stage."""
     tensor: TensorPlan
-    """Of the whole model, for `mesh.tensor` ranks."""
+    """Plan of the whole model, for `mesh.tensor` ranks."""
     schedule: ScheduleSpec
 
 
 class HybridLayout(Layout):
-    """This rank's stage, split over its tensor group, one copy of several.
+    """Layout of a rank's stage, split over its tensor group, one copy of several.
 
     With one stage the model is called as any other; with more, `forward_backward` runs them.
     """
@@ -269,7 +269,7 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """This rank's part of the gradient, to be written; zeros where there is none."""
+    """Return this rank's part of the gradient, to be written; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(local_part(parameter))
     return local_part(parameter.grad)

@@ -1,4 +1,4 @@
-"""How many stages, copies and splits the ranks are arranged in."""
+"""Shape of the mesh: into how many stages, copies and splits ranks are arranged."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -37,13 +37,13 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """What the user decided; None is left open."""
+    """Sizes that the user fixed; None is left open."""
 
     pipeline: int | None = None
     data: int | None = None
     tensor: int | None = None
     max_rank_bytes: int | None = None
-    """What one rank may hold of parameters, gradients and optimizer state."""
+    """The most that one rank may hold of parameters, gradients and optimizer state."""
 
     def __post_init__(self) -> None:
         sizes = ("pipeline", "data", "tensor", "max_rank_bytes")
@@ -68,10 +68,10 @@ class Fixed:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What decides which meshes suit a model."""
+    """Facts about a model that decide which meshes suit it."""
 
     state_bytes: int
-    """Of parameters, gradients and optimizer state together."""
+    """Size of parameters, gradients and optimizer state together."""
     pipeline_sizes: frozenset[int]
     """Numbers of stages that it can be cut into."""
     tensor_sizes: frozenset[int]

@@ -34,9 +34,9 @@ from shoal.torch_private.fsdp import mesh_of_rows
 
 
 class SplitShardedLayout(ShardedLayout):
-    """One rank's rows of its part of every parameter.
+    """Layout in which a rank holds some rows of its part of every parameter.
 
-    What is not split has the same rows on all ranks of a tensor group.
+    A parameter that is not split has the same rows on all ranks of a tensor group.
     """
 
     non_finite_check: NonFiniteCheck
@@ -153,7 +153,7 @@ class SplitShardedLayout(ShardedLayout):
             self._ranks.broadcast([local_part(p.grad) for p in bucket if p.grad is not None])
 
     def check(self) -> None:
-        """As `NonFiniteCheck` has it: what is not finite may concern one tensor group alone."""
+        """Check by `NonFiniteCheck`: what is not finite may concern one tensor group alone."""
         self.non_finite_check.check(self._parameters, self.step)
 
     @property
@@ -181,5 +181,5 @@ def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts
 
 
 def tensor_degree(world_size: int, tensor: int) -> int:
-    """Over how many ranks layers are split: the largest number up to `tensor` that divides all."""
+    """Number of ranks that split a layer: the largest one up to `tensor` that divides all."""
     return next(n for n in range(min(tensor, world_size), 0, -1) if world_size % n == 0)

@@ -1,4 +1,4 @@
-"""What each layer of a model costs in time, measured once and told to all ranks."""
+"""Time that each layer of a model takes, measured once and sent to all ranks."""
 
 import copy
 import time

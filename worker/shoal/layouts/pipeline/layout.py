@@ -30,7 +30,7 @@ MAX_SHAPES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """How batches go through the stages."""
+    """Schedule by which batches go through the stages."""
 
     schedule: str = "1f1b"
     microbatches: int = 4
@@ -95,7 +95,7 @@ class PipelineLayout(Layout):
         return self.stage.holders[name][0] == self.stage.index
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """No pass with gradients goes past `forward_backward`."""
+        """Do nothing: every pass with gradients goes through `forward_backward`."""
 
     # --- a step ---
 
@@ -163,8 +163,8 @@ class PipelineLayout(Layout):
         return [row[0] for row in self._words.hear()]
 
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
-        """How the messages of the pass that begins are sent. Collective for a runner that has not
-        been asked for since there is room."""
+        """Choose the transport of the pass that begins: shared memory or point to point. Collective
+        for the first pass of a runner since there is shared memory."""
         if self._room is None:
             return self._near.p2p
         if runner.way is None:
@@ -202,7 +202,7 @@ class PipelineLayout(Layout):
         self.world.exchanges.tell(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
-        """What this stage trains and others use as well."""
+        """Return the parameters that this stage trains and other stages use as well."""
         shared = (name for name, stages in self.stage.holders.items() if len(stages) > 1)
         held = {n: self._parameters[n] for n in shared if n in self._parameters}
         return {name: each for name, each in held.items() if each.requires_grad}
@@ -252,7 +252,7 @@ class PipelineLayout(Layout):
 
 
 class _Whole(nn.Module):
-    """What stands for the user's model on each rank."""
+    """Stand-in for the user's model on each rank."""
 
     def __init__(self, layout: PipelineLayout) -> None:
         super().__init__()

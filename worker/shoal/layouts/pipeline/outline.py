@@ -31,12 +31,12 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """What no cut divides: one layer with parameters, and what is computed behind it."""
+    """Segment that no cut divides: one layer with parameters, and what is computed after it."""
 
     name: str
-    """The layer's name in the model; a second call of it has its number behind it."""
+    """The layer's name in the model; a second call has its number appended."""
     num_bytes: int
-    """Of the parameters used in it."""
+    """Size of the parameters used in it."""
 
 
 class Outline:
@@ -62,7 +62,7 @@ class Outline:
         )
 
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
-        """What one stage computes; `stage_of` gives the stage of each segment.
+        """Build the graph of one stage; `stage_of` gives the stage of each segment.
 
         Takes the model's inputs and then the values from the stage before; returns a tuple of the
         values for the next stage, or what the model returns.
@@ -86,7 +86,7 @@ class Outline:
 
 
 class Flow:
-    """One trace, with the segment in which each node is computed."""
+    """Trace of a model, with the segment in which each node is computed."""
 
     def __init__(self, graph: fx.Graph, model: nn.Module, names: list[str] | None) -> None:
         self._graph = graph
@@ -175,7 +175,7 @@ def _crossing(
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """With all that it follows from, however long a chain that is."""
+    """Copy a node with all that it depends on, however long the chain is."""
     needed = [node]
     while needed:
         each = needed[-1]
@@ -223,12 +223,12 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """Whether the tensor of that name is among `uses`, or in a module that is."""
+    """True if the tensor of that name is among `uses`, or in a module that is."""
     return any(path in uses for path in paths_of(tensor))
 
 
 def paths_of(name: str) -> Iterator[str]:
-    """What a name leads through: for a.b.weight it is a, a.b and a.b.weight."""
+    """Paths along a name: for a.b.weight they are a, a.b and a.b.weight."""
     parts = name.split(".")
     return (".".join(parts[: end + 1]) for end in range(len(parts)))
 

@@ -27,10 +27,10 @@ _Values = Mapping[int, Tensor]
 
 
 class PassBuffers:
-    """Those of one stage, but for statistics over batches: docs/strategies.md tells of them."""
+    """Buffers of one stage, except statistics over batches: see docs/strategies.md for those."""
 
     def __init__(self, model: nn.Module, refuse: Callable[[InvalidSpec], None]) -> None:
-        """`refuse`: lets all ranks know of what this one is about to raise."""
+        """`refuse`: notifies all ranks of the error that this one is about to raise."""
         self._refuse = refuse
         places = [
             (f"{path}.{name}" if path else name, buffer_table(part), name)
@@ -78,8 +78,8 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, deed: str) -> Iterator[None]:
-        """Within, a micro-batch of the pass does this. Raises InvalidSpec where it leaves something
-        else behind than the first one."""
+        """Surround a forward or backward of one micro-batch. Raises InvalidSpec if it leaves other
+        values in buffers than the first one."""
         if not self._keys:
             yield
             return
@@ -129,8 +129,8 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """Whether nobody has written to these since the pass began, nor may have unseen: one quick
-        look, as most stages have masks and the like alone."""
+        """True if buffers were not written since the pass began, nor may have been unseen: a quick
+        check, as most stages have only masks and the like."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -138,8 +138,8 @@ class PassBuffers:
         )
 
     def _changed(self, *, closely: bool = False) -> _Values:
-        """What they hold that is not what they held when the pass began; `closely`: whoever wrote
-        it past what torch counts."""
+        """Return the values that differ from those at the beginning of the pass; `closely`: also
+        find writes that torch does not count."""
         found: dict[int, Tensor] = {}
         present = self._present()
         if not closely and self._are_as_begun(present):

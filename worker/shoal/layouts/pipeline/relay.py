@@ -57,7 +57,7 @@ class Neighbours:
         return tensors
 
     def broadcast(self, outputs: Any, *, source: int) -> Any:
-        """What rank `source` gives, on every rank: tensors in tuples, lists and dicts, numbers.
+        """Send a value of rank `source` to all ranks: tensors in tuples, lists and dicts, numbers.
 
         Raises InvalidSpec there for anything else.
         """

@@ -28,10 +28,10 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = {"gpipe": ScheduleGPipe, "1f1b": S
 
 @dataclass(frozen=True, kw_only=True)
 class StepInputs:
-    """What every stage of a pipeline knows of a step."""
+    """Inputs of a step, known to every stage of a pipeline."""
 
     inputs: Mapping[str, Any]
-    """Of the model, by name; tensors have the samples in their first dimension."""
+    """Inputs of the model, by name; tensors have the samples in their first dimension."""
     targets: Any = None
     loss_function: LossFunction | None = None
     weight: float = 1.0
@@ -62,12 +62,12 @@ class StepInputs:
 
 
 def num_microbatches(num_samples: int, at_most: int) -> int:
-    """Into how many parts of one size the samples are cut: the largest divisor up to `at_most`."""
+    """Number of parts of equal size for the samples: the largest divisor up to `at_most`."""
     return max(count for count in range(1, at_most + 1) if num_samples % count == 0)
 
 
 class PipelineRunner:
-    """One schedule, for batches of one shape. Made together by all ranks of the pipeline.
+    """Runner of one schedule, for batches of one shape. All ranks of the pipeline make it together.
 
     1F1B needs a micro-batch for each stage; a batch that is cut into fewer goes by GPipe, which
     computes the same.
@@ -156,7 +156,7 @@ class PipelineRunner:
         return tuple(output.contiguous() for output in outputs)
 
     def micro_batch(self, deed: str) -> AbstractContextManager[None]:
-        """Within, one of the micro-batches of a pass does this."""
+        """Surround a forward or backward of one micro-batch of a pass."""
         return self._buffers.of_micro_batch(deed) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
@@ -164,7 +164,7 @@ class PipelineRunner:
         return microbatch * size, (microbatch + 1) * size
 
     def loss_of(self, outputs: Any, start: int, stop: int) -> Tensor:
-        """This micro-batch's part of what backward begins with."""
+        """Compute this micro-batch's part of the loss that backward begins with."""
         step_inputs = self._step_inputs
         assert step_inputs.loss_function is not None
         loss = step_inputs.loss_function(
@@ -254,7 +254,7 @@ def _as_it_is(loss: Tensor, rows: Tensor) -> Tensor:
 
 
 def _twice(tensor: Tensor, num_samples: int) -> Tensor:
-    """What stands for the activations of twice as many samples."""
+    """Make a stand-in for the activations of twice as many samples."""
     of_samples = tensor.ndim and tensor.shape[0] == num_samples
     return torch.cat([tensor, tensor]) if of_samples else tensor
 

@@ -1,9 +1,9 @@
-"""What the stages of a pipeline send each other in a pass, through memory that they share.
+"""Messages between the stages of a pipeline in a pass, through memory that they share.
 
 Over Gloo a message goes through the kernel, and through a thread more at each end. Here a stage
-copies it to where its neighbour reads it, and posts. There is room for all messages of a pass, and
-behind each pass all ranks meet: so nobody waits for room, and a place is written anew only when it
-has been read.
+copies it to where its neighbour reads it, and posts. The memory holds all messages of a pass, and
+after each pass all ranks meet: so no stage waits for room, and a message is overwritten only when
+it has been read.
 """
 
 import ctypes
@@ -32,14 +32,14 @@ def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
 
 
 def room_bytes(sent_bytes: Sequence[int]) -> int:
-    """How much memory it takes where the stages send so much forward in a pass, each to the next
-    one; 0: more than there is to be."""
+    """Memory needed for a pass in which stages send so much forward, each to the next one;
+    0: more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
 
 class SharedRoom:
-    """That of one rank. All ranks of the pipeline make one of the same memory."""
+    """Shared memory as one rank uses it. All ranks of the pipeline make one of the same memory."""
 
     def __init__(self, memory: SharedMemory, room: memoryview) -> None:
         """Collective. `room`: the part of the memory that is for this."""
@@ -59,8 +59,8 @@ class SharedRoom:
         memory.meet()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
-        """For passes in which the stages send so much forward; None, on all ranks alike: there is
-        too little room."""
+        """Make lanes for passes in which the stages send so much forward; None, on all ranks alike,
+        if there is too little room."""
         needed = room_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
@@ -84,18 +84,18 @@ class SharedRoom:
         return _Lane(self, (start, stop), self._semaphores[semaphore])
 
     def place(self, start: int, like: Tensor) -> Tensor:
-        """As much of the memory from there on, as a tensor of that shape."""
+        """View the memory from `start` on as a tensor shaped as `like`."""
         whole = self._bytes[start : start + like.nbytes]
         return whole.view(like.dtype).view(like.shape)
 
     @property
     def words(self) -> memoryview:
-        """All of it, by 64 bits."""
+        """View of the whole memory in words of 64 bits."""
         return self._words
 
 
 class _Lane:
-    """What goes one way between two neighbours in a pass."""
+    """Messages in one direction between two neighbours in a pass."""
 
     def __init__(self, room: SharedRoom, span: tuple[int, int], semaphore: Semaphore) -> None:
         self._room, self._semaphore = room, semaphore
@@ -121,7 +121,7 @@ class _Lane:
         return _Awaited(self, (at, place), self._num_known, tensor)
 
     def fill(self, number: int, at: int, place: Tensor, tensor: Tensor) -> None:
-        """With the message of this number, once it is there."""
+        """Fill the tensor with the message of this number, once it is there."""
         while self._num_there < number:
             self._room.memory.wait_for(self._semaphore)
             self._num_there += 1
@@ -135,7 +135,7 @@ class _Lane:
         tensor.detach().copy_(place)
 
     def _take(self, like: Tensor) -> tuple[int, Tensor]:
-        """Where the next message lies: its head, and what is in it."""
+        """Advance to the next message; return the place of its head, and its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
@@ -165,7 +165,7 @@ class _Sent:
     """A message that its receiver finds, however late it comes."""
 
     def wait(self) -> None:
-        """It is there already."""
+        """Return at once: the message is there already."""
 
 
 _SENT = _Sent()
@@ -181,7 +181,7 @@ class StageLanes:
     """No message waits for another."""
 
     def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
-        """By the rank that it goes to, or comes from."""
+        """`sends`, `receives`: lanes by the rank that messages go to, or come from."""
         self._sends, self._receives = sends, receives
 
     def begin(self) -> None:

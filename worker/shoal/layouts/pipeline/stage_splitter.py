@@ -1,4 +1,4 @@
-"""Where a model is cut, so that its stages cost nearly the same.
+"""Cut a model into stages that cost nearly the same.
 
 Every rank cuts by itself and all must cut alike, so each choice here is a function of the model,
 the number of stages and the costs alone.
@@ -152,7 +152,7 @@ def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
 
 
 def _has_layers(part: nn.Module) -> bool:
-    """Whether the user wrote its forward pass, over layers with parameters of their own."""
+    """True if the user wrote its forward pass, over layers with parameters of their own."""
     if type(part).__module__.startswith("torch.nn"):
         return isinstance(part, nn.Sequential)
     return any(next(child.parameters(), None) is not None for child in part.children())

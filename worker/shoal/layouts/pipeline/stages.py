@@ -1,4 +1,4 @@
-"""What one rank of a pipeline holds of a model, and how it runs it."""
+"""Stage of a model that one rank of a pipeline holds and runs."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,10 +24,10 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Stage:
-    """One stage of a model: the user's module without what others hold, and what to run of it."""
+    """Stage of a model: the user's module without the other stages' parts, and how to run it."""
 
     pass_buffers: PassBuffers
-    """Of the module once it has its memory."""
+    """Buffers of the module once it has its memory."""
 
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
         """Takes the model as its own and drops from it what this stage does not need.
@@ -59,7 +59,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Those of this stage as they are now, by their names in the user's model."""
+        """Parameters of this stage as they are now, by their names in the user's model."""
         return {
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -71,7 +71,7 @@ class Stage:
         return {self.names[name]: buffer for name, buffer in persistent_buffers(self.model).items()}
 
     def run(self, inputs: Mapping[str, Any], activations: Sequence[Tensor]) -> Any:
-        """This stage of a forward pass: a tuple for the next stage, or the model's outputs."""
+        """Run this stage's forward pass; return a tuple for the next stage, or the outputs."""
         mode = self.model.training
         key = mode, compiled_call(self.model)
         if key not in self._runs:
@@ -145,7 +145,7 @@ def _unused(model: nn.Module, uses: Sequence[Collection[str]]) -> set[str]:
 
 
 def _canonical(model: nn.Module) -> dict[str, str]:
-    """For each name of a tensor the one that a state has it under."""
+    """Map each name of a tensor to its name in a state."""
     further = tied(model)
     return {name: further.get(name, name) for name, _ in _tensors(model)}
 

@@ -101,7 +101,7 @@ class _Tracer(fx.Tracer):
 
 
 def _is_assertion(code: Any, offset: int) -> bool:
-    """Whether the truth of a value at this place only decides whether an assertion fails."""
+    """True if the truth of a value at this place only decides if an assertion fails."""
     after = [step.opname for step in dis.get_instructions(code) if step.offset >= offset][:3]
     return "LOAD_ASSERTION_ERROR" in after
 

@@ -1,4 +1,4 @@
-"""When a group of several modules gathers and reduces in backward.
+"""Times at which a group of several modules gathers and reduces in backward.
 
 torch's fully_shard takes a list of modules for a chain: it gathers in backward when the last of
 them begins, and reduces when the first one ends. Modules of a list need not be a chain: branches
@@ -77,7 +77,7 @@ class GroupPasses:
 
 
 class _Begin(torch.autograd.Function):
-    """What goes into a module; its backward runs when the gradients of all of it are there."""
+    """Inputs of a module; their backward runs when the gradients of all of them are there."""
 
     @staticmethod
     def forward(ctx: Any, passes: GroupPasses, *inputs: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Which modules are gathered together: small ones in groups, large ones and blocks on their own.
+"""Groups of modules gathered together: small ones jointly, large ones and blocks on their own.
 
 A group's parameters travel in one collective, so a thousand small layers must not be a thousand
 groups, and a large model must not be one. From the module tree and sizes alone.
@@ -39,18 +39,18 @@ class ModuleGroup:
 
     @property
     def title(self) -> str:
-        """For a table: the first module to the last."""
+        """Title for a table: the first module to the last."""
         first, last = self.modules[0] or "(model)", self.modules[-1]
         return first if len(self.modules) == 1 else f"{first} .. {last}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grouping:
-    """All parameters of a model, each in one group."""
+    """Partition of a model's parameters into groups."""
 
     groups: tuple[ModuleGroup, ...]
     rest: ModuleGroup
-    """What is in no other group, such as parameters that several modules share: gathered with the
+    """The parameters in no other group, such as those that several modules share: gathered with the
     model itself, at the beginning of its forward pass. Possibly without parameters."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
@@ -86,7 +86,7 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
 
 
 class _Cut:
-    """One walk over a module tree."""
+    """Walk over a module tree that forms groups."""
 
     def __init__(self, model: nn.Module, least_bytes: int) -> None:
         self._model = model
@@ -103,7 +103,7 @@ class _Cut:
         return self._cut("", self._model)
 
     def group(self, paths: list[str]) -> ModuleGroup:
-        """What these modules have that no group made before has."""
+        """Make a group of these modules' parameters that are in no earlier group."""
         names, num_bytes = [], 0
         for path in paths:
             for parameter in self._model.get_submodule(path).parameters():
@@ -165,7 +165,7 @@ class _Cut:
             yield child_path, child, in_list and composite and kinds.count(type(child)) > 1
 
     def _is_closed(self, path: str, module: nn.Module) -> bool:
-        """Whether no parameter in the module has a second place outside it."""
+        """True if no parameter in the module has a second place outside it."""
         return all(
             place.startswith(f"{path}.")
             for parameter in module.parameters()
@@ -189,7 +189,7 @@ def _can_be_called(module: nn.Module) -> bool:
 
 
 def _check_dtypes(group: ModuleGroup, parameters: Mapping[str, nn.Parameter]) -> None:
-    """What is reduced in one collective has one dtype."""
+    """Raise InvalidSpec unless gradients that are reduced in one collective have one dtype."""
     dtypes: dict[torch.dtype, str] = {}
     for name in group.parameters:
         if parameters[name].requires_grad:

@@ -1,8 +1,8 @@
-"""What ranks gather and sum, told before they do it over Gloo.
+"""Announcement of each gathering and reduction before ranks run it over Gloo.
 
-Nothing in a message says whose rows it carries. Where a rank has left a layer out, the others'
-next gathering would be given rows of another one, and Gloo ends the process (SIGABRT) of whoever is
-sent more than it waits for.
+Nothing in a message says whose rows it carries. If a rank leaves a layer out, the others' next
+gathering is given rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is
+sent more than it expects.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ def to_sum(number: int) -> int:
 
 
 class LayerOrder:
-    """Of one rank. All ranks of the group call the same methods in the same order."""
+    """Check of one rank. All ranks of the group call the same methods in the same order."""
 
     def __init__(
         self,
@@ -63,12 +63,12 @@ class LayerOrder:
 
 
 class NotedOrder:
-    """As `LayerOrder` where the ranks meet on a device, whose stream a word before each meeting
-    would hold up: what ranks gather and sum is noted, and compared by whoever has waited for long.
+    """Variant of `LayerOrder` for devices, whose stream a message before each collective would hold
+    up: collectives are recorded, and compared by a rank that has waited for long.
     """
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
-        """`names`: of the groups of parameters, by their numbers."""
+        """`names`: names of the groups of parameters, by their numbers."""
         self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
 
     def check(self, deed: int) -> None:

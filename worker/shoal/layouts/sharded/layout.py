@@ -54,7 +54,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class ShardedOptions:
-    """How a sharded model is gathered and computed."""
+    """Options for gathering and computing a sharded model."""
 
     free_after_forward: bool = True
     """Gathered parameters are freed after forward and gathered again for backward (ZeRO-3).
@@ -77,19 +77,19 @@ class ShardedOptions:
 
     @property
     def reduces_as_stored(self) -> bool:
-        """Whether gradients are summed up in another dtype than the one that layers compute with,
-        because this release of torch has it so by itself: all members have to have such a one."""
+        """True if gradients are summed in another dtype than layers compute with because this
+        release of torch does so by default: all members need such a release."""
         return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
 
     def reduces_in(self, stored: torch.dtype) -> torch.dtype:
-        """What gradients of parameters that are stored in this dtype are summed up in."""
+        """Dtype in which gradients of parameters stored in this dtype are summed."""
         computed = None if self.reduces_as_stored else self.param_dtype
         return self.reduce_dtype or computed or stored
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
-    """Over how many ranks each copy of the model is cut: the smallest number from `shard` on that
-    divides the ranks, so that nobody ever holds more than 1/shard of the model."""
+    """Number of ranks that share a copy of the model: the smallest one from `shard` on that divides
+    the ranks, so that no rank holds more than 1/shard of the model."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -98,8 +98,8 @@ def ranks_of_copy(world_size: int, shard: int | None) -> int:
 
 
 class ShardedLayout(Layout):
-    """One rank's rows of every parameter. A parameter with fewer rows than ranks is nothing on the
-    last of them.
+    """Layout in which each rank holds some rows of every parameter. The last ranks hold nothing of
+    a parameter with fewer rows than ranks.
 
     Where there are several copies of the model, ranks next to each other have one together, and
     ranks that have the same rows average what the copies' reductions gave them.
@@ -109,7 +109,7 @@ class ShardedLayout(Layout):
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._groups: dict[str, dist.ProcessGroup] = {}
-        """That of the "rows" of a copy and that of the "copies", where there are several."""
+        """The group of the "rows" of a copy and that of the "copies", if there are several."""
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
@@ -258,7 +258,7 @@ class ShardedLayout(Layout):
         return range(self.world.rank % num_rows, self.world.world_size, num_rows)
 
     def travels(self, name: str) -> bool:
-        """All but buffers, of which everybody has the same; nothing where there are copies."""
+        """True for all but buffers, which are the same on all ranks; never if there are copies."""
         is_buffer = name.startswith(MODEL) and name.removeprefix(MODEL) not in self._parameters
         return self._num_copies == 1 and not is_buffer
 
@@ -293,12 +293,12 @@ class ShardedLayout(Layout):
         root.set_requires_gradient_sync(reduces)
 
     def check(self) -> None:
-        """What is not finite in a rank's own gradients is told on all ranks: NonFiniteGradient to
-        that rank, which leaves with it, and GenerationBroken to the others. NonFiniteGradient to
-        all where nobody knows whose it was; to the ranks concerned where only a sum overflowed."""
+        """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
+        rank, which leaves with it, and GenerationBroken on the others. NonFiniteGradient on all if
+        the rank is not known; on the ranks concerned if only a sum overflowed."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
-            # Where there is nobody to reduce with, or nothing to reduce.
+            # There is no other rank to reduce with, or nothing to reduce.
             self._losses.check(self.step)
             return
         if not self._was_spread(fault):
@@ -332,7 +332,7 @@ class ShardedLayout(Layout):
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
-        """Whether all ranks find a fault in this step, and not this one alone."""
+        """True if all ranks find a fault in this step, not this rank alone."""
         gradient: Any = self._parameters[name].grad
         # An overflow leaves infinities, and seldom everywhere.
         return gradient is None or bool(gradient.to_local().isnan().all())
@@ -382,7 +382,7 @@ class ShardedLayout(Layout):
             )
 
     def synchronised(self) -> bool:
-        """Whether there are gradients and all of them are reduced."""
+        """True if there are gradients and all of them are reduced."""
         reduced = any(parameter.grad is not None for parameter in self._parameters.values())
         return reduced and not any(map(has_unreduced_gradient, self._fsdp_parameters))
 
@@ -420,7 +420,7 @@ def _lay_rows_in_order(model: nn.Module) -> None:
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
-    """What is gathered with this module, at most: in its own dtype, if that is wider."""
+    """Upper bound of the bytes gathered with this module: in its own dtype, if that is wider."""
     return sum(
         world_size
         * part.padded_sharded_param_size.numel()

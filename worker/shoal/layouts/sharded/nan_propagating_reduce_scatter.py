@@ -1,4 +1,4 @@
-"""What is not finite in one rank's gradients is seen by all ranks that reduce them together."""
+"""Reduce-scatter that shows a rank's values that are not finite to all ranks of the reduction."""
 
 import math
 import weakref
@@ -118,7 +118,7 @@ def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
 
 
 def spread_nan(gradients: Tensor, losses: UnseenLosses) -> None:
-    """Do so on a device, without waiting for it: nobody learns here if one was found."""
+    """Spread NaN on a device without waiting for it: the host does not learn if one was found."""
     largest = _largest(gradients)
     excess = largest - largest
     if losses.excess is not None:

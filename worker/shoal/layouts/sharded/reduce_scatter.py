@@ -11,7 +11,7 @@ from shoal.backends.process_group.transports import is_gloo
 
 
 def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bool:
-    """Whether `reduce_scatter` knows a better way than torch's own for this tensor."""
+    """True if `reduce_scatter` has a better algorithm than torch for this tensor."""
     known = op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
     return known and whole.device.type == "cpu" and is_gloo(group)
 

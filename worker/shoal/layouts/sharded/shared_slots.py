@@ -45,12 +45,12 @@ _ODD = 1_000_003
 
 
 class SharedSlots:
-    """Of one rank. All ranks call the same methods in the same order."""
+    """Slots of one rank. All ranks call the same methods in the same order."""
 
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
-        """Of the groups of parameters, by their numbers."""
+        """Names of the groups of parameters, by their numbers."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Of these among all ranks, for what they are told."""
         self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
@@ -72,7 +72,7 @@ class SharedSlots:
 
     @property
     def memory(self) -> SharedMemory:
-        """All of it; behind anything else that is done there, slots are as new."""
+        """The whole memory; after any other use of it, slots are as new."""
         return self._memory
 
     @classmethod
@@ -93,8 +93,8 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def to_gather(self, num_bytes: int) -> memoryview | None:
-        """Where to put this rank's rows so that `gather` completes them, for as long as anything
-        refers to it. None, on all ranks alike: there is no room."""
+        """Reserve memory for this rank's rows, which `gather` completes, for as long as anything
+        refers to it. None, on all ranks alike, if there is no room."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
@@ -106,8 +106,8 @@ class SharedSlots:
         return room
 
     def gather(self, output: Tensor, number: int = 0) -> "Gathering | None":
-        """What to wait for before the other ranks' parts of this group are read. None, on all ranks
-        alike: the output is not of `to_gather`, and is to be gathered in another way."""
+        """Return the work to wait for before other ranks' parts of this group are read. None, on
+        all ranks alike, if the output is not of `to_gather`: gather it in another way."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._did(to_gather(number), slot)
@@ -159,7 +159,7 @@ class SharedSlots:
 
     @property
     def num_met(self) -> int:
-        """So many times the ranks have met."""
+        """Number of times that the ranks have met."""
         return self._memory.num_met
 
     def finish(self) -> None:
@@ -173,7 +173,7 @@ class SharedSlots:
         self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
 
     def meet(self) -> None:
-        """Behind it all that ranks wrote before it can be read by all.
+        """Meet all ranks; after it all ranks can read what any rank wrote before.
 
         Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if they have not
         gathered and summed the same so far.
@@ -201,7 +201,7 @@ def _deed(said: int) -> int:
 
 
 class Gathering(dist.Work):
-    """One gathering, which is complete when the ranks have met behind it, for whatever reason."""
+    """Gathering that is complete once the ranks have met after it, for whatever reason."""
 
     def __init__(self, slots: SharedSlots) -> None:
         super().__init__()

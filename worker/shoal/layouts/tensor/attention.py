@@ -13,7 +13,7 @@ from shoal.torch_private.compiling import eager
 
 
 class SplitAttention(nn.MultiheadAttention):
-    """Each rank attends with its own heads, and computes its summand of the output projection.
+    """Attention of which a rank computes its own heads and its summand of the output projection.
 
     The packed input projection is cut into even rows, which are no whole heads: its outputs are
     gathered, and each rank goes on with those of its heads. B samples, T target and S source
@@ -21,10 +21,10 @@ class SplitAttention(nn.MultiheadAttention):
     """
 
     rows: Cut
-    """Of the packed projection: query, key and value below each other."""
+    """Rows of the packed projection: query, key and value below each other."""
     heads: Cut
     columns: Cut
-    """Of the output projection's inputs."""
+    """Columns of the output projection, one for each input."""
 
     @eager
     def forward(  # noqa: PLR0917 - torch's own signature
@@ -71,7 +71,7 @@ class SplitAttention(nn.MultiheadAttention):
             yield gathered(F.linear(enter(given, cut), weight[own], part_bias), cut)
 
     def _third(self, index: int) -> tuple[Cut, slice]:
-        """How one of the three projections lies over the ranks; its part of this rank's rows."""
+        """Return the cut of one of the three projections, and its slice of this rank's rows."""
         begin, end = index * self.embed_dim, (index + 1) * self.embed_dim
         starts = [sum(self.rows.sizes[:rank]) for rank in range(len(self.rows.sizes))]
         spans = [
@@ -106,7 +106,7 @@ class SplitAttention(nn.MultiheadAttention):
     def _mask(
         self, attn_mask: Tensor | None, padding: Tensor | None, query: Tensor, num_sources: int
     ) -> Tensor | None:
-        """What is added to the scores of this rank's heads."""
+        """Combine the masks that are added to the scores of this rank's heads."""
         found = None
         if attn_mask is not None:
             found = _additive(attn_mask, query.dtype)

@@ -43,7 +43,7 @@ def derive(
     sequence: bool = False,
     all_have_parts: bool = False,
 ) -> TensorPlan:
-    """How the model is split over `degree` ranks.
+    """Derive a plan that splits the model over `degree` ranks.
 
     `overrides`: patterns of module names (as in a shell) to "column", "row", "vocab", "heads" or
     "whole"; the last that matches holds. They are right whatever they say: a row without its
@@ -236,7 +236,7 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """Whether the module of this name is used in no other place."""
+        """True if the module of this name is used in no other place."""
         # One of several names is known by its first, and may be called outside of the pair.
         return name in self._modules and name not in self._shared
 

@@ -1,4 +1,4 @@
-"""What the ranks that compute layers together tell each other: sums, parts, a value of the first.
+"""Collectives of ranks that compute layers together: sums, parts, a value of the first rank.
 
 Over Gloo each of these is a collective of its own, whose end a thread of Gloo's hands to the
 trainer through the interpreter. Ranks of one machine write what they have into memory that all can
@@ -34,8 +34,8 @@ _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """Of one rank. All ranks call the same methods in the same order, on one thread but for `cut`
-    and `num_met`. Errors are the group's as they come; GenerationBroken behind `release`."""
+    """Group as one rank sees it. All ranks call the same methods in order, on one thread
+    but for `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class TensorGroup:
 
     @property
     def num_met(self) -> int:
-        """So many times the ranks have met in memory. Any thread."""
+        """Number of times that the ranks have met in memory. Any thread."""
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
@@ -97,7 +97,7 @@ class TensorGroup:
         return total
 
     def all_gather(self, own: Tensor) -> Sequence[Tensor]:
-        """What each rank has, by rank, of one shape. To be read before the next collective."""
+        """Gather each rank's value, by rank, of one shape. Read it before the next collective."""
         rows = self._written(own)
         if rows is not None:
             return rows.view(self.size, *own.shape).unbind()
@@ -165,8 +165,8 @@ class TensorGroup:
         wait_abortable(collective(*tensors, group=group, async_op=True, **options), group)
 
     def _written(self, value: Tensor) -> Tensor | None:
-        """What the ranks have written, by rank, flat; to be read before the next collective. None,
-        on all ranks alike: it goes over the group."""
+        """Share values in memory, by rank, flat; to be read before the next collective. None, on
+        all ranks alike, if the value has to go over the group."""
         memory = self._memory
         if memory is None:
             return None
@@ -184,9 +184,9 @@ class TensorGroup:
         return rows
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
-        """Behind it all that ranks wrote before it can be read by all. Raises GenerationBroken as
+        """Meet all ranks; after it all can read what any wrote before. Raises GenerationBroken as
         `SharedMemory.meet`. Ranks that come for different layers, or with values of different
-        sizes, go on, and are refused with all others when what they have noted is compared."""
+        sizes, go on; all ranks are refused when their records are compared."""
         word = self._deed << _SIZE_BITS | size
         words = memory.meet(word)
         if any(each != word for each in words):

@@ -247,7 +247,7 @@ class TensorLayout(Layout):
         self._ranks.release()
 
     def _whole_gradients(self) -> Iterator[list[Tensor]]:
-        """By dtype, in the order of the parameters."""
+        """Yield lists of gradients by dtype, in the order of the parameters."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for parameter in self._parameters.values():
             gradient = parameter.grad

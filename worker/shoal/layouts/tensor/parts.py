@@ -27,12 +27,12 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How one dimension lies over the ranks of a group."""
+    """Cut of one dimension over the ranks of a group."""
 
     group: LayerGroup
     rank: int
     sizes: tuple[int, ...]
-    """Of each rank's part; zeros at the end where there are fewer elements than ranks."""
+    """Size of each rank's part; zeros at the end if there are fewer elements than ranks."""
 
     @classmethod
     def of(cls, size: int, group: LayerGroup) -> "Cut":
@@ -45,7 +45,7 @@ class Cut:
 
     @property
     def size(self) -> int:
-        """Of this rank's part."""
+        """Size of this rank's part."""
         return self.sizes[self.rank]
 
     def own(self, whole: Tensor, dim: int = -1) -> Tensor:
@@ -114,7 +114,7 @@ def gathered(part: Tensor, cut: Cut) -> Tensor:
 
 
 class _Local(torch.autograd.Function):
-    """This rank's part of a parameter, whose gradient is cut as that is.
+    """Part of a parameter on this rank, whose gradient is cut as the parameter is.
 
     `DTensor.to_local` gives a gradient other strides than its parameter has where that is cut by
     columns. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
@@ -133,7 +133,7 @@ class _Local(torch.autograd.Function):
 
 
 def local(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter; gradients flow back into it."""
+    """Return this rank's part of a parameter; gradients flow back into it."""
     if not isinstance(parameter, DTensor):
         return parameter
     part: Tensor = _Local.apply(parameter)  # type: ignore[no-untyped-call]
@@ -141,12 +141,12 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class ColumnLinear(nn.Linear):
-    """Each rank computes some of the outputs."""
+    """Linear layer of which each rank computes some of the outputs."""
 
     cut: Cut
-    """Of the outputs."""
+    """Cut of the outputs."""
     gathers: bool
-    """Whether it returns all outputs, or its own for a RowLinear to go on with."""
+    """True if it returns all outputs; else only its own, as inputs of a RowLinear."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -156,12 +156,12 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Each rank computes its summand of all outputs, from some of the inputs."""
+    """Linear layer of which each rank computes its summand of all outputs, from some inputs."""
 
     cut: Cut
-    """Of the inputs."""
+    """Cut of the inputs."""
     takes_part: bool
-    """Whether it is given its own inputs only, by a ColumnLinear that does not gather."""
+    """True if it is given its own inputs only, by a ColumnLinear that does not gather."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -171,10 +171,10 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Each rank looks up the rows that it holds."""
+    """Embedding of which each rank looks up the rows that it holds."""
 
     cut: Cut
-    """Of the rows."""
+    """Cut of the rows."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -196,10 +196,10 @@ class VocabEmbedding(nn.Embedding):
 
 
 class ColumnEmbedding(nn.Embedding):
-    """Each rank looks up some of the columns of every row."""
+    """Embedding of which each rank looks up some of the columns of every row."""
 
     cut: Cut
-    """Of the columns."""
+    """Cut of the columns."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -229,7 +229,7 @@ class CutDropout(nn.Dropout):
 
 
 def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
-    """What dropout multiplies the whole value with, of which `part` is this rank's."""
+    """Draw dropout's factors for the whole value, of which `part` is this rank's."""
     shape = list(part.shape)
     shape[dim] = sum(cut.sizes)
     return F.dropout(part.new_ones(shape), p, training=True)

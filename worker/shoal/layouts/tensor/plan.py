@@ -1,4 +1,4 @@
-"""Which part of each module a rank of a tensor-parallel group holds, and why."""
+"""Plan of the part of each module that a rank of a tensor-parallel group holds, with reasons."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -22,18 +22,18 @@ MASK = "mask"
 
 
 def part_sizes(size: int, degree: int) -> tuple[int, ...]:
-    """How many of `size` elements each rank has, as torch.chunk and DTensor cut them."""
+    """Cut `size` elements over the ranks as torch.chunk and DTensor do."""
     chunk = -(-size // degree)
     return tuple(max(0, min(chunk, size - rank * chunk)) for rank in range(degree))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterSplit:
-    """How one parameter lies over the ranks."""
+    """Split of one parameter over the ranks."""
 
     shape: tuple[int, ...]
     dim: int | None
-    """Which dimension is cut; None: whole on every rank."""
+    """The dimension that is cut; None: whole on every rank."""
     element_bytes: int
 
     def shape_on(self, rank: int, degree: int) -> tuple[int, ...]:
@@ -51,7 +51,7 @@ class ParameterSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEntry:
-    """What becomes of one module."""
+    """Entry of a plan for one module."""
 
     module: str
     style: str
@@ -78,7 +78,7 @@ class PlanEntry:
 
 
 class Role(StrEnum):
-    """What a module does where each rank computes its positions of a sequence."""
+    """Role of a module in a block of which each rank computes its positions of a sequence."""
 
     BLOCK = "block"
     """Is given whole values and gives whole values; within, what it takes is spread."""
@@ -104,18 +104,18 @@ _SHOWN: Mapping[Role, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceEntry:
-    """What one module does within a block of which each rank computes its positions."""
+    """Entry for one module within a block of which each rank computes its positions."""
 
     module: str
     role: Role
     block: str
     takes: tuple[int | str, ...] = (0,)
-    """Which arguments are spread, by place or name."""
+    """Arguments that are spread, by place or name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """How a model is split over `degree` ranks. `str()` gives a table."""
+    """Plan that splits a model over `degree` ranks. `str()` gives a table."""
 
     degree: int
     entries: tuple[PlanEntry, ...]
@@ -125,7 +125,7 @@ class TensorPlan:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Of all parameters, by rank. Their gradients take as much; buffers are whole and extra."""
+        """Size of all parameters, by rank. Gradients take as much; buffers are whole and extra."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)
@@ -133,12 +133,12 @@ class TensorPlan:
 
     @property
     def whole_bytes(self) -> int:
-        """Of all parameters in one process."""
+        """Size of all parameters in one process."""
         return sum(entry.bytes_on(0, 1) for entry in self.entries)
 
     @property
     def splits(self) -> bool:
-        """Whether any parameter is cut at all."""
+        """True if any parameter is cut."""
         return any(part.dim is not None for entry in self.entries for part in entry.parts.values())
 
     def entry(self, module: str) -> PlanEntry:

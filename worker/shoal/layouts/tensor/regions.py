@@ -152,7 +152,7 @@ def _stands(
 
 
 def traces(parent: nn.Module) -> Iterator[fx.Graph]:
-    """What forward does with symbols: in training and not, with optional arguments and without.
+    """Trace forward with symbols: in training and not, with optional arguments and without.
 
     torch.fx's own tracer patches nn.Module for the whole process while it traces, under the feet of
     other threads; standing in for the children does without.

@@ -29,7 +29,7 @@ depend on the others."""
 
 
 class Positions:
-    """How the sequence of the present pass lies over the ranks; one for all modules of a block."""
+    """Cut of the present pass's sequence over the ranks; one for all modules of a block."""
 
     def __init__(self, group: LayerGroup) -> None:
         self._group = group
@@ -83,7 +83,7 @@ def _own(whole: Tensor, cut: Cut) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """This rank's positions of a value that all ranks have; its gradient is of all of them."""
+    """Take this rank's positions of a value that all ranks have; its gradient has all positions."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
@@ -96,7 +96,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """All positions, for what computes the same on all ranks."""
+    """Gather all positions, for modules that compute the same on all ranks."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -109,7 +109,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """All positions, for what computes a part of the features; its gradient is summed."""
+    """Gather all positions, for modules that compute a part of the features; sums the gradient."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -122,7 +122,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """This rank's positions of the sum over the ranks."""
+    """Sum over the ranks and keep this rank's positions."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
@@ -206,8 +206,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """What this rank holds of the gradients of these, in the order of the parameters: zeros where
-    it has none, so that ranks meet for as many numbers whatever their passes have left out."""
+    """Return this rank's parts of these gradients, in the order of the parameters: zeros if it has
+    none, so that ranks exchange as many numbers whatever their passes have left out."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None

@@ -77,10 +77,10 @@ def _has_hooks(module: nn.Module) -> bool:
 
 
 class _Kind(Enum):
-    """What a value is on a rank."""
+    """Kind of a value on a rank."""
 
     WHOLE = auto()
-    """The same on all ranks, or no tensor."""
+    """A value that is the same on all ranks, or no tensor."""
     OWN = auto()
     """This rank's positions."""
     PART = auto()
@@ -88,11 +88,11 @@ class _Kind(Enum):
 
 
 class _NoBlock(Exception):
-    """Something in it needs more than its own positions, where they are not gathered."""
+    """Raised if a part of a module needs more than its own positions, and they are not gathered."""
 
 
 class _Block:
-    """One module, taken for a block."""
+    """Module that is examined as a block."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Block:
         self._found: dict[str, SequenceEntry] = {}
 
     def entries(self) -> list[SequenceEntry] | None:
-        """What its modules do; None if it is no block."""
+        """Return the entries of its modules; None if it is no block."""
         if _has_hooks(self._module):
             return None  # They would see some positions.
         try:
@@ -215,7 +215,7 @@ class _Block:
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
-        """Whether the child takes this rank's positions; notes what it does with them."""
+        """Note the child's role; return True if it takes this rank's positions."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
             self._note(name, Role.NORM)

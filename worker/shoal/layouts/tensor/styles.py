@@ -1,4 +1,4 @@
-"""Which modules can be split, in which styles, and along which dimensions of their parameters."""
+"""Table of modules that can be split: in which styles, along which dimensions of parameters."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ CUT_DIMS: Mapping[tuple[type[nn.Module], str], Mapping[str, int]] = {
 
 
 def odd(module: nn.Module) -> str:
-    """What is unusual about a module of a class in STYLES, so that it must stay whole."""
+    """Return the reason why a module of a class in STYLES must stay whole, or an empty string."""
     if has_hooks(module):
         return "it has hooks, which would see a part"
     if isinstance(module, nn.MultiheadAttention):
