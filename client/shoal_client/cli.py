@@ -80,7 +80,7 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """What the arguments ask for, ready to be called; it returns the exit code.
+    """Command that the arguments name, ready to be called; it returns the exit code.
 
     Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
     """
@@ -156,7 +156,7 @@ def _load(reference: str) -> Any:
 
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
-    """With `--` before the first positional token, where a command takes all tokens from there on:
+    """Put `--` before the first positional token if a command takes all tokens from there on:
     those of a script are the script's."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
@@ -186,7 +186,7 @@ def _shown(default: object) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    """What is wrong with the arguments, in a line."""
+    """Line that says what is wrong with the arguments."""
     if isinstance(error, UnknownOptionError):
         told = " ".join(str(error).split())
         suggestion = _SUGGESTION.search(told)

@@ -1,4 +1,4 @@
-"""What the server adds to the `shoal` command."""
+"""Commands that the server adds to `shoal`."""
 
 from collections.abc import Callable
 

@@ -38,8 +38,8 @@ def parameter_server(config: ParameterServerConfig) -> int:
 
 
 def _lacks(command: str, *modules: str, extra: str = "") -> bool:
-    """Whether one of the modules is not installed, which is told. The extra has the command's name
-    if not said otherwise."""
+    """True if one of the modules is not installed, which is printed. The extra has the command's
+    name by default."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         extra = extra or command

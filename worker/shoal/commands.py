@@ -1,4 +1,4 @@
-"""What the worker adds to the `shoal` command."""
+"""Commands that the worker adds to `shoal`."""
 
 from collections.abc import Callable
 

@@ -31,7 +31,7 @@ class Issued:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateHolder:
-    """Whom a certificate is for, and for how long."""
+    """Holder of a certificate, and how long it is valid."""
 
     caller: Caller
     hosts: Sequence[str] = ()
@@ -124,7 +124,7 @@ def read(cert: bytes) -> x509.Certificate:
 
 
 def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
-    """Whom it was issued for, to issue it again; None for one that is not of Shoal's form."""
+    """Holder it was issued for, to issue it again; None for one that is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -94,7 +94,7 @@ def _bind(address: str) -> socket.socket:
 
 
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
-    """Whom this member has to reach before it accepts the roster.
+    """Peers that this member has to reach before it accepts the roster.
 
     Two who both trained before reached each other then. With `when` "auto" only peers on other
     hosts count; "always": all; "never": none. Members of an asynchronous job need no peer.

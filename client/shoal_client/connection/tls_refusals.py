@@ -37,7 +37,7 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """CertificateRefused in place of an Unavailable that comes of it, else the error as it is.
+    """CertificateRefused in place of an Unavailable that it causes, otherwise the error as it is.
 
     `name`: COORDINATOR_NAME or SERVER_NAME, whichever was called at host:port.
     """

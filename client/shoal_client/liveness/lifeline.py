@@ -1,8 +1,8 @@
 """A lock by whose loss the death of its owner is seen before the kernel takes the process down.
 
-An exit is told of, to `waitid` and to the peers of its sockets, when the memory of the process is
+An exit is reported, to `waitid` and to the peers of its sockets, when the memory of the process is
 gone: 20 to 40 ms after the signal for one that loaded torch. The robust locks of a thread
-(`set_robust_list(2)`) are let go of first, 0.2 ms after it. So a worker's main thread holds one,
+(`set_robust_list(2)`) are released first, 0.2 ms after it. So a worker's main thread holds one,
 in memory that it shares with its launcher, and a thread of the launcher's waits for it.
 """
 

@@ -1,4 +1,4 @@
-"""What a member's trainer does at the moment, as its heartbeats report it."""
+"""Activity of a member's trainer, as its heartbeats report it."""
 
 import time
 from dataclasses import dataclass

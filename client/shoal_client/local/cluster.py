@@ -40,7 +40,7 @@ ANY_PORT = "127.0.0.1:0"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalClusterConfig:
-    """What to start and where."""
+    """Settings of a cluster on this machine: its parts and their place."""
 
     directory: Path
     """The run's own directory: logs, etcd's data, ready files. It is made if it is not there."""
@@ -172,7 +172,7 @@ class LocalCluster:
     def when_given_up(self, call: Callable[[str], None]) -> None:
         """Have `call` told of a part that does not stay up: the reason, and the end of its log.
 
-        Such a cluster is of no use any more. One that was given up before is told of at once; else
+        Such a cluster is of no use any more. One that was given up before is reported at once; else
         it runs on a thread of the cluster's.
         """
         with self._lock:

@@ -81,7 +81,7 @@ class Keeper:
         self._let_go.set()
 
     def join(self) -> None:
-        """Wait for the thread; call it once the part was let go of and has ended."""
+        """Wait for the thread; call it once the part was released and has ended."""
         self._thread.join()
 
     def _keep(self) -> None:

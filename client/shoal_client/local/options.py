@@ -1,4 +1,4 @@
-"""What a command that starts a cluster on this machine lets its user choose."""
+"""Options of a command that starts a cluster on this machine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -131,7 +131,7 @@ class Process:
             assert seen is not None
             if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
                 # Consume it, or the next wait would tell of it again. What is consumed counts: a
-                # SIGCONT may have come in between, and it is told of only once.
+                # SIGCONT may have come in between, and it is reported only once.
                 halts = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
                 taken = os.waitid(os.P_PID, self.pid, halts)
                 if taken is not None:

@@ -1,4 +1,4 @@
-"""Which generation a member is in, which one comes, and what others must be told of that.
+"""Track of a member's generation, of the next one, and of what others must be told of that.
 
 (no generation) --record--> brings up --BroughtUp--> trains --break--> stands still --record-->
                                         trains --planned record--> offers --StopAt--> brings up

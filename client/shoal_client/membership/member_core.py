@@ -1,4 +1,4 @@
-"""What a member of a job knows and decides, without I/O: an event and the time go in, effects come
+"""State and decisions of a member of a job, without I/O: an event and the time go in, effects come
 out.
 
 `MemberSession` carries the effects out. It takes an event in on one of its threads and carries out

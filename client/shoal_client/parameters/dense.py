@@ -356,12 +356,12 @@ class ParameterClient:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """For each shard, the version of the values received last."""
+        """Versions by shard of the values received last."""
         return dict(self._versions)
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """For each server's address, the transport of the last pull or push: `shared-memory`,
+        """Transports by server address, each of the last pull or push: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
         return {address: calls.way for address, calls in self._job.stubs.items()}
 

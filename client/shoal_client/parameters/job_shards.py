@@ -35,7 +35,7 @@ class JobShards(Generic[Stub]):
         close_stub: Callable[[Stub], None],
         adopt: Callable[[ShardMap], ShardMap],
     ) -> None:
-        """`adopt` is told of each map that comes, and gives the one to go by. `stub_of` makes what
+        """`adopt` gets each map that arrives, and returns the one to use. `stub_of` makes what
         calls a server, from its address and a channel to it."""
         self._coordinators = Coordinators(coordinators)
         self._token = token

@@ -229,7 +229,7 @@ class TableClient:
 
     @property
     def ways(self) -> Mapping[str, str]:
-        """For each server's address, the transport of the last call about rows: `shared-memory`,
+        """Transports by server address, each of the last call about rows: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
         return {address: calls.way for address, calls in self._job.stubs.items()}
 

@@ -146,7 +146,7 @@ class ClocksService(ClocksServicer):
         return known.clocks.clocks if known else {}
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """For each member that was refused its next step: the reason, and since when it waits."""
+        """Members that were refused their next step: the reason, and the start of the wait."""
         known = self._jobs.get(job)
         waits = known.clocks.waiting() if known else ()
         return {name: (reason, since_s) for name, reason, since_s in waits}

@@ -1,4 +1,4 @@
-"""How long jobs are kept that have no members, or that are over."""
+"""Retention times of jobs that have no members, or that are over."""
 
 from dataclasses import dataclass
 from typing import Annotated

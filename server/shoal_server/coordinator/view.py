@@ -88,7 +88,7 @@ class CoordinatorView:
         return replace(view, members=members)
 
     def _waiting(self, name: str) -> Mapping[str, tuple[str, float]]:
-        """For members that go at their own pace: what each waits for, and since when."""
+        """Reasons and starts of the waits of members that go at their own pace."""
         waiting: dict[str, tuple[str, float]] = {}
         for source in (self._placing, self._samples, self._clocks):
             waiting |= source.waiting(name)

@@ -192,7 +192,7 @@ class PrefixMirror(Generic[T]):
                     raise
                 log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
             except Exception:
-                # Whoever is told of changes failed over one: the others are told again.
+                # A subscriber failed over one change: the others are notified again.
                 self._in_sync.clear()
                 if not self._resync:
                     raise

@@ -40,7 +40,7 @@ def histogram(name: str, text: str, durations: Durations) -> Metric:
 
 
 def loop_lag(part: str, lag: LoopLag) -> Metric:
-    """How late the process's event loop is."""
+    """Lag of the process's event loop."""
     gauge = GaugeMetricFamily(
         f"shoal_{part}_loop_lag_seconds",
         "How late this process's event loop ran its tasks in the last ten seconds: 99th"

@@ -71,7 +71,7 @@ def _add_jobs(api: APIRouter, reading: StatusQueries) -> None:
         responses={**NOT_FOUND, **AWAY},
     )
     async def shards(job: JobName) -> ShardsView:
-        """Where the job's parameters lie, and the state of each shard; at most a second old."""
+        """Placement of the job's parameters, and the state of each shard; at most a second old."""
         reading.job(job)
         return await reading.source.shards(job) or ShardsView(servers=(), shards=())
 
@@ -104,7 +104,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         responses=NOT_FOUND,
     )
     async def why(job: JobName, member: MemberId) -> Why:
-        """What the member waits for, since when, and what the job is doing meanwhile."""
+        """Reason for which the member waits, since when, and what the job is doing meanwhile."""
         return await reading.why(job, member)
 
     @api.post(
@@ -154,7 +154,7 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
             ),
         ] = True,
     ) -> Events:
-        """What happened to the job, oldest first; the newest 1000 events are kept."""
+        """Events of the job, oldest first; the newest 1000 are kept."""
         return reading.events(job, after, limit, details=details)
 
     @api.get("/jobs/{job}/history", summary="Charts", tags=["history"], responses=NOT_FOUND)

@@ -50,7 +50,7 @@ def _describe(schema: dict[str, Any]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthReport(HealthFigures):
-    """How a worker's training goes, in its own words. Only `incarnation` is required."""
+    """Report of a worker on its training. Only `incarnation` is required."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         extra="forbid",

@@ -148,7 +148,7 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class LookedAt:
-    """What a page shows."""
+    """Selection that a page shows."""
 
     job: str
     all_members: bool = False

@@ -74,7 +74,7 @@ class JobSummary(View):
 
 @dataclass(frozen=True, kw_only=True)
 class CourseView(View):
-    """How far a job has come, and what it would go on from."""
+    """Progress of a job, and the state that it would continue from."""
 
     num_steps: int | None = None
     """Steps that it has in all; null where its members take theirs one by one."""
@@ -125,7 +125,7 @@ class MemberDetail(View):
 
 @dataclass(frozen=True, kw_only=True)
 class Why(View):
-    """What a member waits for."""
+    """Reason for which a member waits."""
 
     job: str
     member_id: str
@@ -155,7 +155,7 @@ class Events(View):
 
 @dataclass(frozen=True, kw_only=True)
 class History(View):
-    """How a job has gone so far, in figures over time."""
+    """History of a job, in figures over time."""
 
     series: SeriesView
     changes: tuple[ChangeView, ...]
@@ -326,7 +326,7 @@ class StatusQueries:
         )
 
     async def why(self, name: str, member_id: str) -> Why:
-        """What the member waits for. Raises UnknownJob, UnknownMember."""
+        """Reason for which the member waits. Raises UnknownJob, UnknownMember."""
         job, member = self.job(name), self.member(name, member_id)
         lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)

@@ -1,4 +1,4 @@
-"""What the HTTP API shows, as data. The OpenAPI text of each field is the sentence under it.
+"""Data that the HTTP API shows. The OpenAPI text of each field is the sentence under it.
 
 Times are Unix seconds. A list is never longer than its owner keeps: 100 generations a job, the
 newest 1000 events a job.
@@ -32,7 +32,7 @@ class View:
 
 @dataclass(frozen=True, kw_only=True)
 class Readiness(View):
-    """Whether this coordinator serves, and if not, why."""
+    """Readiness of this coordinator, with the reason if it does not serve."""
 
     ready: bool
     """True while this coordinator leads and reaches etcd."""
@@ -106,7 +106,7 @@ class ConflictView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationView(View):
-    """How one attempt to form a generation ended: the record that every member got."""
+    """End of one attempt to form a generation: the record that every member got."""
 
     generation: int
     verdict: str
@@ -130,7 +130,7 @@ class GenerationView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class LifeView(View):
-    """What there is to tell of a job's whole life."""
+    """Figures of a job's whole life."""
 
     begun_unix_s: float = 0.0
     """When its first member came."""
@@ -231,7 +231,7 @@ class FullPeerView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class LoopLagView(View):
-    """How late a server's event loop woke whoever had something to do, in the last ten seconds."""
+    """Lag of a server's event loop in the last ten seconds."""
 
     p99_s: float = 0.0
     """99th percentile."""
@@ -292,7 +292,7 @@ class CopyView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class PushesView(View):
-    """What became of the pushes to a shard since its server has it."""
+    """Outcomes of the pushes to a shard since its server has it."""
 
     applied: int = 0
     applied_bytes: int = 0
@@ -306,7 +306,7 @@ class PushesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicationView(View):
-    """Who else has a shard, and how far behind they are."""
+    """Replicas of a shard, and how far behind they are."""
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0

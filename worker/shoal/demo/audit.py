@@ -1,4 +1,4 @@
-"""What a worker of the demo writes down about its steps, so that others can check the count."""
+"""Record of a demo worker's steps, by which others can check the count."""
 
 import json
 import os
@@ -35,11 +35,11 @@ class Audit:
             os.close(self._descriptor)
 
     def begin(self, generation: int, step: int, epoch: int, positions: Sequence[int]) -> None:
-        """Before the step can contribute anything."""
+        """Record a step, before it can contribute anything."""
         self._write("begin", generation, step, epoch=epoch, positions=list(positions))
 
     def commit(self, generation: int, step: int) -> None:
-        """As soon as the step cannot be lost any more."""
+        """Record the commit, as soon as the step cannot be lost any more."""
         self._write("commit", generation, step)
 
     def _write(self, event: str, generation: int, step: int, **more: object) -> None:

@@ -157,7 +157,7 @@ _set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
-    """By thread: any thread may fork."""
+    """State by thread, since any thread may fork."""
 
     mask: set[signal.Signals | int] | None = None
     """The signals blocked before, if this handler is in place."""

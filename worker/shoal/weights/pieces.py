@@ -75,8 +75,8 @@ def held_by_all(
     world_size: int,
     tied: Mapping[str, str],
 ) -> HeldWeights:
-    """What a rank holds of a model that each of the ranks has whole: parameters bit for bit alike,
-    while of buffers the first rank's are published."""
+    """Weights that a rank holds of a model that all ranks have whole. Parameters are the same bit
+    for bit; of buffers the first rank's are published."""
     everybody = range(world_size)
     held = {
         name: HeldTensor(shard=TensorShard.whole(each.detach()), replicas=ranks)

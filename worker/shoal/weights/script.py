@@ -132,7 +132,7 @@ class _Own:
 
 
 class _Held:
-    """Series that this process publishes, let go of when it ends."""
+    """Series that this process publishes, released when it ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

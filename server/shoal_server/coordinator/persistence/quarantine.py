@@ -83,5 +83,5 @@ class Quarantine:
 
     @property
     def jobs(self) -> Mapping[str, tuple[JobQuarantined, float]]:
-        """For each job: the reason, and since when."""
+        """Quarantined jobs, with the reason and the start."""
         return self._jobs

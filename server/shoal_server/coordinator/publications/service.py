@@ -130,11 +130,11 @@ class WeightSeriesService(WeightSeriesServicer):
         await self._tasks.close()
 
     def series(self) -> Sequence[SeriesActor]:
-        """All that there are, by name."""
+        """All series, by name."""
         return [actor for _, actor in sorted(self._actors.items())]
 
     def series_of(self, job: str) -> Sequence[SeriesActor]:
-        """Those of a job, by name."""
+        """Series of a job, by name."""
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:

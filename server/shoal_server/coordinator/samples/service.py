@@ -195,7 +195,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return book.ledger.counts() if book else None
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """For each member without samples: the reason, and since when it waits."""
+        """Members without samples: the reason, and the start of the wait."""
         book = self._books.get(job)
         if book is None or not book.waiting_since:
             return {}

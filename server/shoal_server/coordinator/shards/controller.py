@@ -63,7 +63,7 @@ class ShardController:
         """`restore` is asked before shards that nobody has any more are called lost: whether it
         brought all of the job back from a snapshot. `measure` asks the servers of a job how its
         shards are; without it, or where not every shard could be asked for, sizes alone say what a
-        shard weighs. `loss_log` is told of shards that are lost. `is_restoring`: whether this
+        shard weighs. `loss_log` gets the shards that are lost. `is_restoring`: whether this
         coordinator has a job's shards loaded from a snapshot just now."""
         self._store = store
         self._assignments = AssignmentMirror(

@@ -115,7 +115,7 @@ class ShardsService(ShardsServicer):
         self._without_servers = _WithoutServers()
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """For each member that found no parameter server: the reason, and since when it waits."""
+        """Members that found no parameter server: the reason, and the start of the wait."""
         return self._without_servers.waiting(job)
 
     async def Place(self, request: PlaceRequest, context: Context) -> ShardMap:

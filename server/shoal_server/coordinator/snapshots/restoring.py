@@ -80,7 +80,7 @@ class Restored:
 
 
 class SnapshotRestorer:
-    """Lives on the event loop. `on_cursor` is told of a job whose sample ledger was replaced."""
+    """Lives on the event loop. `on_cursor` gets a job whose sample ledger was replaced."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class SnapshotRestorer:
         return Restored(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_not_finished(self, job: str) -> None:
-        """The shards of a job that is over are let go of: it would have them for a moment only."""
+        """The shards of a job that is over are dropped: it would have them for a moment only."""
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return

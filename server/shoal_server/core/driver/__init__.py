@@ -1,1 +1,1 @@
-"""What becomes of a job's effects: their order, durable writes, deadlines, silent members."""
+"""Handling of a job's effects: their order, durable writes, deadlines, silent members."""

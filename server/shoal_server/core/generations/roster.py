@@ -84,7 +84,7 @@ class Listing(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Proposal:
-    """What a member would train; every field must be the same for all."""
+    """Training that a member proposes; every field must be the same for all."""
 
     fields: Mapping[str, str] = field(default_factory=dict)
     synchronous: bool = True

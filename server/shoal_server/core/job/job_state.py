@@ -93,7 +93,7 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class Tries:
-    """What went wrong since a generation last came to run."""
+    """Failures since a generation last came to run."""
 
     failures: int = 0
     num_excluded: int = 0

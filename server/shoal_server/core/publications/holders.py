@@ -174,7 +174,7 @@ class Holders:
         further = ordered[: max(copies - len(counted), 0)]
         if not further and not staying:
             return segment
-        # A leaving server is let go of once the others have it.
+        # A leaving server is dropped once the others have it.
         if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
             staying = counted
         return replace(segment, holders=(*staying, *further))

@@ -59,7 +59,7 @@ _CONFIG = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
 @dataclass(frozen=True, kw_only=True)
 class Login:
-    """What the page's form sends."""
+    """Fields of the page's login form."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
     token: Annotated[str, MinLen(1), MaxLen(MAX_TOKEN_LENGTH)]
@@ -77,7 +77,7 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionView:
-    """Who asks."""
+    """Identity of the caller."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     name: str
@@ -102,7 +102,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
 def _add_session(api: APIRouter, guard: Guard, *, has_operations: bool) -> None:
     @api.get("/session", summary="Who asks?", tags=["access"])
     async def session(request: Request) -> SessionView:
-        """Whose token or session came with the request."""
+        """Holder of the token or session that came with the request."""
         holder = guard.holder(request.scope)
         may_act = has_operations and holder is not None and holder.role.may_act()
         asks = not guard.is_open and holder is not OWN_USER

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeView:
-    """How one generation followed another: cause, pause and what was lost."""
+    """Change from one generation to the next: cause, pause and loss."""
 
     __pydantic_config__: ClassVar[Any] = {
         "use_attribute_docstrings": True,
@@ -35,7 +35,7 @@ class ChangeView:
 
 @dataclass(frozen=True, kw_only=True)
 class LoggedView:
-    """What the script logged under one name, over steps."""
+    """Values that the script logged under one name, over steps."""
 
     __pydantic_config__: ClassVar[Any] = {
         "use_attribute_docstrings": True,
@@ -56,7 +56,7 @@ class LoggedView:
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesView:
-    """What was measured over time, a value for each interval; null where nothing was."""
+    """Measurements over time, a value for each interval; null if there was none."""
 
     __pydantic_config__: ClassVar[Any] = {
         "use_attribute_docstrings": True,

@@ -59,7 +59,7 @@ _STATUSES: tuple[tuple[type[ShoalError], int], ...] = (
 
 
 class ErrorBody(BaseModel):
-    """What went wrong, in parts."""
+    """Error in its parts."""
 
     model_config = ConfigDict(
         use_attribute_docstrings=True,

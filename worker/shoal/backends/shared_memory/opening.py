@@ -46,7 +46,7 @@ _DONE, _AGREED = b"D", b"A"
 
 @dataclass(frozen=True, kw_only=True)
 class _Opened:
-    """What one rank has once the memory is open."""
+    """State of one rank once the memory is open."""
 
     head: mmap.mmap
     room: Room

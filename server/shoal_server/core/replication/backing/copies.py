@@ -260,7 +260,7 @@ class Copies:
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk) -> Iterator[Effect]:
         coming = self._coming.get(chunk.key)
-        # One of an image that was let go of is none of this one's.
+        # One of an image that was dropped is none of this one's.
         if (
             coming is not None
             and (coming.peer, coming.link, coming.start.image) == (peer, link, chunk.image)

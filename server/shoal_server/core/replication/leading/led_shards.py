@@ -41,7 +41,7 @@ TOGETHER_S = 0.05
 
 @dataclass(slots=True)
 class Touched:
-    """What follows at once, and the shards that are to be looked at again after it."""
+    """Immediate effects, and the shards that are to be looked at again after them."""
 
     effects: list[Effect] = field(default_factory=list)
     shards: list[LedShard] = field(default_factory=list)
