@@ -22,6 +22,7 @@ from torch.utils.data import (
 import shoal
 from shoal.data import content
 from shoal.data.content import content_fields, content_of
+from shoal.data.order import CONTENT_FIELD
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import ProposalConflict
 
@@ -113,7 +114,7 @@ def test_other_samples_have_another_digest_and_the_same_ones_the_same(kind: str)
     digests = [content_of(make(seed)) for seed in (1, 1, 2, 3)]
     assert digests[0] == digests[1] != ""
     assert len(set(digests)) == 3, digests
-    assert content_fields(DataLoader(make(1), 4))[0] == {content.FIELD: digests[0]}
+    assert content_fields(DataLoader(make(1), 4))[0] == {CONTENT_FIELD: digests[0]}
 
 
 def test_one_other_sample_in_another_order_is_seen_in_a_splits_indices() -> None:
