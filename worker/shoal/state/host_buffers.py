@@ -84,9 +84,8 @@ class StepCopies:
         self.own, self._peers = None, {}
 
     def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Begin a snapshot of the state shard, which may change on return.
-
-        A GPU may still be writing the snapshot: call `wait` before reading it."""
+        """Begin a snapshot of the state shard, which may change on return. A GPU may still be
+        writing the snapshot: call `wait` before reading it."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()

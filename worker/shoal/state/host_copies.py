@@ -108,9 +108,8 @@ def _take_error(device: torch.device) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous and on the host, copied only where that is necessary.
-
-    Tensors of GPUs are copied into one block of page-locked memory, which torch caches."""
+    """Return the tensors contiguous and on the host, copied only where that is necessary. Tensors
+    of GPUs are copied into one block of page-locked memory, which torch caches."""
     away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
     if away:

@@ -128,10 +128,8 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 
 def to_message(inventory: Inventory) -> bytes:
-    """Encode the inventory as a message.
-
-    The table of names comes first and is compressed by itself: ranks with the same table send the
-    same bytes, and the receiver decodes them once."""
+    """Encode the inventory as a message. The table of names is compressed by itself: ranks with the
+    same table send the same bytes, and the receiver decodes them once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)

@@ -169,16 +169,14 @@ def is_mark(name: str) -> bool:
 
 
 def is_of_value(name: str) -> bool:
-    """True for the name of a mark, or of a tensor within a value.
-
-    Such a name may exist at one step and not at the next."""
+    """True for the name of a mark, or of a tensor within a value, which may exist at one step and
+    not at the next."""
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 
 def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the values of all parameters from the state's values on each rank, given by rank.
-
-    If several ranks report a parameter, the lowest rank wins."""
+    """Merge the values of all parameters from the state's values on each rank, in the order of
+    ranks. If several ranks report a parameter, the lowest rank wins."""
     found: dict[str, Any] = {}
     for values in told:
         found = {**(values.get(SLOTS) or {}), **found}

@@ -50,9 +50,8 @@ class PeerCheckpoints:
         self._uncopied = False
 
     def held(self, keeping: frozenset[str]) -> list[StateShard]:
-        """Return all that this member could give to the others of the next generation.
-
-        `keeping`: the members that still hold their live state after the newest step."""
+        """Return all that this member could give to others of the next generation. `keeping`: its
+        members that still hold their live state after the newest step."""
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
@@ -74,7 +73,6 @@ class PeerCheckpoints:
         hosts: Sequence[str] = (),
     ) -> None:
         """Begin a generation with this state shard; its members' shards make up a whole state.
-
         `hosts`: the host of each member, by rank; empty: all are on one."""
         if len(members) == 1:
             self._alone = None
@@ -153,7 +151,6 @@ class PeerCheckpoints:
         self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
     ) -> None:
         """End the generation, and keep the state that `collect` returns: this member's part.
-
         If `collect` refuses, no live state is kept. `stepped_by_others`: see `Layout`."""
         live: StateShard | None = None
         try:
