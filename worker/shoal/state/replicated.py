@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer/"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that training changes, by name: a joiner needs it to continue from here."""
+    """State that training changes, by name: a joiner needs it to continue from here."""
 
     step: int
     """Number of optimizer steps taken."""

@@ -23,7 +23,7 @@ Cut = list[tuple[int, Tensor]]
 
 
 class SharedExchange:
-    """One rank's end. All ranks make one on the same memory, and call `run` at the same time."""
+    """End of one rank. All ranks make one on the same memory, and call `run` at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         """Use this memory, overwriting its contents."""

@@ -403,7 +403,7 @@ def _outline(tensor: Tensor) -> str:
 def _figures(tensor: Tensor) -> list[Json]:
     """Return figures that are equal for equal tensors: outline, sums of sizes, signs and positions.
 
-    Each figure is at least as large as the sum of the magnitudes, so rounding is small beside it.
+    Each figure is about as large as the sum of the magnitudes, so rounding is small beside it.
     """
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat
