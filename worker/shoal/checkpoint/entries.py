@@ -1,4 +1,4 @@
-"""Entries of a checkpoint in DCP's terms: the files of the ranks, and the index over all entries."""
+"""Entries of a checkpoint in DCP's terms: the files of the ranks, and the index of all entries."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -122,8 +122,7 @@ def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
 
 
 def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
-    """Check that `chunks` cover `whole` and do not overlap. They are sorted by their offsets, so
-    only chunks that are still open can overlap the next."""
+    """Check that `chunks`, sorted by offsets, cover `whole` and do not overlap."""
     open_boxes: list[Chunk] = []
     for chunk in chunks:
         start = chunk.offsets[:1]

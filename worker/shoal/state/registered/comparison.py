@@ -12,7 +12,7 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative: hosts with other instruction sets round sums differently, and so averages of weights."""
+"""Relative: hosts with other instruction sets round sums, and so averages, differently."""
 UNTRAINED = -1
 """Step of members that hold no state of the job: they compare among themselves."""
 MAX_SHOWN = 120
