@@ -138,7 +138,7 @@ def _collectives(
 
 
 def _summed(subject: Subject, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Return the all-reduces, one a dtype, of gradients that each rank has for its own positions."""
+    """Return the all-reduces, one a dtype, of gradients that ranks have for their own positions."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

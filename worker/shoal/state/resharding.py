@@ -61,8 +61,8 @@ def reshard(
 
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
-    The result lies in newly allocated host memory, or where `place` puts it; `place` is called only
-    after all checks. With `borrow`, a chunk without a place that this rank holds in one shard is a
+    The result is in newly allocated host memory, or in that of `place`, which is called only after
+    all checks. With `borrow`, a chunk without a place that this rank holds in one shard is a
     view of that shard. `memory`: shared by the group's ranks, and overwritten; used for the
     transfer if it is large enough.
 

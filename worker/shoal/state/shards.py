@@ -130,7 +130,7 @@ class StateShard:
     shards: Mapping[str, TensorShard]
     """Tensor shards by name; a rank holds at most one chunk of a tensor, and no empty ones."""
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Values that are not tensors: settings of the optimizer's groups, counters."""
+    """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
     """Names of tensors that exist at this step, but of which this rank holds no part. They reveal
     the loss of a tensor whose parts were all on lost ranks."""
