@@ -240,7 +240,7 @@ class PeerCopies:
         """Stop offering and receiving. Does not block; may be called twice.
 
         A copy in progress goes on, for peers that still take part in it, until it ends or its group
-        is cut. `held` stays as it is.
+        is cut. Copies that are held are kept.
         """
         with self._changed:
             self._closed = True
