@@ -1,4 +1,4 @@
 """Checkpoints on disk, in the format of torch.distributed.checkpoint (DCP).
 
-`background` is the way in for training, `writing` and `reading` do the work.
+`background` is the entry point for training; `writing` and `reading` do the work.
 """

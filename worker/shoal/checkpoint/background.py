@@ -1,4 +1,4 @@
-"""Checkpoints while training goes on: the trainer pays for a copy in host memory, no more."""
+"""Checkpoints in the background: the trainer waits only for a copy into host memory."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 LIMIT_S = 1800.0
-"""Storage that does not answer for so long is taken for gone."""
+"""Default time limit of a checkpoint: storage that takes longer is considered lost."""
 
 
 def _any(name: str) -> bool:
@@ -30,10 +30,10 @@ def _any(name: str) -> bool:
 
 
 class Checkpoints:
-    """Writes checkpoints into one directory, one at a time, on a thread of their own.
+    """Writer of checkpoints into one directory, one at a time, on a thread of its own.
 
-    Each rank of a job has one of these, with the same settings; it lives over all generations.
-    The directory must be on storage that all of them share; it may be a URL of a bucket, as
+    Each rank of a job has one, with the same settings; it is kept over all generations. The
+    directory must be on storage that all ranks share; it may be a URL of a bucket, such as
     `s3://bucket/prefix`. Memory: one copy of what this rank writes, and of one chunk (64 MiB).
     """
 
@@ -45,10 +45,10 @@ class Checkpoints:
         keep: int = 3,
         limit_s: float = LIMIT_S,
     ) -> None:
-        """`keep` is how many complete checkpoints stay: older ones are deleted once a newer one is
-        complete. One that takes longer than `limit_s` seconds has failed: nobody waits for it any
-        more. Raises InvalidSpec for numbers below one, and for a URL that is no place for
-        checkpoints.
+        """Set up checkpoints every `every_steps` steps. `keep`: the number of complete checkpoints
+        to keep; older ones are deleted once a newer one is complete. A checkpoint that takes longer
+        than `limit_s` seconds has failed. Raises InvalidSpec for `every_steps` or `keep` below one,
+        a `limit_s` not above zero, and a URL where checkpoints cannot be stored.
         """
         every_steps, keep = as_index("every_steps", every_steps), as_index("keep", keep)
         limit_s = as_number("limit_s", limit_s)
@@ -68,7 +68,7 @@ class Checkpoints:
         self._peers: Peers = ALONE
         self._complete: Mapping[int, CheckpointPath] = {}
         self.written_step: int | None = None
-        """The step of the newest checkpoint that was written. Any thread."""
+        """Step of the newest checkpoint that was written. Any thread."""
 
     # --- what a strategy calls: see `shoal.checkpoint.interface` ---
 
@@ -97,11 +97,11 @@ class Checkpoints:
     # --- what a script calls, too ---
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is to be written after so many committed steps."""
+        """True if a checkpoint is to be written after `step` committed steps."""
         return step > 0 and step % self.every_steps == 0
 
     def newest(self) -> CheckpointPath | None:
-        """The newest complete checkpoint in the directory, if there is one."""
+        """Return the newest complete checkpoint in the directory, if there is one."""
         return storage.newest(self.directory)
 
     def offer(
@@ -110,21 +110,21 @@ class Checkpoints:
         peers: Peers | None = None,
         writes: Callable[[str], bool] = _any,
     ) -> None:
-        """Have a checkpoint written of what this rank holds, which may change after the return.
+        """Write a checkpoint of this rank's state shard in the background; it may change on return.
 
-        `peers`: the ranks that write it together; None: those that it has joined, if any. Called
-        on all ranks after the same step. Waits while the one before is being written: at
-        most one is in flight. Shards whose name `writes` declines are left to other ranks and not
-        copied; what several ranks offer is written once all the same.
+        `peers`: the ranks that write it together; None: those joined with `join`, if any. Called
+        on all ranks after the same step. Waits while the previous checkpoint is being written: at
+        most one is in progress. A shard for whose name `writes` is False is not copied, and is left
+        to other ranks; a shard that several ranks offer is written once.
 
-        Raises what went wrong with the one before, on every rank at the same step: CheckpointFailed
-        (disk full, no permission) with path and errno, InvalidSpec if the ranks together did not
-        hold a whole state. Training is as it was and the next offer tries anew. No error if
-        a rank was lost meanwhile: that checkpoint is absent.
+        Raises the error of the previous checkpoint, on every rank at the same step:
+        CheckpointFailed (disk full, no permission) with path and errno, or InvalidSpec if the ranks
+        together did not hold a whole state. Training is unaffected, and the next offer tries again.
+        If a rank was lost meanwhile, that checkpoint is absent and no error is raised.
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
-        # What it declines others must write; if none does, that is noticed.
+        # Other ranks must write the declined shards; if none does, the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
         own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
@@ -139,11 +139,11 @@ class Checkpoints:
 
     @property
     def is_writing(self) -> bool:
-        """Whether one is in flight."""
+        """True while a checkpoint is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
-        """Wait for the one in flight. Raises as `offer`. May be called twice."""
+        """Wait for the checkpoint in progress. Raises as `offer`. May be called twice."""
         self._finish()
 
     def __enter__(self) -> Self:
@@ -180,7 +180,7 @@ class Checkpoints:
             self._continues = True
             self.written_step = state_shard.step
             first = peers.rank == writing.FIRST
-            # A line a checkpoint, not one a member.
+            # Log once for each checkpoint, not once for each member.
             (log.info if first else log.debug)(
                 "checkpoint_written", path=str(path), num_bytes=state_shard.num_bytes
             )
@@ -191,7 +191,7 @@ class Checkpoints:
             self._continues = True
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
         except InvalidSpec as error:
-            # Where it worked before, storage that is not as it should be may be so again.
+            # An earlier checkpoint succeeded here, so the storage may recover: report a failure.
             self._failure = _failed(path, error) if self._continues else error
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error
@@ -200,7 +200,7 @@ class Checkpoints:
         try:
             storage.retire(self.directory, step, self.keep)
         except (OSError, InvalidSpec) as error:
-            # The new one is complete; the next one tries again.
+            # The new checkpoint is complete; the next one tries again to delete.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 
 

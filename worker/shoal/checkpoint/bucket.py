@@ -1,12 +1,12 @@
-"""Checkpoints in a bucket, where nothing can be renamed: complete or not there all the same.
+"""Checkpoints in a bucket: complete or absent, although nothing can be renamed there.
 
-    step-00000120/.metadata                      the index: written last, whole at once
-    step-00000120/<token>__0_0.distcp            what the index names
-    step-00000120/<token>.begun                  a draft of that token, or one that died
+    step-00000120/.metadata                      the index: written last, atomically
+    step-00000120/<token>__0_0.distcp            a file that the index names
+    step-00000120/<token>.begun                  marks a draft, also one whose writer has died
 
-A folder is a checkpoint if it has an index, and of its files those are part of it that the index
-names. So one that replaces another of the same step writes files with names of its own beside the
-old ones, then the index over the old one's, and then removes what that does not name.
+A folder is a checkpoint if it has an index; the files that the index names belong to it. A
+checkpoint that replaces another of the same step first writes its files beside the old ones, under
+names with its own token. It then overwrites the index, and removes the files that it does not name.
 """
 
 import re
@@ -31,7 +31,7 @@ _OWN = re.compile(r"[0-9a-f]{16}(__\d+_\d+\.distcp|\.begun)")
 
 
 def complete(root: BucketPath) -> dict[int, BucketPath]:
-    """All complete checkpoints by step. Raises InvalidSpec if the place cannot be looked into."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if `root` cannot be listed."""
     try:
         return {
             int(matched[1]): root / matched[0]
@@ -47,13 +47,13 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
 
 
 def discard(path: BucketPath) -> None:
-    """Delete a folder that may be a checkpoint: first it stops being one."""
+    """Delete a folder that may be a checkpoint; its index is removed first."""
     path.remove([METADATA])
     path.remove(path.names())
 
 
 class BucketDraft(Draft):
-    """See the module."""
+    """Draft of a checkpoint in a bucket; see the module."""
 
     def __init__(self, path: BucketPath) -> None:
         self._path = path
@@ -84,7 +84,7 @@ class BucketDraft(Draft):
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
-        # A file is there, whole, once it is closed: nothing is to be synchronised.
+        # A file appears, whole, when it is closed: no synchronisation is necessary.
         writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
         try:
             return write_files(writer, rank, entries, prefix=self.name)
@@ -122,7 +122,7 @@ class BucketDraft(Draft):
         try:
             self._path.remove(set(self._path.names()) - _part_of(self._path))
         except (OSError, ShoalError) as error:
-            # It is complete all the same, and the next `sweep` tries again.
+            # The checkpoint is complete, and the next `sweep` tries again.
             log.warning("leftover_stays", path=str(self._path), error=str(error))
 
     def discard(self) -> None:
@@ -135,7 +135,7 @@ class BucketDraft(Draft):
 
 
 def _part_of(path: BucketPath) -> set[str]:
-    """Names of the files of a complete checkpoint."""
+    """Return the names of the files of a complete checkpoint."""
     index = read_index(path)
     places = [place for stored in index.tensors.values() for place in stored.chunks.values()]
     return {METADATA} | {file for file, _, _ in (*places, *index.objects.values())}

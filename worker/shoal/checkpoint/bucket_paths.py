@@ -1,4 +1,4 @@
-"""Places for checkpoints by URL: paths in a bucket that fsspec reaches, used as pathlib's."""
+"""Locations of checkpoints by URL: paths in a bucket, reached by fsspec and used like pathlib's."""
 
 import os
 import re
@@ -18,15 +18,15 @@ from shoal_proto.names import BUCKET_KINDS
 _EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 READ_AHEAD_BYTES = 16 * 1024 * 1024
-"""Entries of a file follow one another as they are read."""
+"""Block size of reads: the entries of a file are mostly read in sequence."""
 
 
 @dataclass(frozen=True)
 class BucketPath:
-    """A file or a folder in a bucket. Whatever fails is an OSError."""
+    """File or folder in a bucket. Every failure is raised as an OSError."""
 
     url: str
-    """Without a slash at its end."""
+    """URL without a trailing slash."""
 
     @cached_property
     def files(self) -> fsspec.AbstractFileSystem:
@@ -34,7 +34,7 @@ class BucketPath:
 
     @cached_property
     def key(self) -> str:
-        """The path as its file system spells it."""
+        """Path in the notation of its file system."""
         return str(fsspec.core.url_to_fs(self.url)[1])
 
     @property
@@ -52,7 +52,7 @@ class BucketPath:
         return self.url
 
     def size(self) -> int:
-        """Bytes of the file; -1 if there is none."""
+        """Return the size of the file in bytes; -1 if there is none."""
         with self._answered():
             self.files.invalidate_cache()
             try:
@@ -62,18 +62,18 @@ class BucketPath:
         return int(found["size"]) if found["type"] == "file" else -1
 
     def open(self, mode: str = "rb") -> BinaryIO:
-        """For reading."""
+        """Open the file, for reading by default."""
         with self._answered():
             opened = self.files.open(self.key, mode, block_size=READ_AHEAD_BYTES)
         return cast(BinaryIO, opened)
 
     def write_bytes(self, data: bytes) -> None:
-        """Write the file: all of it is there at once, in the place of one that was."""
+        """Write the file atomically, replacing an existing one."""
         with self._answered():
             self.files.pipe_file(self.key, data)
 
     def folders(self) -> list[str]:
-        """Names of the folders in this one; none if it is not there."""
+        """Return the names of the folders in this one; empty if it does not exist."""
         with self._answered():
             self.files.invalidate_cache()
             try:
@@ -84,7 +84,7 @@ class BucketPath:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in paths)
 
     def names(self) -> list[str]:
-        """Names of the files below this folder, relative to it."""
+        """Return the names of the files below this folder, relative to it."""
         with self._answered():
             self.files.invalidate_cache()
             try:
@@ -95,7 +95,7 @@ class BucketPath:
         return sorted(path[start:] for path in found)
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove files of this folder; those that are not there are no error."""
+        """Remove files of this folder; missing ones are ignored."""
         keys = [(self / name).key for name in names]
         with self._answered():
             try:
@@ -130,7 +130,7 @@ class BucketPath:
             yield
         except OSError:
             raise
-        except Exception as error:  # each kind of storage has errors of its own
+        except Exception as error:  # each kind of storage has its own errors
             raise OSError(f"{self}: {type(error).__name__}: {error}") from error
 
 
@@ -138,9 +138,9 @@ CheckpointPath = Path | BucketPath
 
 
 def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
-    """The directory, or what a URL names.
+    """Return the path of a directory or of a URL.
 
-    Raises InvalidSpec for a URL that is no place for checkpoints, or that nothing installed serves.
+    Raises InvalidSpec for an unsupported URL, or if no installed package can reach it.
     """
     if isinstance(place, BucketPath):
         return place
@@ -171,7 +171,7 @@ def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
 
 
 def size_of(path: CheckpointPath) -> int:
-    """Bytes of a file; -1 if there is none."""
+    """Return the size of a file in bytes; -1 if there is none."""
     if isinstance(path, BucketPath):
         return path.size()
     return path.stat().st_size if path.is_file() else -1

@@ -1,4 +1,4 @@
-"""Directories that are complete checkpoints, or not there: made aside, then renamed.
+"""Checkpoints in directories: complete or absent, as each is written aside and then renamed.
 
     step-00000120                          a checkpoint
     .step-00000120.<token>.partial         being written, or left behind by a writer that died,
@@ -27,12 +27,12 @@ _ASIDE = re.compile(r"\.(.+)\.[0-9a-f]{16}\.(partial|replaced)")
 
 
 def name_of_step(step: int) -> str:
-    """The name of the checkpoint after so many committed steps; names sort as steps do."""
+    """Return the name of the checkpoint after `step` committed steps; names sort as steps do."""
     return f"step-{step:08d}"
 
 
 def complete(directory: Path) -> dict[int, Path]:
-    """All complete checkpoints by step."""
+    """Return all complete checkpoints by step."""
     found: dict[int, Path] = {}
     for name, kind, path in _aside(directory):
         matched = STEP.fullmatch(name)
@@ -46,9 +46,9 @@ def complete(directory: Path) -> dict[int, Path]:
 
 
 def begin(path: Path) -> Path:
-    """A new directory in which to write what `path` will be.
+    """Create a directory in which to write the future content of `path`.
 
-    Raises InvalidSpec if something else than a checkpoint is at `path`, OSError as the system does.
+    Raises InvalidSpec if `path` exists and is not a checkpoint, and OSError as the system does.
     """
     if path.exists() and not (path / METADATA).is_file():
         raise InvalidSpec(
@@ -63,20 +63,20 @@ def begin(path: Path) -> Path:
 
 
 def publish(partial: Path, path: Path) -> None:
-    """Let what was written become the checkpoint at `path`, in the place of one that is there."""
+    """Rename `partial`, which is complete, to the checkpoint `path`, replacing an existing one."""
     synchronise(partial)
     replaced = _name_aside(path, "replaced") if path.exists() else None
     if replaced:
         path.rename(replaced)
     partial.rename(path)
-    # Durable before anybody is told, and before what it replaces goes.
+    # Durable before any rank is notified, and before the replaced checkpoint is deleted.
     synchronise(path.parent)
     if replaced:
         discard(replaced)
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint: first it stops being one, as a whole."""
+    """Delete a directory that may be a checkpoint; a rename first makes it none, atomically."""
     matched = _ASIDE.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
@@ -85,14 +85,14 @@ def discard(path: Path) -> None:
     try:
         shutil.rmtree(partial)
     except OSError as error:
-        # It is no checkpoint any more, and the next `sweep` tries again.
+        # It is no longer a checkpoint, and the next `sweep` tries again.
         log.warning("leftover_stays", path=str(partial), error=str(error))
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove what dead writers of `path`, or of any step in its directory, left; all but `keep`.
+    """Remove the leftovers of dead writers of `path`, or of any step in its directory, but `keep`.
 
-    Only for who knows that no other writer is alive there.
+    The caller must know that no other writer is alive there.
     """
     for name, kind, leftover in _aside(path.parent):
         ours = name == path.name or (STEP.fullmatch(name) and STEP.fullmatch(path.name))
@@ -107,7 +107,7 @@ def sweep(path: Path, keep: Path) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Return once the names in the directory would survive a loss of power."""
+    """Make the names in the directory durable: they then survive a loss of power."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -120,7 +120,7 @@ def _name_aside(path: Path, kind: str) -> Path:
 
 
 def _aside(directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """(name of the checkpoint, kind, path) of what is not published in the directory."""
+    """Yield (name of the checkpoint, kind, path) of each unpublished directory."""
     for path in _entries(directory):
         matched = _ASIDE.fullmatch(path.name)
         if matched:

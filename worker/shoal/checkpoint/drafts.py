@@ -1,4 +1,4 @@
-"""Checkpoints that are being written: each is none before it is published."""
+"""Drafts: checkpoints that are being written, and that no reader sees before they are published."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,52 +13,52 @@ from shoal.checkpoint.reading import check_written
 
 
 class Draft(ABC):
-    """What will be the checkpoint at a path. The first rank begins it, and tells the others its
-    name. Raises OSError as the system does, and InvalidSpec."""
+    """Draft of the checkpoint at a path. The first rank begins it, and sends its name to the other
+    ranks, which join it. Raises OSError as the system does, and InvalidSpec."""
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """Empty before it is begun or joined."""
+        """Name of the draft; empty before it is begun or joined."""
 
     @abstractmethod
     def begin(self) -> None:
-        """Raises InvalidSpec if something else than a checkpoint is there."""
+        """Begin the draft. Raises InvalidSpec if the path exists and is not a checkpoint."""
 
     @abstractmethod
     def join(self, name: str) -> None:
-        """Take part in one that another rank has begun."""
+        """Join a draft that another rank has begun."""
 
     @abstractmethod
     def is_seen(self) -> bool:
-        """Whether this rank sees what the first one has begun: their storage is one."""
+        """True if this rank sees the draft of the first one: they share the storage."""
 
     @abstractmethod
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
-        """Write the rank's file, durably, and tell where each entry is, in the same order."""
+        """Write the rank's file durably; return the place of each entry, in the same order."""
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Bytes of one of its files; -1 if there is none."""
+        """Return the size of one of its files in bytes; -1 if there is none."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove what dead writers left. Only for who knows that no other one is alive there."""
+        """Remove leftovers of dead writers. The caller must know that no other is alive there."""
 
     @abstractmethod
     def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
-        """Let it become the checkpoint, in the place of one that is there.
+        """Publish the draft as the checkpoint, replacing an existing one.
 
         Raises CheckpointFailed if a reader would refuse what was written.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Leave nothing of it, if it was begun."""
+        """Remove the draft, if it was begun."""
 
 
 class LocalDraft(Draft):
-    """In a directory aside, which is renamed."""
+    """Draft in a directory of its own, which `publish` renames."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -83,7 +83,7 @@ class LocalDraft(Draft):
         return self._aside.is_dir()
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
-        # Nothing is on a GPU any more, so nothing is to be copied ahead.
+        # All tensors are on the host already, so none need be copied ahead.
         return write_files(FileSystemWriter(self._aside, per_thread_copy_ahead=0), rank, entries)
 
     def size(self, file: str) -> int:

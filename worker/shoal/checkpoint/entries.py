@@ -1,4 +1,4 @@
-"""A checkpoint's entries as DCP sees them: what a rank writes, and the index over all of it."""
+"""Entries of a checkpoint in DCP's terms: the files of the ranks, and the index of all entries."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ from shoal.state.shards import Chunk
 from shoal.torch_private.checkpoint import StorageInfo, StoragePrefix
 
 Place = tuple[str, int, int]
-"""Name of the file in the checkpoint, offset and length in bytes."""
+"""Location of an entry: name of the file in the checkpoint, offset and length in bytes."""
 
 
 @dataclass(frozen=True)
 class CheckpointEntry:
-    """One chunk of a tensor, or one object that is none."""
+    """Entry of a checkpoint: one chunk of a tensor, or one object."""
 
     path: names.Path
     data: TensorWriteData | None = None
-    """Which part of which tensor; None: an object."""
+    """Tensor and chunk; None: an object."""
 
     @classmethod
     def of_item(cls, item: PlannedChunk) -> "CheckpointEntry":
@@ -75,7 +75,7 @@ def _data(shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorWri
 
 
 class _Given(DefaultSavePlanner):
-    """A planner that knows what to write already."""
+    """Planner for data that are given from the start."""
 
     def __init__(self, given: Mapping[MetadataIndex, object]) -> None:
         super().__init__()
@@ -92,8 +92,8 @@ def write_files(
     *,
     prefix: str = "",
 ) -> list[Place]:
-    """Write the rank's file, whose name begins with `prefix`, and tell where each entry is, in the
-    same order."""
+    """Write the rank's file, whose name begins with `prefix`; return the place of each entry, in
+    the same order."""
     if not entries:
         return []
     items = [entry.item for entry, _ in entries]
@@ -106,14 +106,14 @@ def write_files(
 
 
 def index_of(stored: Iterable[tuple[CheckpointEntry, Place]]) -> bytes:
-    """What is to stand in `.metadata`."""
+    """Return the content of `.metadata`."""
     with TemporaryDirectory(prefix="shoal-index-") as directory:
         write_index(Path(directory), stored)
         return (Path(directory) / METADATA).read_bytes()
 
 
 def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
-    """Write `.metadata`, synchronised: from now on DCP sees a checkpoint."""
+    """Write `.metadata`, synchronised: DCP then sees a checkpoint."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, names.Path] = {}
     results: list[WriteResult] = []

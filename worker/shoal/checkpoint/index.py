@@ -1,7 +1,7 @@
-"""Reads `.metadata`, the index of a checkpoint, which DCP pickles.
+"""Reader of `.metadata`, the index of a checkpoint, which DCP pickles.
 
-A pickle can run what it likes. This one is read by an unpickler that makes the classes of DCP's
-index and nothing else, so a checkpoint from anywhere does no worse than not to load.
+A pickle can run any code. This one is read by an unpickler that creates the classes of DCP's index
+and nothing else: at worst, a checkpoint from an untrusted source fails to load.
 """
 
 import enum
@@ -41,7 +41,7 @@ _MODULES: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo"}),
     "torch.serialization": frozenset({"_get_layout"}),
-    # Not itself: see `_enum_member`.
+    # Replaced by `_enum_member`.
     "builtins": frozenset({"getattr"}),
     "__builtin__": frozenset({"getattr"}),
     "pathlib": frozenset({"PosixPath"}),
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """The member of this name of an enum, which only one of `_MODULES` can be.
+    """Return the member of this name of an enum, which must be one that `_MODULES` allows.
 
     Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
     others as a call of its class.
@@ -72,27 +72,27 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor in a checkpoint."""
+    """Tensor in a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Mapping[Chunk, Place]
-    """They may be anything that the index says; whether they cover the tensor is not checked."""
+    """Chunks as the index has them; it is not checked that they cover the tensor."""
 
 
 @dataclass(frozen=True)
 class Index:
-    """What is in a checkpoint, and where."""
+    """Contents of a checkpoint: places of its tensors' chunks and of its objects, by path."""
 
     tensors: Mapping[names.Path, Stored]
     objects: Mapping[names.Path, Place]
 
 
 def read_index(path: CheckpointPath, content: bytes | None = None) -> Index:
-    """The index of the checkpoint at `path`; `content`: that of one which is still to be published.
+    """Read the index of the checkpoint at `path`. `content`: the index of an unpublished one.
 
     Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
-    if its index is damaged or speaks of what the files do not hold.
+    if its index is damaged or refers to bytes that the files do not have.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(
@@ -141,11 +141,11 @@ def _metadata(path: CheckpointPath, content: bytes | None) -> Metadata:
 
 
 def _path(metadata: Metadata, key: str) -> names.Path:
-    """The path that DCP flattened into this key."""
+    """Return the path that DCP flattened into this key."""
     paths = metadata.planner_data or {}
     if key in paths:
         return tuple(paths[key])
-    # Saved flat, with keys that only look as if they had been nested.
+    # Saved flat, with keys that only look like flattened paths.
     return tuple(key.split(".", 1))
 
 

@@ -1,4 +1,4 @@
-"""What a strategy needs of the checkpoints that a script asked for."""
+"""Interface by which a strategy uses the checkpoints that a script asked for."""
 
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -7,36 +7,36 @@ from shoal.state.shards import Needs, StateShard
 
 
 class CheckpointStore(Protocol):
-    """One rank's view of the checkpoints of a job. `Checkpoints` is the one there is."""
+    """Checkpoints of a job, as one rank uses them. `Checkpoints` is the only implementation."""
 
     written_step: int | None
-    """The step of the newest checkpoint that was written. Any thread."""
+    """Step of the newest checkpoint that was written. Any thread."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec if no checkpoint can be kept here, before one is due."""
+        """Raise InvalidSpec if checkpoints cannot be stored here; called before one is due."""
 
     def steps(self) -> Collection[int]:
-        """Steps of the complete checkpoints, looked up anew. Raises InvalidSpec if the storage
-        cannot be looked into."""
+        """Look up the steps of the complete checkpoints. Raises InvalidSpec if the storage cannot
+        be listed."""
 
     def location(self, step: int) -> str:
-        """Where the checkpoint of that step is, for people."""
+        """Return the location of the checkpoint of that step, for messages."""
 
     def read(self, step: int, needs: Needs) -> StateShard:
-        """The chunks that `needs` asks for, of the checkpoint of that step."""
+        """Read the chunks that `needs` asks for from the checkpoint of that step."""
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is to be written after so many committed steps."""
+        """True if a checkpoint is to be written after `step` committed steps."""
 
     def join(self, world_size: int) -> None:
-        """Write together with all ranks of the default group from now on; alone if it has one.
-        Collective."""
+        """Write together with all ranks of the default group from now on; alone if it has only
+        one rank. Collective."""
 
     def leave(self) -> None:
         """Write alone from now on."""
 
     def offer(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
-        """Have a checkpoint written of what this rank holds; see `Checkpoints.offer`."""
+        """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""
 
     @property
     def is_writing(self) -> bool:

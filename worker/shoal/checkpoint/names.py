@@ -1,8 +1,8 @@
-"""Where each part of a state stands in a checkpoint.
+"""Paths of the parts of a state in a checkpoint.
 
 DCP flattens nested dictionaries; an entry's key is its path joined by dots. The paths here are
 those of `{"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer)}`, so
-that plain torch finds what it looks for:
+that plain torch can read the checkpoint:
 
     model.<parameter>               ("model", <parameter>)
     optim.<parameter>/<key>         ("optim", "state", <parameter>, <key>)
@@ -29,12 +29,12 @@ from shoal.torch_private.checkpoint import flatten_state_dict
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 FORMAT = 1
-"""Of what stands in `OWN`; a reader refuses a number that it does not know yet."""
+"""Version of the content of `OWN`; a reader refuses a higher one than its own."""
 
 OWN = ("shoal", "state")
 
 STEP = ("step",)
-"""Where plain torch may have saved the number of steps."""
+"""Path at which plain torch may have saved the number of steps."""
 
 Path = tuple[str | int, ...]
 
@@ -44,7 +44,7 @@ def key_of(path: Path) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the shard of this name stands."""
+    """Return the path of the shard of this name."""
     if name.startswith(MODEL):
         return ("model", name.removeprefix(MODEL))
     if name.startswith(REGISTERED):
@@ -57,16 +57,16 @@ def path_of(name: str) -> Path:
 
 
 def _places(dotted: str) -> Path:
-    """As torch flattens a value that holds tensors: in lists by number."""
+    """Split a dotted path as torch flattens a value with tensors: lists are indexed by number."""
     key, *inner = dotted.split(".")
     return (key, *(int(each) if each.isdecimal() else each for each in inner))
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
-    """The name of the shard that a tensor there is; None for what is none of a state's. `slots`:
-    the values of the optimizer's state that the checkpoint names the insides of.
+    """Return the name of the shard at this path; None if the entry is not part of a state.
+    `slots`: values of the optimizer's state that the checkpoint stores as separate entries.
 
-    Raises InvalidSpec for what torch can save and Shoal has no place for.
+    Raises InvalidSpec for an entry that torch can save and Shoal cannot hold.
     """
     match path:
         case ("model", *rest):
@@ -90,20 +90,20 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 
 
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
-    """True for a part of one of these values of the optimizer's state."""
+    """True for the path of a part of one of these values of the optimizer's state."""
     match path:
         case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
-            # A key may have dots of its own.
+            # A key may contain dots.
             inner = key_of(tuple(rest))
             return any(inner.startswith(f"{key}.") for key in slots.get(parameter, ()))
     return False
 
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
-    """The plain values of the optimizer's state, from its entries and what tells of the insides of
-    others, by parameter.
+    """Return the plain values of the optimizer's state, by parameter: those in `slots`, and the
+    entries that are not parts of them.
 
-    Raises InvalidSpec for what has no place in a state.
+    Raises InvalidSpec for an entry that a state cannot hold.
     """
     found = {parameter: dict(own) for parameter, own in slots.items()}
     for path, value in entries.items():
@@ -118,7 +118,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 
 
 def is_read(path: Path) -> bool:
-    """Whether an object there is any of Shoal's business; raises InvalidSpec if it has no place."""
+    """True if Shoal reads an object at this path. Raises InvalidSpec if a state cannot hold it."""
     if path[0] == "model":
         raise _no_place(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
@@ -137,7 +137,7 @@ def _no_place(path: Path, seen: str) -> InvalidSpec:
 
 
 def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
-    """What of a state is no shard, as entries of a checkpoint."""
+    """Return the parts of a state that are not shards, as entries of a checkpoint."""
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
@@ -164,11 +164,11 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
 
 
 def _inside(key: str, value: Json) -> dict[Path, object] | None:
-    """What stands within a value that torch flattens, without its tensors, by place; None for one
-    that it leaves alone."""
+    """Return the parts of a value that torch flattens, without its tensors, by path; None for a
+    value that torch does not flatten."""
     if not isinstance(value, list | dict):
         return None
-    # Its tensors are shards: others stand for them here.
+    # Its tensors are shards: empty ones replace them here.
     native = put_together(value, defaultdict(lambda: torch.empty(0)))
     flat, paths = flatten_state_dict({key: native})
     if paths.keys() == {key}:
@@ -177,7 +177,7 @@ def _inside(key: str, value: Json) -> dict[Path, object] | None:
 
 
 def groups_of(entries: Mapping[Path, object]) -> list[Json]:
-    """The optimizer's groups, from the entries under ("optim", "param_groups").
+    """Return the optimizer's groups, from the entries under ("optim", "param_groups").
 
     Raises InvalidSpec if they do not name parameters.
     """
@@ -203,7 +203,7 @@ def groups_of(entries: Mapping[Path, object]) -> list[Json]:
 
 
 def own_state(text: object) -> Mapping[str, Any]:
-    """What stands at `OWN`: format, step, values, checksums.
+    """Parse the content of `OWN`: step, values, checksums.
 
     Raises InvalidSpec if a later version of Shoal wrote it, MalformedMessage if it is damaged.
     """

@@ -1,9 +1,9 @@
-"""What ranks that write one checkpoint need of each other: everybody's message at everybody.
+"""Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-A message, not a file that the others look for. On a file system that several machines share, when
-a file of one shows up at another is a matter of caches, so whoever waits for files has to poll
-and sleep; and a file does not tell that its writer has died. A message that has arrived tells that
-its sender has written and synchronised what it speaks of.
+Messages, and not files that the others look for. On a shared file system caches decide when the
+file of one machine appears on another, so a rank that waits for files has to poll and sleep; and a
+file does not show that its writer has died. A message that has arrived shows that its sender has
+written and synchronised what it reports.
 """
 
 from typing import Protocol
@@ -16,24 +16,24 @@ from shoal.backends.process_group.transports import can_be_cut
 from shoal_proto.errors import Overloaded
 
 MAX_MESSAGE_BYTES = 256 * 1024 * 1024
-"""The outline of a state takes about 150 bytes a tensor."""
+"""Limit of one message; the outline of a state takes about 150 bytes for each tensor."""
 
 
 class Peers(Protocol):
-    """The ranks that hold one state, as one of them sees them."""
+    """Ranks that hold one state, as seen by one of them."""
 
     @property
     def rank(self) -> int: ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """The messages of all ranks, by rank; called by all of them, in the background.
+        """Return the messages of all ranks, by rank; all ranks call it, in the background.
 
         Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost.
         """
 
 
 class Alone:
-    """One process that holds a whole state."""
+    """Single process that holds a whole state."""
 
     rank = 0
 
@@ -42,11 +42,11 @@ class Alone:
 
 
 class GroupPeers:
-    """The ranks of a process group that nothing else uses: a checkpoint's collectives run beside
-    the training's, and the order of the two differs from rank to rank."""
+    """Ranks of a process group that nothing else uses: a checkpoint's collectives run concurrently
+    with the training's, and the order of the two differs from rank to rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
-        """`device` is where the group's tensors are: by default the host (Gloo)."""
+        """Use this group. `device`: the device of the group's tensors; default: the host (Gloo)."""
         self._group = group
         self._device = device or torch.device("cpu")
         self._connections = PeerConnections(group) if can_be_cut(group) else None
@@ -69,8 +69,8 @@ class GroupPeers:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        # The group's own call: torch's looks the group up to tell of an error, and no longer finds
-        # one whose generation is over.
+        # The group's own method: to report an error, torch's function looks up the group, and fails
+        # to find one whose generation has ended.
         work = self._group.allgather([gathered], [tensor])
         if self._connections is not None:
             self._connections.wait(work)

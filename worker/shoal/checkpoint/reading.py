@@ -1,5 +1,5 @@
-"""Reads what one rank needs of a checkpoint, whoever wrote it: any world size, any layout, or
-plain torch. Ranks read for themselves and need not talk to each other."""
+"""Reader of the chunks of a checkpoint that one rank needs. The checkpoint may be of any world size
+and layout, or of plain torch. Each rank reads by itself, without communication."""
 
 import io
 import os
@@ -22,13 +22,13 @@ from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMess
 
 
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
-    """The chunks that `needs` asks for, in host memory, in the dtypes they were saved in.
+    """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
-    Reads no more than the chunks which hold them, one at a time. A checkpoint of plain torch has
-    no step but that of an entry `step` beside `model` and `optim`; else it is 0.
+    Reads only the stored chunks that overlap them, one at a time. The step of a checkpoint of plain
+    torch is its entry `step`, beside `model` and `optim`; without one it is 0.
 
-    Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it holds what
-    Shoal has no place for; MalformedMessage if it is damaged or truncated; ChecksumMismatch if
+    Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
+    that Shoal cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch if
     bytes of it have changed.
     """
     path = located(path)
@@ -39,11 +39,11 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
-    """Raise CheckpointFailed if `read` would refuse what was written for the checkpoint at `path`,
-    whose index is still to be published.
+    """Raise CheckpointFailed if `read` would refuse the files written for the checkpoint at `path`,
+    whose index is not published yet.
 
-    Reads all that is no tensor, and of the tensors one chunk of each dtype. What stands in the
-    others their checksums cover.
+    Reads all objects and settings, and one tensor chunk of each dtype. The contents of the other
+    chunks are covered by their checksums.
     """
     try:
         with ExitStack() as stack:
@@ -60,7 +60,7 @@ def check_written(path: CheckpointPath, index: bytes) -> None:
 
 
 def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Needs nothing."""
+    """Ask for no chunk."""
 
 
 class _Reader:
@@ -90,8 +90,7 @@ class _Reader:
         return StateShard(step=step if type(step) is int else 0, shards=shards, values=values)
 
     def check(self) -> None:
-        """Raise as `state_shard` does, without reading more of the tensors than one chunk of each
-        dtype."""
+        """Raise the errors of `state_shard`, but read only one tensor chunk of each dtype."""
         self.state_shard(_nothing)
         seen: set[torch.dtype] = set()
         for path, stored in self._index.tensors.items():
@@ -101,7 +100,7 @@ class _Reader:
                     self._chunk(names.key_of(path), stored.dtype, chunk, place)
 
     def _own(self) -> Mapping[str, Any] | None:
-        """What Shoal wrote of itself; None if it did not write the checkpoint."""
+        """Return Shoal's own entry; None if Shoal did not write the checkpoint."""
         place = self._index.objects.get(names.OWN)
         if place is None:
             return None
@@ -117,7 +116,7 @@ class _Reader:
                 yield name, self._piece(names.key_of(path), stored, chunk)
 
     def _settings(self) -> dict[names.Path, object]:
-        """Settings of the optimizer's groups that are tensors."""
+        """Read the settings of the optimizer's groups that are tensors."""
         return {
             path: self._piece(names.key_of(path), stored, Chunk.whole(stored.shape)).tensor
             for path, stored in self._index.tensors.items()
@@ -158,7 +157,7 @@ class _Reader:
         return tensor
 
     def _object(self, place: Place) -> Any:
-        """What torch.save wrote there: tensors and plain values, nothing that could run."""
+        """Load what torch.save wrote there: only tensors and plain values, never code."""
         file, offset, length = place
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
@@ -166,7 +165,7 @@ class _Reader:
         data = io.BytesIO(self._files[file].read(length))
         with self._damage_in(file, offset):
             if self._checked:
-                # torch.load does not look at the checksums that torch.save writes.
+                # torch.load does not verify the checksums that torch.save writes.
                 changed = zipfile.ZipFile(data).testzip()
                 if changed is not None:
                     raise ChecksumMismatch(
@@ -186,7 +185,7 @@ class _Reader:
         except Exception as error:  # damaged bytes make torch.load raise anything
             places = self._index.objects.items()
             keys = [names.key_of(path) for path, place in places if place[:2] == (file, offset)]
-            # Torch says first, at length, how to read what should not be read.
+            # Torch's message first explains, at length, how to disable the safe unpickler.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",

@@ -1,8 +1,8 @@
-"""Which samples a checkpoint's step stands for, and whether a run goes on with the same.
+"""Samples that the steps of a checkpoint were trained on, and whether a run continues with them.
 
-A step is a position in the order of samples, and that order follows from the fields here. With
-another batch size the same number of steps is behind other samples: such a run goes on at the
-sample, and remembers where that was.
+A step is a position in the order of samples, which follows from the fields here. With another batch
+size the same number of steps covers other samples: such a run continues at the next sample, and
+records the position at which the size changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,33 +20,33 @@ log = structlog.get_logger(__name__)
 
 Held = TypeVar("Held", State, StateShard)
 SAMPLES = "samples"
-"""Where the fields stand in a state's values."""
+"""Key of the fields in a state's values."""
 ORIGIN = "origin"
-"""Where the `Position` stands from which on batches have their present size, if that changed."""
+"""Key of the `Position` at which batches took their present size, if the size has changed."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
-"""Not the number of epochs: the order of one does not depend on how many there are."""
+"""Fields that must match. The number of epochs need not: the order of one does not depend on it."""
 BATCH_SIZE = ("global_batch", "drop_last")
 
 
 class TrainedSamples:
-    """Which samples the steps of a run stand for."""
+    """Samples that the steps of a run are trained on."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """`samples`: what members have alike; none where the script has batches of its own. `moves`
-        says whether the run may go on from a checkpoint with another batch size."""
+        """Set up the record. `samples`: the fields, the same on all members; empty if the script
+        makes its own batches. `moves`: the run may continue a checkpoint of another batch size."""
         self._samples = samples
         self._order = order
         self._moves = moves
         self.origin = Position()
-        """From where on batches have their present size."""
+        """Position at which batches took their present size."""
 
     @property
     def are_told(self) -> bool:
-        """Whether the session hands out the batches: then a script asks for the next."""
+        """True if the session hands out the batches: then a script asks for the next."""
         return bool(self._samples)
 
     def told(self, state_shard: StateShard) -> StateShard:
-        """The holding, telling which samples its step stands for."""
+        """Return the state shard with the fields of its samples among its values."""
         if not self._samples:
             return state_shard
         return self.carried(
@@ -54,19 +54,19 @@ class TrainedSamples:
         )
 
     def carried(self, held: Held) -> Held:
-        """What is held, telling a member that has it where the batch size changed, if it did."""
+        """Return the state with the position at which the batch size changed, if it did."""
         if self.origin == Position():
             return held
         return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
 
     def adopt(self, held: State | StateShard) -> None:
-        """Go on from what a member has held."""
+        """Take over the position of the last change of batch size from a member's state."""
         self.origin = _origin_of(held.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:
-        """Go on from a checkpoint: at its sample.
+        """Continue from a checkpoint, at its sample.
 
-        Raises InvalidSpec if its step stands amid other samples.
+        Raises InvalidSpec if it was written with other samples.
         """
         must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
         check_samples(path, state_shard, self._samples, must_match)
@@ -88,7 +88,7 @@ class TrainedSamples:
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
-        # No refusal: mended labels are other content, and a reason to go on.
+        # Not refused: corrected labels are other content too, and a reason to continue.
         before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
         now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:
@@ -111,10 +111,10 @@ def check_samples(
     samples: Mapping[str, str],
     must_match: Iterable[str],
 ) -> None:
-    """Raise InvalidSpec unless the state read from `path` stands amid these samples.
+    """Raise InvalidSpec if the state read from `path` was written with other samples.
 
-    A checkpoint that does not say (plain torch wrote it) cannot be compared, and neither can a run
-    whose script takes its batches from elsewhere: `samples` is empty then.
+    A checkpoint without the fields (of plain torch) cannot be compared, and neither can a run whose
+    script makes its own batches: then `samples` is empty.
     """
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):

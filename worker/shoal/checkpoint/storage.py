@@ -1,4 +1,4 @@
-"""Where checkpoints lie, a directory or a bucket: which of them are complete, and new ones."""
+"""Storage of checkpoints in a directory or a bucket: lists, creates and deletes checkpoints."""
 
 from collections.abc import Mapping
 
@@ -13,30 +13,30 @@ log = structlog.get_logger(__name__)
 
 
 def complete(place: CheckpointPath) -> Mapping[int, CheckpointPath]:
-    """All complete checkpoints by step. Raises InvalidSpec if the place cannot be looked into."""
+    """Return all complete checkpoints by step. Raises InvalidSpec if `place` cannot be listed."""
     if isinstance(place, BucketPath):
         return bucket.complete(place)
     return directory.complete(place)
 
 
 def newest(place: CheckpointPath) -> CheckpointPath | None:
-    """The complete checkpoint of the highest step, if there is one."""
+    """Return the complete checkpoint of the highest step, if there is one."""
     found = complete(place)
     return found[max(found)] if found else None
 
 
 def path_of_step(place: CheckpointPath, step: int) -> CheckpointPath:
-    """Path of the checkpoint after so many committed steps; names sort as steps do."""
+    """Return the path of the checkpoint after `step` committed steps; names sort as steps do."""
     return place / directory.name_of_step(step)
 
 
 def draft_of(path: CheckpointPath) -> Draft:
-    """A draft of the checkpoint at a path."""
+    """Return a draft of the checkpoint at a path."""
     return bucket.BucketDraft(path) if isinstance(path, BucketPath) else LocalDraft(path)
 
 
 def check(place: CheckpointPath) -> None:
-    """Raise InvalidSpec for a bucket in which no checkpoints can be kept, before any is due."""
+    """Raise InvalidSpec for a bucket that cannot store checkpoints; called before any is due."""
     if isinstance(place, BucketPath):
         place.probe()
 
@@ -44,7 +44,7 @@ def check(place: CheckpointPath) -> None:
 def refuse_later(place: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
-    A run that has not gone on from the newest one would be mixed up with the one that wrote it.
+    A run that did not continue from the newest one would mix its checkpoints with another run's.
     """
     last = max(complete(place), default=step)
     if last > step:
@@ -57,9 +57,9 @@ def refuse_later(place: CheckpointPath, step: int) -> None:
 
 
 def retire(place: CheckpointPath, step: int, keep: int) -> None:
-    """Delete complete checkpoints, so that of this step's and those before it `keep` stay.
+    """Delete complete checkpoints of up to this step, except the newest `keep`.
 
-    Those of later steps are of another run and are not counted.
+    Checkpoints of later steps belong to another run; they are neither counted nor deleted.
     """
     found = complete(place)
     for old in sorted(own for own in found if own <= step)[:-keep]:

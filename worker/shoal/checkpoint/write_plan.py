@@ -1,4 +1,4 @@
-"""Who writes which part of a state. Each rank computes it for all, from what all of them hold."""
+"""Plan of which rank writes which part of a state; each rank computes it from what all hold."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Longer chunks are cut by rows: a reader has one chunk in memory beside what it needs of it."""
+"""Limit of a chunk; larger ones are cut by rows, as a reader loads one whole chunk at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedChunk:
-    """A shard without what stands in it."""
+    """Tensor shard without its contents."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +28,7 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
-        # What it stands for is among the values.
+        # The values that a mark stands for are written as objects.
         if not is_mark(name)
     ]
 
@@ -61,12 +61,12 @@ def from_json(entries: Sequence[Any]) -> list[PlannedChunk]:
 def plan_writes(
     held: Sequence[Sequence[PlannedChunk]], known: Iterable[str] = ()
 ) -> list[list[PlannedChunk]]:
-    """The chunks that each rank writes, given what each holds: together every element once.
+    """Return the chunks that each rank writes, given what each holds: every element exactly once.
 
-    What several ranks hold the lowest of them writes, so that a replicated state is that of one
-    rank, not a mixture. `known` are names of tensors that must be among them. Raises InvalidSpec
-    if elements are missing or chunks cross each other, ShapeMismatch or DtypeMismatch if ranks
-    differ.
+    A chunk that several ranks hold is written by the lowest of them, so that a replicated state is
+    that of one rank, not a mixture. `known`: names of tensors that must be among those held.
+    Raises InvalidSpec if elements are missing or chunks overlap, and ShapeMismatch or DtypeMismatch
+    if ranks differ.
     """
     first: dict[str, PlannedChunk] = {}
     chunks: dict[str, set[Chunk]] = {}
@@ -87,7 +87,7 @@ def plan_writes(
 
 
 def _has_content(item: PlannedChunk) -> bool:
-    """Whether there is something to write: elements, or a tensor that has none at all."""
+    """True if there is something to write: elements, or a whole tensor without elements."""
     return item.chunk.num_elements > 0 or item.chunk == Chunk.whole(item.shape)
 
 
@@ -122,7 +122,7 @@ def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
 
 
 def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
-    """`chunks` are sorted by where they start, so only those still open can cross the next."""
+    """Check that `chunks`, sorted by offsets, cover `whole` and do not overlap."""
     open_boxes: list[Chunk] = []
     for chunk in chunks:
         start = chunk.offsets[:1]

@@ -1,12 +1,12 @@
-"""Writes a checkpoint that the ranks of a group hold together; every rank calls `write`.
+"""Writer of a checkpoint that the ranks of a group hold together; every rank calls `write`.
 
     first rank begins a draft                    -> gather: what each holds
-    every rank writes its share, durably         -> gather: where everything stands
+    every rank writes its share, durably         -> gather: the place of each entry
     first rank writes .metadata and publishes    -> gather: done
 
-DCP's own coordination sends pickled objects, and unpickles what peers send. Here JSON goes round
-and every rank works out the same plan from it; the files are written by DCP's FileSystemWriter,
-or its FsspecWriter.
+DCP's own coordination sends pickled objects, and unpickles what peers send. Here ranks exchange
+JSON, from which each computes the same plan; the files are written by DCP's FileSystemWriter or
+FsspecWriter.
 """
 
 import errno
@@ -26,7 +26,7 @@ from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0
-"""The rank that makes the directory, writes what is no tensor, and publishes."""
+"""Rank that makes the directory, writes all that is not a shard, and publishes."""
 
 _FIXES = {
     errno.ENOSPC: "Free space there, keep fewer checkpoints, or write elsewhere.",
@@ -43,13 +43,13 @@ def write(
     *,
     continues: bool = True,
 ) -> None:
-    """Return once the checkpoint at `path` is complete, on every rank.
+    """Write the checkpoint at `path`; return, on every rank, once it is complete.
 
-    `state_shard` must not change meanwhile. Whatever fails on one rank is raised on all, and
-    nothing of this checkpoint is left: CheckpointFailed for what the system refuses, InvalidSpec
-    if the ranks hold no whole state, or none of them `continues` the run that wrote checkpoints of
-    later steps there. Raises GenerationBroken if a peer is lost: then the next writer removes what
-    is left.
+    `state_shard` must not change meanwhile. An error on one rank is raised on all, and nothing of
+    this checkpoint is left: CheckpointFailed for a refusal of the system; InvalidSpec if the ranks
+    do not hold a whole state, or if checkpoints of later steps exist there and none of the ranks
+    `continues` their run. Raises GenerationBroken if a peer is lost: then the next writer removes
+    the leftovers.
     """
     writer = _Writer(located(path), state_shard, peers)
     try:
@@ -64,7 +64,7 @@ def write(
 
 
 class _Writer:
-    """One rank's part, in the order of the methods."""
+    """Part of one rank in writing a checkpoint; the methods are called in order."""
 
     def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
@@ -74,10 +74,10 @@ class _Writer:
         self._first = peers.rank == FIRST
         self._continues = True
         self._values: Mapping[names.Path, object] = {}
-        """What is no shard, on the first rank."""
+        """Entries that are not shards, on the first rank."""
 
     def open(self, continues: bool) -> list[list[PlannedChunk]]:
-        """Agree on a draft and on who writes what."""
+        """Agree on a draft, and on the chunks that each rank writes."""
 
         def act() -> Any:
             if self._first:
@@ -107,13 +107,13 @@ class _Writer:
         )
 
     def write_share(self, items: Sequence[PlannedChunk]) -> list[list[Place]]:
-        """Where each rank has written its part: a place for each of `_entries`."""
+        """Write this rank's part; return, for each rank, the place of each of its `_entries`."""
 
         def act() -> Any:
             if self._first:
                 if not self._continues:
                     storage.refuse_later(self._path.parent, self._state_shard.step)
-                # Every rank is here, so none still writes an earlier one.
+                # All ranks have reached this point, so none still writes an earlier checkpoint.
                 self._draft.sweep()
             elif not self._draft.is_seen():
                 raise InvalidSpec(
@@ -131,7 +131,7 @@ class _Writer:
         return shard.tensor.detach()[item.chunk.within(shard.chunk)]
 
     def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
-        """What a rank writes: its items and, if it is the first, what is no shard."""
+        """Return the entries of a rank: its items and, if it is the first, the other values."""
         entries = [CheckpointEntry.of_item(item) for item in items]
         values = self._values.items() if first else ()
         return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
@@ -139,7 +139,7 @@ class _Writer:
     def publish(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
     ) -> None:
-        """Return once the checkpoint is complete."""
+        """Publish the checkpoint; return once it is complete."""
 
         def act() -> Any:
             if self._first:
@@ -152,7 +152,7 @@ class _Writer:
     def _stored(
         self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
     ) -> Iterator[tuple[CheckpointEntry, Place]]:
-        """All entries of all ranks. A tied parameter stands under each of its names."""
+        """Yield all entries of all ranks. A tied parameter is listed under each of its names."""
         tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
@@ -164,12 +164,12 @@ class _Writer:
                     yield CheckpointEntry(("model", alias), entry.data), place
 
     def give_up(self) -> None:
-        """Leave nothing behind. All ranks have failed at the same point: none writes any more."""
+        """Discard the draft. All ranks have failed at the same point, so none still writes."""
         if self._first:
             self._draft.discard()
 
     def _together(self, stage: str, act: Callable[[], Any]) -> list[Any]:
-        """What `act` returned on each rank, or the same error on all if it failed on one."""
+        """Return the result of `act` on each rank; if it failed on one, raise its error on all."""
         failure: ShoalError | None = None
         try:
             message: dict[str, Any] = {"done": act()}
@@ -209,14 +209,14 @@ class _Writer:
 
 
 def _from_system(error: BaseException | None) -> OSError | None:
-    """What the system refused. torch turns it into an error of its own while it cleans up."""
+    """Return the underlying OSError. torch replaces it by its own error while it cleans up."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _check_files(draft: Draft, places: Sequence[Place]) -> None:
-    """What the ranks said they wrote must be there: else they wrote to disks of their own."""
+    """Check that the first rank sees all files: otherwise ranks wrote to separate disks."""
     ends: dict[str, int] = {}
     for file, offset, length in places:
         ends[file] = max(ends.get(file, 0), offset + length)

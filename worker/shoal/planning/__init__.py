@@ -1,1 +1,1 @@
-"""What a strategy holds and moves, computed from shapes before anything runs."""
+"""Plans: memory and traffic of a strategy, computed from shapes before anything runs."""

@@ -1,7 +1,7 @@
-"""What a strategy says of itself before anything runs: groups, memory and traffic of a step.
+"""Figures of a strategy before anything runs: groups, memory and traffic of a step.
 
-A strategy that can say so has a method `figures(subject) -> Plan`, see `Planned`. It computes, from
-shapes alone: no group exists yet, and the model may be on the meta device.
+A strategy that can compute them has a method `figures(subject) -> Plan`, see `Planned`. It uses
+only shapes: no process group exists yet, and the model may be on the meta device.
 """
 
 import copy
@@ -23,95 +23,95 @@ FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Operations of one kind in one part of a step, as one rank counts them."""
+    """Collectives of one kind in one part of a step, as one rank counts them."""
 
     kind: str
-    """As `process_group.collectives` counts: "all_gather", "reduce_scatter", "all_reduce", ..."""
+    """Kind as in `process_group.collectives`: "all_gather", "reduce_scatter", "all_reduce", ..."""
     when: str
-    """"forward", "backward" or "update" (from the last gradient to the end of the step)."""
+    """Part of the step: "forward", "backward" or "update" (after the last gradient)."""
     calls: int
     num_bytes: int
-    """Of all calls together; of the whole tensor that an operation is about: what an all-gather
-    puts together, what a reduce-scatter, an all-reduce or a broadcast is given, what is sent or
-    received. Padding counts."""
+    """Bytes of all calls together. A call counts its whole tensor, with padding: the output of an
+    all-gather; the input of a reduce-scatter, an all-reduce or a broadcast; the tensor sent or
+    received."""
     every_steps: int = 1
-    """One of so many steps has it, the others have none of it."""
+    """Interval in steps: one of `every_steps` steps has these collectives, the others none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankFigures:
-    """What one rank holds, in bytes of memory, and what it moves in a step.
+    """Memory of one rank, in bytes, and its collectives in a step.
 
-    Activations, and the buffers of operations under way, are not in it.
+    Activations, and the buffers of collectives in progress, are not included.
     """
 
     parameters: int
-    """Between steps. Padding counts."""
+    """Parameters between steps, with padding."""
     parameters_peak: int
-    """In a step: with those that are whole for as long as layers compute with them."""
+    """Parameters within a step, including those gathered while layers compute with them."""
     gradients: int
-    """When the optimizer steps. A bucket of DDP counts whole: it is there for as long as DDP is,
-    though `zero1` steps few of the gradients in it."""
+    """Gradients when the optimizer steps. DDP's buckets count whole: they live as long as DDP does,
+    although `zero1` steps only some of the gradients in them."""
     gradients_peak: int
-    """In backward: with those that are whole until they are reduced, as they are handed over."""
+    """Gradients in backward, including the whole ones that are not reduced yet."""
     optimizer: int
     """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0
-    """What else is kept from step to step: under local SGD the state that all members had last,
-    and the outer step's velocity."""
+    """Other memory kept from step to step: under local SGD the state that all members last had in
+    common, and the outer step's velocity."""
     collectives: tuple[Collective, ...]
-    """Of a step with one forward and one backward pass in which everything takes part."""
+    """Collectives of a step with one forward and one backward pass that use all parameters."""
 
     @property
     def held(self) -> int:
-        """All that is there when the optimizer steps, but for parameters gathered before."""
+        """Memory in use when the optimizer steps, except for parameters still gathered."""
         return self.parameters + self.gradients + self.optimizer + self.kept
 
     @property
     def peak(self) -> int:
-        """The largest that all of it can come to together."""
+        """Upper bound of the memory in use at any moment."""
         return self.parameters_peak + self.gradients_peak + self.optimizer + self.kept
 
     @property
     def bytes_per_step(self) -> float:
-        """What all collectives of a step are about, on an average over many steps."""
+        """Bytes of all collectives of a step, averaged over many steps."""
         return sum(each.num_bytes / each.every_steps for each in self.collectives)
 
     @property
     def calls_per_step(self) -> float:
-        """How many collectives a step has, on an average over many steps."""
+        """Number of collectives in a step, averaged over many steps."""
         return sum(each.calls / each.every_steps for each in self.collectives)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFigures:
-    """Parameters that travel together: a gathered group, a bucket, a stage."""
+    """Parameters that are communicated together: a gathered group, a bucket, a stage."""
 
     title: str
     num_parameters: int
     num_bytes: int
-    """Of the parameters, whole and without padding."""
+    """Bytes of the parameters, whole and without padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """How a strategy would train a model. `str()` is a table."""
+    """Plan by which a strategy would train a model. `str()` is a table."""
 
     strategy: str
     groups: tuple[GroupFigures, ...]
-    """In the order in which a forward pass comes to them, as far as is known."""
+    """Groups in the order of the forward pass, as far as it is known."""
     ranks: tuple[RankFigures, ...]
     arrangement: str = ""
-    """How the ranks are arranged, if not in a row."""
+    """Arrangement of the ranks, if not in a row."""
     notes: tuple[str, ...] = ()
-    """What the figures leave out or take for granted."""
+    """Notes on what the figures leave out or assume."""
 
     @property
     def world_size(self) -> int:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Calls and bytes of all operations of a kind in one rank's step, one that has them all."""
+        """Return calls and bytes of one rank's collectives of a kind, as in a step with all."""
         found = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in found), sum(each.num_bytes for each in found)
 
@@ -122,27 +122,27 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What a plan is asked for."""
+    """Input of a plan: model, world size, optimizer and inputs."""
 
     model: nn.Module
-    """On any device, meta too; it is not changed."""
+    """Model on any device, also meta; it is not changed."""
     world_size: int
     optimizer: Optimizer | None = None
-    """Of the model's parameters; None: optimizer state counts as nothing."""
+    """Optimizer of the model's parameters; None: no optimizer state is counted."""
     inputs: Any = None
-    """What the model is called with for the global batch, tensors or tuple of tensors, real or
-    meta; None where figures do not depend on it."""
+    """Argument of the model for the global batch: a tensor or a tuple of tensors, real or meta;
+    None if the figures do not depend on it."""
     parameters: Mapping[str, nn.Parameter] = field(init=False)
-    """By name, each once."""
+    """Parameters by name, each once."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", dict(self.model.named_parameters()))
 
     def state_bytes(self, shapes: Mapping[str, tuple[int, ...]]) -> int:
-        """Bytes of the optimizer's state on a rank that steps these parameters in these shapes.
+        """Compute the bytes of optimizer state on a rank that steps parameters in these shapes.
 
-        A copy of the optimizer takes a step on the meta device to find out. Parameters that do not
-        require a gradient have no state. Raises UnsupportedOptimizer if it cannot do that.
+        A copy of the optimizer takes a step on the meta device. Parameters that do not require a
+        gradient have no state. Raises UnsupportedOptimizer if the step fails there.
         """
         if self.optimizer is None:
             return 0
@@ -159,7 +159,7 @@ class Subject:
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
-    """The note for a strategy whose collectives are counted as without its compression."""
+    """Return the note for a strategy whose collectives are counted without its compression."""
     if compression is None:
         return ()
     return (f"bytes are counted as without compression; {compression} sends fewer",)
@@ -172,7 +172,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def render(plan: Plan) -> str:
-    """Groups, bytes per rank, and what each rank moves in a step."""
+    """Render tables of the groups, the bytes per rank, and the collectives of each rank."""
     ranks = "rank" if plan.world_size == 1 else "ranks"
     arranged = f": {plan.arrangement}" if plan.arrangement else ""
     lines = [f"{plan.strategy} on {plan.world_size} {ranks}{arranged}", ""]
@@ -201,10 +201,10 @@ def _together(groups: Sequence[GroupFigures]) -> tuple[str, str]:
 
 
 def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
-    """Groups of one size whose titles differ in one number only become one, where the first was.
+    """Fold groups of one size whose titles differ only in one number into one group.
 
     "layers.0", "layers.1" and "layers.2" become "layers.0-2", with the figures of all three. Fewer
-    than three stay as they are, and so do numbers with a gap.
+    than three are not folded, nor are numbers with a gap.
     """
     alike: dict[_Kind, dict[int, int]] = {}
     for index, group in enumerate(groups):
@@ -227,7 +227,7 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
 
 
 class _Kind(NamedTuple):
-    """What a group is like apart from one number in its title."""
+    """Key of groups that differ only in one number of their titles."""
 
     before: str
     behind: str
@@ -242,7 +242,7 @@ def _kinds(group: GroupFigures) -> Iterator[tuple[_Kind, int]]:
 
 
 def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
-    """Header and rows; what no rank has is left out."""
+    """Return the header and the rows; the column "kept" is omitted if no rank has any."""
 
     def held(rank: RankFigures) -> tuple[int, ...]:
         return (
@@ -264,7 +264,7 @@ def _held(plan: Plan) -> tuple[Sequence[str], list[Sequence[str]]]:
 
 
 def _moved_rows(plan: Plan) -> list[Sequence[str]]:
-    """What each rank moves, and all of it together where that is more than one row."""
+    """Return the rows of each rank's collectives, with a total if there is more than one row."""
     rows: list[Sequence[str]] = []
     for name, rank in _alike(plan, lambda rank: rank.collectives):
         own = [each for each in rank.collectives if each.calls]
@@ -283,7 +283,7 @@ def _when(collective: Collective) -> str:
 
 
 def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
-    """Neighbouring ranks of which the same is to be said, under one name."""
+    """Yield runs of neighbouring ranks with the same key, under one name."""
     assert callable(key)
     for _, found in groupby(enumerate(plan.ranks), lambda item: key(item[1])):
         numbered = list(found)
@@ -292,7 +292,7 @@ def _alike(plan: Plan, key: object) -> Iterable[tuple[str, RankFigures]]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -> list[str]:
-    """Lines; the first `left` columns lean to the left, numbers to the right."""
+    """Return the lines of a table; the first `left` columns are left-aligned, others right."""
     widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
     return [
         "  ".join(
@@ -304,7 +304,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]], *, left: int) -
 
 
 def _size(num_bytes: int) -> str:
-    """Exact below 10 KiB, else with three digits."""
+    """Format a size: exact below 10 KiB, otherwise with three digits."""
     size, unit = float(num_bytes), 0
     while size >= 10 * 1024 or (unit and size >= 1024):
         size, unit = size / 1024, unit + 1
@@ -312,17 +312,17 @@ def _size(num_bytes: int) -> str:
 
 
 class Planned(Protocol):
-    """A strategy that answers for itself."""
+    """Strategy that can compute its own figures."""
 
     def figures(self, subject: Subject) -> Plan:
-        """The figures for this model. Talks to nobody, changes nothing.
+        """Compute the figures for this model, without communication or side effects.
 
-        Raises what `distribute` would refuse the model or the optimizer with.
+        Raises the error with which `distribute` would refuse the model or the optimizer.
         """
 
 
 def _state_after_step(optimizer: Optimizer, stand_ins: dict[int, Any]) -> int:
-    # Its state, which may be large, is not copied: only what a first step makes of it counts.
+    # The optimizer's state, which may be large, is not copied: a first step creates it anew.
     stand_ins[id(optimizer.state)] = type(optimizer.state)(dict)
     trial = copy.deepcopy(optimizer, stand_ins)
     make_first_state(trial)

@@ -1,4 +1,4 @@
-"""What the ranks of a mesh of stages, copies and splits hold and move, from shapes alone."""
+"""Figures of the ranks of a mesh of stages, copies and splits, from shapes alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,24 +28,24 @@ from shoal.planning.rehearsal import Rehearsed, SilentGroup
 from shoal.planning.tensor import first_alike, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
-"""The last stage tells the others the loss."""
+"""Size of the loss, which the last stage sends to the others."""
 NO_INPUTS = "without inputs, what goes from rank to rank in forward and backward is not counted"
 SHAPES = "the first step of each batch shape has one more pass, over zeros, that is not counted"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """What one rank has of the model, on the meta device."""
+    """Part of the model on one rank, on the meta device."""
 
     module: nn.Module
     parameters: Mapping[str, nn.Parameter]
-    """By name in the user's model, in the shapes that this rank holds."""
+    """Parameters by name in the user's model, in the shapes that this rank holds."""
     cut: frozenset[int]
-    """Ids of those that are split over ranks."""
+    """Ids of the parameters that are split over ranks."""
     stage: Stage | None
-    """None where the model is not cut into stages."""
+    """Stage of this part; None if the model is not cut into stages."""
     group: SilentGroup
-    """Of the ranks that it is split over."""
+    """Group of the ranks over which the part is split."""
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -53,13 +53,13 @@ class _Part:
 
 
 class MeshFigures:
-    """Computes one plan. What goes from rank to rank in a pass is known only if the inputs are."""
+    """Computation of one plan. The traffic within a pass is known only if the inputs are."""
 
     def __init__(
         self, subject: Subject, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """`tells_faults_ahead`: where only a rank itself can see that its gradients are not finite,
-        its member tells the others so when they agree on the step."""
+        """Compute the parts. `tells_faults_ahead`: if only a rank itself can see that its gradients
+        are not finite, its member reports that when the members agree on the step."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh
@@ -71,7 +71,7 @@ class MeshFigures:
         self._passes: dict[tuple[int, int], tuple[_Pass, ...]] = {}
 
     def plan(self, strategy: str, notes: tuple[str, ...] = ()) -> Plan:
-        """Of these ranks, under the name of the strategy that arranges them so."""
+        """Return the plan of these ranks, under the name of the strategy that arranges them."""
         if self._subject.inputs is None and self._mesh.pipeline * self._mesh.tensor > 1:
             notes += (NO_INPUTS,)
         if self._mesh.pipeline > 1:
@@ -126,13 +126,13 @@ class MeshFigures:
         )
 
     def _passed(self, stage: int, copy: int, split: int) -> Iterable[Collective]:
-        """What a rank moves in the forward and backward passes of its share of the batch."""
+        """Yield a rank's collectives in the forward and backward passes of its share."""
         if self._subject.inputs is None:
             return
         whole = to_meta(self._subject.inputs)
         samples = StepInputs(inputs={"": whole})
         start, stop = share(0, samples.num_samples, copy, self._mesh.data)
-        # A rank without a share has one sample all the same.
+        # A rank without a share computes with one stand-in sample.
         num_samples = max(stop - start, 1)
         split = first_alike(self._plan.tensor, split)
         key = split, num_samples
@@ -150,7 +150,7 @@ class MeshFigures:
         yield from passes[stage].moved
 
     def _through_stages(self, split: int, inputs: Any, num_samples: int) -> Iterable["_Pass"]:
-        """The passes of one micro-batch through all stages, as the ranks of one split have them."""
+        """Yield the passes of a micro-batch through all stages, for the ranks of one split."""
         if self._plan.cut is None:
             part = self._parts[0, split]
             done = Rehearsed(part.group, lambda: part.module(inputs))
@@ -176,10 +176,10 @@ class MeshFigures:
         return self._tells_faults_ahead and all(len(stages) == 1 for stages in holders)
 
     def _update(self, index: int, part: _Part) -> Iterable[Collective]:
-        """What a rank moves from the last gradient to the end of the step."""
+        """Yield a rank's collectives from the last gradient to the end of the step."""
         if part.stage is not None:
             yield Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=LOSS_BYTES)
-            # Each with one more element that says whether there is a gradient.
+            # Each has one more element: a flag that says whether there is a gradient.
             shared = [
                 (p.numel() + 1) * p.element_size()
                 for name, p in part.trained.items()
@@ -205,14 +205,14 @@ class MeshFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class _Pass:
-    """One stage's part of the passes of a share."""
+    """Part of one stage in the passes of a share."""
 
     count: int
-    """Micro-batches."""
+    """Number of micro-batches."""
     outputs: tuple[Tensor, ...]
-    """What it hands to the next stage, of one micro-batch."""
+    """Activations of one micro-batch that the stage sends to the next one."""
     moved: tuple[Collective, ...]
-    """Among the ranks that the stage is split over, of all micro-batches."""
+    """Collectives among the ranks over which the stage is split, of all micro-batches."""
 
 
 def _messages(kind: str, when: str, tensors: Sequence[Tensor], count: int) -> Collective:

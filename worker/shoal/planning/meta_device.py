@@ -1,4 +1,4 @@
-"""Models and inputs without any memory, to compute shapes with."""
+"""Models and inputs on the meta device, without memory, to compute shapes."""
 
 import copy
 from typing import Any
@@ -10,7 +10,7 @@ from shoal.torch_private.tensors import pytree
 
 
 def on_meta(model: nn.Module) -> nn.Module:
-    """A copy of the model on the meta device; not even its making takes the model's memory."""
+    """Return a copy of the model on the meta device; copying allocates no memory for parameters."""
     memo: dict[int, Any] = {
         id(parameter): nn.Parameter(
             torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad
@@ -21,5 +21,5 @@ def on_meta(model: nn.Module) -> nn.Module:
 
 
 def to_meta(tree: Any) -> Any:
-    """Tensors in tuples, lists and dicts, on the meta device."""
+    """Move the tensors in tuples, lists and dicts to the meta device."""
     return pytree.tree_map_only(Tensor, lambda tensor: tensor.to("meta"), tree)

@@ -1,7 +1,7 @@
-"""One rank's part of a step gone through without any other: on the meta device, all ranks silent.
+"""Rehearsal of one rank's part of a step, on the meta device and without any peer.
 
-What a rank moves while layers compute depends on shapes that only the model knows. So the model's
-own code is run with a group that has no peers, and what it asks of the group is counted.
+The traffic of a rank while layers compute depends on shapes that only the model knows. So the
+model's own code is run with a group that has no peers, and the calls to that group are counted.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class SilentGroup(CollectiveGroup):
-    """A group of which one rank is there. Every operation ends at once and changes nothing."""
+    """Group with only one rank present. Every collective ends at once and changes nothing."""
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size, f"rehearsal of rank {rank} of {size}", 0.0)
@@ -60,13 +60,13 @@ class SilentGroup(CollectiveGroup):
         return Done([tensor], 0.0)
 
     def taken(self) -> dict[str, Count]:
-        """What was counted since the last call."""
+        """Return the counts since the last call, and reset them."""
         taken, self.counts = self.counts, {}
         return taken
 
 
 class Rehearsed:
-    """A forward pass of meta tensors and the backward pass behind it, as the group counted them.
+    """Forward pass of meta tensors and the backward pass after it, as the group counted them.
 
     Raises InvalidSpec if the model cannot be run on the meta device, or not on these inputs.
     """
@@ -74,7 +74,7 @@ class Rehearsed:
     def __init__(self, group: SilentGroup, run: Callable[[], Any]) -> None:
         group.taken()
         try:
-            # What the model makes by itself, masks say, is to be there too.
+            # Tensors that the model creates itself, such as masks, must be on meta too.
             with torch.enable_grad(), torch.device("meta"):
                 self.outputs = run()
             self._forward = group.taken()
@@ -91,7 +91,7 @@ class Rehearsed:
         self._backward = group.taken()
 
     def collectives(self, times: int = 1) -> tuple[Collective, ...]:
-        """Of so many passes like this one."""
+        """Return the collectives of `times` passes like this one."""
         return tuple(
             Collective(
                 kind=kind, when=when, calls=times * count.calls, num_bytes=times * count.bytes

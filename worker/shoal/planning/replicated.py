@@ -1,4 +1,4 @@
-"""What `Replicated` and `Zero1` hold and move, from shapes alone."""
+"""Figures of `Replicated` and `Zero1`, from shapes alone."""
 
 from collections.abc import Sequence
 
@@ -22,7 +22,7 @@ NOTE = "buckets are those from the second step on: torch learns their order in t
 
 
 class ReplicatedFigures:
-    """Computes the plan of whole parameters, gradients all-reduced in DDP's buckets."""
+    """Computation of the plan for whole parameters, with gradients all-reduced in DDP's buckets."""
 
     def __init__(
         self, subject: Subject, bucket_mb: float, *, find_unused_parameters: bool = False
@@ -31,7 +31,7 @@ class ReplicatedFigures:
         self._n = subject.world_size
         self._trained = {n: p for n, p in subject.parameters.items() if p.requires_grad}
         self._finds_unused = find_unused_parameters
-        # Without the search for unused ones, torch has buckets in the order of gradients.
+        # Without the search for unused ones, torch builds buckets in the order of gradients.
         names = list(self._trained) if find_unused_parameters else list(reversed(self._trained))
         found = _buckets([self._trained[name] for name in names], bucket_mb)
         self._buckets = [[names[index] for index in bucket] for bucket in found]
@@ -93,7 +93,7 @@ class ReplicatedFigures:
             calls=len({buffer.dtype for buffer in buffers}),
             num_bytes=sum(buffer.nbytes for buffer in buffers),
         )
-        # Which parameters took part, one 32-bit flag each.
+        # One 32-bit flag for each parameter: whether it took part.
         flags = 4 * len(self._trained) if self._finds_unused else 0
         reduced = Collective(
             kind="all_reduce",
@@ -104,7 +104,7 @@ class ReplicatedFigures:
         return (sent, reduced) if buffers else (reduced,)
 
     def _shared(self) -> tuple[Collective, ...]:
-        """Persistent buffers, which all have of the first rank once more behind the step."""
+        """Return the broadcast of persistent buffers from the first rank after the step."""
         num_bytes = sum(each.nbytes for each in persistent_buffers(self._subject.model).values())
         sent = Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=num_bytes)
         return (sent,) if num_bytes else ()
@@ -126,7 +126,7 @@ class ReplicatedFigures:
 
 
 def _buckets(parameters: list[Tensor], bucket_mb: float) -> list[list[int]]:
-    """Indices of the parameters in each bucket."""
+    """Return the indices of the parameters in each bucket."""
     if not parameters:
         return []
     cap = int(bucket_mb * 1024 * 1024)

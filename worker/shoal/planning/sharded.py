@@ -1,4 +1,4 @@
-"""What `Sharded` holds and moves, from shapes alone."""
+"""Figures of `Sharded`, from shapes alone."""
 
 import math
 from collections.abc import Iterable
@@ -27,13 +27,13 @@ OFFLOADED = (
 
 
 def rows_of(num_rows: int, rank: int, world_size: int) -> int:
-    """How many rows of a parameter are this rank's: as many as the first rank has, or fewer."""
+    """Return the number of a parameter's rows on this rank: that of the first rank, or fewer."""
     most = -(-num_rows // world_size)
     return max(0, min(num_rows - rank * most, most))
 
 
 class ShardedFigures:
-    """Computes one plan. A rank's part is padded to that of the first rank, in memory and moved."""
+    """Computation of one plan. Parts are padded to the first rank's, in memory and collectives."""
 
     def __init__(self, subject: Subject, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
@@ -104,13 +104,13 @@ class ShardedFigures:
         return sum(self._part(p, p.dtype) for p in self._trained(group))
 
     def _reduced(self, group: ModuleGroup) -> int:
-        """What goes into the group's reduce-scatter."""
+        """Return the bytes of the input of the group's reduce-scatter."""
         return self._n * sum(
             self._part(p, self._options.reduces_in(p.dtype)) for p in self._trained(group)
         )
 
     def _gradients_peak(self) -> int:
-        """When a group is reduced: what came before, its own whole, and the result."""
+        """Return the peak: a group's whole gradients and result, and all earlier results."""
         before, peak = 0, 0
         for group in self._order_of_reduction():
             whole = self._reduced(group)
@@ -119,10 +119,10 @@ class ShardedFigures:
         return max(peak, before)
 
     def _order_of_reduction(self) -> list[ModuleGroup]:
-        """The groups with gradients, as backward comes to an end with them.
+        """Return the groups with gradients, in the order in which backward finishes them.
 
-        Nothing that goes into the model, or into the first layer that is trained, needs a
-        gradient; so torch learns only at the very end that they are through, the model first.
+        No input of the model, or of the first trained layer, needs a gradient. So torch finds out
+        only at the very end of backward that these two are finished, the model first.
         """
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         found = [group for group in reversed(self._groups) if self._trained(group)]

@@ -1,4 +1,4 @@
-"""What the ranks of a tensor-parallel group hold and move, from shapes alone."""
+"""Figures of the ranks of a tensor-parallel group, from shapes alone."""
 
 from collections.abc import Mapping
 
@@ -18,8 +18,8 @@ NOTE = "without inputs, activations and their gradients, which the ranks exchang
 
 
 def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
-    """Gradients of replicated parameters are whole on every rank."""
-    # Of ranks that hold parts of the same shapes one is enough.
+    """Compute the plan. Gradients of replicated parameters are whole on every rank."""
+    # Ranks that hold parts of the same shapes share one computation.
     firsts = [first_alike(tensor_plan, rank) for rank in range(subject.world_size)]
     ranks = {first: _rank(subject, tensor_plan, first) for first in set(firsts)}
     return Plan(
@@ -31,7 +31,7 @@ def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
 
 
 def first_alike(tensor_plan: TensorPlan, rank: int) -> int:
-    """The first rank that holds parts of the same shapes as this one, and so does the same."""
+    """Return the first rank that holds parts of the same shapes as this one."""
 
     def shapes(of: int) -> list[tuple[int, ...]]:
         parts = [part for entry in tensor_plan.entries for part in entry.parts.values()]
@@ -41,7 +41,7 @@ def first_alike(tensor_plan: TensorPlan, rank: int) -> int:
 
 
 def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
-    """Each module, with what becomes of it."""
+    """Return a group for each module with parameters, with its style in the title."""
     return tuple(
         GroupFigures(
             title=f"{entry.module or '(the model)'} ({entry.style})",
@@ -54,18 +54,18 @@ def tensor_groups(tensor_plan: TensorPlan) -> tuple[GroupFigures, ...]:
 
 
 def non_finite_message(world_size: int) -> Collective:
-    """By which all ranks learn whether the step's gradients are finite; see `Verdict`."""
+    """Return the all-reduce by which all ranks learn whether the step's gradients are finite."""
     num_bytes = world_size * torch.float32.itemsize
     return Collective(kind="all_reduce", when=UPDATE, calls=1, num_bytes=num_bytes)
 
 
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
-    """Make the module, which is on the meta device, the part that this rank has of it.
+    """Reduce the module, which is on the meta device, to the part that this rank has of it.
 
-    As `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and parameters
-    are the rank's own parts as plain tensors. Returns the ids of those that were cut.
+    Works as `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and with the
+    rank's own parts as plain tensors. Returns the ids of the parameters that were cut.
     """
-    # By id of the whole one, which is kept for as long as its id is in use.
+    # By id of the whole parameter, which is kept alive for as long as its id is in use.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:
@@ -126,19 +126,19 @@ def _collectives(
         spread_positions(model, tensor_plan.sequence, ranks)
         inputs = to_meta(subject.inputs)
         moved = Rehearsed(group, lambda: model(inputs)).collectives()
-    # Gradients of whole parameters are taken from the first rank, those of a dtype together.
+    # The first rank broadcasts the gradients of whole parameters, in one call for each dtype.
     taken = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
     )
     summed = _summed(subject, tensor_plan)
-    # Where no sum can make one, members tell of faults when they agree on the step.
+    # Without such sums, members report non-finite gradients when they agree on the step.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
     told = (non_finite_message(subject.world_size),) if sums else ()
     return (*moved, *summed, taken, *told) if aligned else (*moved, *summed, *told)
 
 
 def _summed(subject: Subject, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Gradients of what each rank computes its positions with, those of a dtype together."""
+    """Return the all-reduces, one a dtype, of gradients that ranks have for their own positions."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

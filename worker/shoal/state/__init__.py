@@ -1,1 +1,1 @@
-"""Training state as shards of named tensors, whoever holds them and however they are cut."""
+"""Training state as shards of named tensors, for any holder and any cut of the tensors."""

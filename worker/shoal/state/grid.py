@@ -1,4 +1,4 @@
-"""A tensor cut at the bounds of all chunks that are held of it."""
+"""Grid of a tensor, cut at the bounds of all chunks of it that ranks hold."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -10,10 +10,10 @@ from shoal.state.shards import Chunk
 
 
 class Grid:
-    """A tensor cut wherever a held chunk begins or ends: each cell is in a chunk wholly or not.
+    """Tensor cut wherever a held chunk begins or ends: no cell is partly in a chunk.
 
-    Takes memory for every cell that is held: for rows or columns as many as chunks, for a mesh of
-    both as many as ranks.
+    Memory grows with the number of held cells: as many as chunks for rows or columns, as many as
+    ranks for a mesh of both.
     """
 
     def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
@@ -29,9 +29,9 @@ class Grid:
                 self._held[cell] = (*self._held.get(cell, ()), number)
 
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
-        """The parts into which the grid cuts `chunk`, and the numbers of the chunks with each."""
+        """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Asked for by many tensors: what each rank holds and needs of one, it does of the next.
+            # Many tensors ask for the same: a rank holds and needs the same chunk of each of them.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 
@@ -49,7 +49,7 @@ class Grid:
             yield Chunk(offsets=start, sizes=sizes), self._held.get(cell, ())
 
     def gaps(self) -> Iterator[Chunk]:
-        """The cells that no chunk has."""
+        """Yield the cells that no chunk contains."""
         if len(self._held) < math.prod(len(cuts) - 1 for cuts in self._cuts):
             shape = tuple(cuts[-1] for cuts in self._cuts)
             yield from (cell for cell, numbers in self.cells(Chunk.whole(shape)) if not numbers)

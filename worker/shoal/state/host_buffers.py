@@ -1,4 +1,4 @@
-"""Host memory for copies of state, one rank's shards behind each other, used again and again."""
+"""Reusable host memory for copies of state: the shards of one rank, packed into one buffer."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,12 +9,12 @@ from shoal.state.host_copies import CopyUnderWay, copy_to_host, host_memory
 from shoal.state.inventory import Meta
 from shoal.state.shards import Chunk, Json, StateShard, TensorShard
 
-# Every shard starts at a multiple of this, so that any dtype can be viewed there.
+# Every shard starts at a multiple of this, so that its bytes can be viewed as any dtype.
 _ALIGNMENT_BYTES = 64
 
 
 class HostBuffer:
-    """Buffer with shards in it."""
+    """Host buffer that holds one set of shards."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -25,10 +25,10 @@ class HostBuffer:
         metas: Mapping[str, Meta],
         sources: Sequence[Tensor] = (),
     ) -> tuple[dict[str, TensorShard], Tensor]:
-        """Shards with nothing in them yet, in the order of `chunks`, and the memory they lie in.
+        """Return uninitialized shards, in the order of `chunks`, and the memory they lie in.
 
-        Those of the last time are gone. Takes new memory only if the size is another: page-locked
-        if it is for these `sources` and some of them lie on a GPU.
+        Overwrites the shards of the previous call. Allocates new memory only if the size differs:
+        page-locked memory if some of the `sources` lie on a GPU.
         """
         places = {}
         end = 0
@@ -37,7 +37,7 @@ class HostBuffer:
             places[name] = slice(end, end + num_bytes)
             end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._memory.numel() != end:
-            # Let go of the old memory before the new is taken.
+            # Free the old memory before the new is allocated.
             self._memory = torch.empty(0, dtype=torch.uint8)
             self._memory = host_memory(end, sources)
         shards = {
@@ -56,20 +56,20 @@ class HostBuffer:
 
 
 class StepCopies:
-    """What one rank keeps of one step: its own snapshot, and what peers have given it.
+    """Copies that one rank keeps of one step: its own snapshot, and those received from peers.
 
-    Written by one thread at a time; `shown` may be called by any.
+    One thread at a time may write; any thread may call `shown`.
     """
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.full = False
-        """Whether all that this rank is to have of the step is here."""
+        """True if this rank has received every copy of the step that it should have."""
         self.everywhere = False
-        """Whether all ranks have completed this step."""
+        """True if the copy of this step is complete on all ranks."""
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
-        """The memory of what goes to peers of the own snapshot."""
+        """Memory of the part of the own snapshot that is sent to peers."""
         self._under_way = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
@@ -79,13 +79,13 @@ class StepCopies:
         self._given: dict[int, HostBuffer] = {}
 
     def clear(self) -> None:
-        """Show nothing any more: the memory is about to be written."""
+        """Hide all copies: their memory is about to be overwritten."""
         self.step, self.full, self.everywhere = None, False, False
         self.own, self._peers = None, {}
 
     def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Make a snapshot of the state shard, which may change on return. A GPU writes it from then
-        on: `wait` before reading it."""
+        """Begin a snapshot of the state shard, which may change on return. A GPU may still be
+        writing the snapshot: call `wait` before reading it."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()
@@ -104,11 +104,11 @@ class StepCopies:
         self.step = state_shard.step
 
     def wait(self) -> None:
-        """Return once the own snapshot can be read. Any thread."""
+        """Block until the own snapshot can be read. Any thread."""
         self._under_way.wait()
 
     def know(self, names: frozenset[str]) -> None:
-        """Learn the names of all tensors that exist at this step."""
+        """Record the names of all tensors that exist at this step."""
         assert self.own is not None
         self._names |= names
         self.own = StateShard(
@@ -117,20 +117,20 @@ class StepCopies:
             values=self.own.values,
             elsewhere=self._names,
         )
-        # Behind that: the trainer may ask at any moment.
+        # Set last: the trainer may ask at any moment.
         self._knows = True
 
     def room_for(
         self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
     ) -> tuple[dict[str, TensorShard], Tensor]:
-        """Shards for what the peer is about to send, and the memory that it goes to as it comes."""
+        """Return shards for what the peer is about to send, and the memory to receive it into."""
         buffer = self._given.setdefault(peer, HostBuffer())
         return buffer.arrange(dict(sorted(chunks.items())), metas)
 
     def show(
         self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]
     ) -> None:
-        """The peer's part is complete."""
+        """Add the copy of this peer, which is complete, to what `shown` returns."""
         assert self.step is not None
         state_shard = StateShard(
             step=self.step, shards=shards, values=values, elsewhere=self._names
@@ -138,11 +138,11 @@ class StepCopies:
         self._peers = {**self._peers, peer: state_shard}
 
     def shown(self) -> list[StateShard]:
-        """Return all that is complete.
+        """Return all complete copies.
 
-        The own snapshot only once it is known what else there was: alone it might be taken for the
-        whole of a state of which a lost rank held what nobody else can name. Before the first step
-        there is the model and no more.
+        The own snapshot is returned only once the names of all other tensors are known. Otherwise
+        it could pass for the whole state, although a lost rank held tensors that no other rank can
+        name. Step 0 is exempt: before the first step there is only the model.
         """
         own, peers = self.own, self._peers
         known = own is not None and (own.step == 0 or bool(own.elsewhere))

@@ -1,7 +1,7 @@
-"""Copies of tensors in host memory, which a GPU writes without the host waiting for it.
+"""Copies of tensors in host memory, which a GPU writes asynchronously.
 
-A copy from a GPU goes at the bus' full speed, and without the host, only into page-locked memory.
-On a CPU the same functions copy at once, and memory is memory.
+A copy from a GPU is asynchronous, and runs at the full speed of the bus, only into page-locked
+memory. For tensors on a CPU the same functions copy at once, into ordinary memory.
 """
 
 import copy
@@ -17,17 +17,17 @@ from torch import Tensor, nn
 log = structlog.get_logger(__name__)
 
 _ALIGNMENT_BYTES = 64
-"""Any dtype can be viewed at a multiple of it."""
+"""Alignment of a tensor in a buffer, so that its bytes can be viewed as any dtype."""
 ROOM_BYTES = 64 * 1024 * 1024
-"""Page-locked memory that `copy_staged` goes through, twice. A power of two: torch keeps such rooms
-for the next call."""
+"""Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
+of such sizes for the next call."""
 
 
 class CopyUnderWay:
-    """Copies that GPUs have been given to make."""
+    """Handle of copies in progress on GPUs."""
 
     def __init__(self, devices: Sequence[torch.device] = ()) -> None:
-        # Blocking: a thread that waits for a copy is not to keep a CPU busy.
+        # Blocking: a thread that waits for a copy must not keep a CPU busy.
         self._events = [
             torch.cuda.current_stream(device).record_event(
                 torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -36,16 +36,16 @@ class CopyUnderWay:
         ]
 
     def wait(self) -> None:
-        """Return once they are made. Any thread, more than once."""
+        """Block until the copies are complete. Any thread may call it, also repeatedly."""
         for event in self._events:
             event.synchronize()
 
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to write each source into the target at its place, which lies on the host.
+    """Begin to copy each source into the target of the same index, which lies on the host.
 
-    The sources may change at once: what the caller's stream does next comes after the copy.
+    The sources may change on return: later work of the caller's stream runs after the copy.
     """
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
@@ -53,7 +53,7 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUn
 
 
 def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
-    """Work that the caller's streams were given so far on the GPUs of these tensors."""
+    """Return a handle of all work that the caller's streams have queued on the tensors' GPUs."""
     return CopyUnderWay(_gpus(tensors))
 
 
@@ -62,10 +62,10 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 
 
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
-    """Bytes with nothing in them yet, page-locked if some of these sources lie on a GPU.
+    """Return uninitialized bytes, page-locked if some of these sources lie on a GPU.
 
-    Exactly so many: torch's own pinned memory comes in powers of two, up to twice as much. It is
-    unlocked with the last tensor that views it.
+    Allocates exactly `num_bytes`, where torch's own pinned memory is rounded up to a power of two.
+    The memory is unlocked when the last tensor that views it is freed.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
@@ -84,12 +84,12 @@ def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
 
 
 def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
-    """View of this memory, locked by the CUDA runtime for as long as a tensor views it; None if the
-    runtime refuses."""
+    """Return a view of this memory, which the CUDA runtime keeps locked while a tensor views it;
+    None if the runtime refuses."""
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
         return None
-    # What torch.frombuffer makes holds the buffer that it was made of, and so do all views of it.
+    # A tensor made by torch.frombuffer keeps its buffer alive, and so do all views of the tensor.
     buffer = (ctypes.c_char * num_bytes).from_address(pointer)
     weakref.finalize(buffer, _unlock, memory, cudart).atexit = False
     return torch.frombuffer(buffer, dtype=torch.uint8)
@@ -100,7 +100,7 @@ def _unlock(memory: Tensor, cudart: Any) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Let the runtime forget a refusal: else the next kernel is taken for the one that failed."""
+    """Clear the CUDA error of a refusal: otherwise the next kernel would appear to have failed."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -108,8 +108,8 @@ def _take_error(device: torch.device) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors, contiguous and on the host: those that are so themselves, others as copies.
-    Those of GPUs come into one piece of page-locked memory, which torch keeps for the next call."""
+    """Return the tensors contiguous and on the host, copied only where that is necessary. Tensors
+    of GPUs are copied into one block of page-locked memory, which torch caches."""
     away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
     if away:
@@ -123,7 +123,7 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
-    """Tensors like these with nothing in them yet, in one piece of memory on the host."""
+    """Return uninitialized tensors like these, in one block of memory on the host."""
     sizes = [-(-each.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in tensors]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     return [
@@ -136,11 +136,11 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 def copy_staged(
     targets: Sequence[Tensor], sources: Sequence[Tensor], *, room_bytes: int = ROOM_BYTES
 ) -> None:
-    """Write each source into the target at its place, which is contiguous and on the host; on
-    return all of it is there.
+    """Copy each source into the target of the same index, which is contiguous and on the host.
 
-    From a GPU by way of two rooms of page-locked memory: while it writes one, the host empties the
-    other. For memory that is used once, and not worth to be locked.
+    Returns when all copies are complete. Tensors of a GPU pass through two page-locked buffers:
+    while the GPU writes one, the host empties the other. Meant for targets that are used once and
+    are not worth locking.
     """
     at_once = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in at_once:
@@ -151,7 +151,7 @@ def copy_staged(
 
 
 def copy_by_rooms(pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int, *, pinned: bool) -> None:
-    """See `copy_staged`; pairs of target and source, the latter all on one device."""
+    """Copy pairs of (target, source) as `copy_staged` does; the sources are all on one device."""
     rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None = None
     for number, batch in enumerate(_batches(pairs, room_bytes)):
@@ -174,7 +174,7 @@ def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None)
 def _batches(
     pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-    """Split the pairs, as bytes, into runs that fit into a room."""
+    """Split the pairs, as bytes, into runs that each fit into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
     left = room_bytes
     for target, source in pairs:
@@ -193,12 +193,12 @@ def _batches(
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """A view of the bytes of a contiguous tensor."""
+    """View a contiguous tensor as bytes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def state_dict_on_host(model: nn.Module) -> dict[str, Tensor]:
-    """The model's own state_dict, copied into host memory; a tied tensor is copied once."""
+    """Return the model's own state_dict, copied into host memory; a tied tensor is copied once."""
     copies: dict[int, Any] = {}
     for tensor in (held := model.state_dict(keep_vars=True)).values():
         if id(tensor) not in copies:
@@ -209,5 +209,5 @@ def state_dict_on_host(model: nn.Module) -> dict[str, Tensor]:
 def _copied(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    # What a module adds by get_extra_state.
+    # The result of a module's get_extra_state.
     return copy.deepcopy(value)

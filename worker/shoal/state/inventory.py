@@ -1,6 +1,6 @@
-"""What ranks tell each other of the state they hold: no tensors, only what and where.
+"""Inventories that ranks exchange of the state they hold: names, chunks and values, no tensors.
 
-Travels as JSON, compressed (names repeat a great deal), within bounds that the receiver checks.
+Inventories are sent as JSON, compressed (names repeat a great deal); the receiver checks bounds.
 """
 
 import json
@@ -17,47 +17,47 @@ from shoal.state.shards import DTYPES, Chunk, GroupedChunks, Json, Names, StateS
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024
-"""Of one message, compressed or not; a thousand tensors take about 100 KiB."""
+"""Limit of one message once it is inflated; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
 MAX_PICKED = 4096
-"""Groups of tensors that are remembered of a table; a rank tells of a few, mostly the same ones."""
+"""Groups of tensors that a table caches; each rank sends only a few, and mostly the same ones."""
 _LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What all ranks agree on for one tensor of the state."""
+    """Shape and dtype of one tensor of the state, the same on all ranks."""
 
     shape: tuple[int, ...]
-    """Of the whole."""
+    """Shape of the whole tensor."""
     dtype: torch.dtype
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """One holding, without what stands in it."""
+    """Description of one state shard, without the contents of its tensors."""
 
     step: int
     chunks: Mapping[str, Chunk]
-    """By name; none is empty."""
+    """Chunks by name of the tensor; none is empty."""
     values: Mapping[str, Json] = field(default_factory=dict)
     elsewhere: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inventory:
-    """All that one rank holds."""
+    """Description of everything that one rank holds."""
 
     metas: Mapping[str, Meta]
-    """Of every name in the listings."""
+    """Shape and dtype of every name in the listings."""
     listings: Sequence[Listing]
 
 
 def inventory_of(held: Sequence[StateShard]) -> Inventory:
-    """What to announce of these holdings; they may be of different steps.
+    """Return the inventory of these state shards, which may be of different steps.
 
     Raises ShapeMismatch or DtypeMismatch if they contradict each other, and UnsupportedOptimizer
-    for a dtype that cannot travel.
+    for a dtype that cannot be sent.
     """
     metas: dict[str, Meta] = {}
     listings = []
@@ -87,7 +87,7 @@ def inventory_of(held: Sequence[StateShard]) -> Inventory:
 
 
 def add_meta(metas: dict[str, Meta], name: str, meta: Meta) -> None:
-    """Add what somebody says of a tensor. Raises ShapeMismatch, DtypeMismatch if others differ."""
+    """Record a tensor's meta. Raises ShapeMismatch or DtypeMismatch if another was recorded."""
     known = metas.setdefault(name, meta)
     if known.shape != meta.shape:
         raise ShapeMismatch(
@@ -103,12 +103,12 @@ def add_meta(metas: dict[str, Meta], name: str, meta: Meta) -> None:
 
 
 def pack(content: Json) -> bytes:
-    """The content as a message."""
+    """Encode the content as a message."""
     return zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 1)
 
 
 def unpack(message: bytes, rank: int) -> Any:
-    """The content of a message of this rank, yet to be judged. Raises MalformedMessage."""
+    """Decode a message of this rank; its content is not validated. Raises MalformedMessage."""
     inflate = zlib.decompressobj()
     try:
         text = inflate.decompress(message, MAX_TEXT_BYTES)
@@ -128,15 +128,15 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 
 def to_message(inventory: Inventory) -> bytes:
-    """The inventory as a message. The table of names stands apart: ranks that have the same one say
-    it in the same bytes, which are read once."""
+    """Encode the inventory as a message. The table of names is compressed by itself: ranks with the
+    same table send the same bytes, and the receiver decodes them once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
 
 
 def from_message(message: bytes, rank: int) -> Inventory:
-    """The inventory that `to_message` gave. Raises MalformedMessage."""
+    """Decode an inventory that `to_message` encoded. Raises MalformedMessage."""
     start = _LENGTH_BYTES + int.from_bytes(message[:_LENGTH_BYTES], "big")
     if start > len(message):
         raise malformed(rank, f"{len(message)} bytes, where a table ends at {start}")
@@ -157,9 +157,9 @@ def _packed_table(head: bytes) -> "Table":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """The inventory as lists, in which tensors are named once and then numbered.
+    """Convert the inventory to lists, in which tensors are named once and then numbered.
 
-    The table of names is a text of its own: as most ranks have the same, it is read only once.
+    The table of names is a JSON text of its own: most ranks have the same, so it is parsed once.
     """
     return list[Json](_to_json(inventory))
 
@@ -183,7 +183,7 @@ def _to_json(inventory: Inventory) -> tuple[str, list[Json]]:
 
 
 def from_json(content: Any, rank: int) -> Inventory:
-    """The inventory that `to_json` gave. Raises MalformedMessage."""
+    """Decode an inventory that `to_json` encoded. Raises MalformedMessage."""
     try:
         table, listings = content
         known = _table(_text(table))
@@ -211,7 +211,7 @@ def _inventory(table: "Table", listings: Any, rank: int) -> Inventory:
 
 
 class Table:
-    """Tensors that are spoken of by their numbers."""
+    """Table of tensors, in which messages refer to a tensor by its number."""
 
     def __init__(self, metas: Mapping[str, Meta]) -> None:
         self.metas = metas
@@ -219,7 +219,7 @@ class Table:
         self._picked: dict[tuple[int, ...], Mapping[tuple[int, ...], Names]] = {}
 
     def pick(self, numbers: Sequence[Any]) -> Mapping[tuple[int, ...], Names]:
-        """The names of the tensors of these numbers, by shape.
+        """Return the names of the tensors with these numbers, by shape.
 
         Raises ValueError, TypeError or LookupError.
         """
@@ -256,7 +256,7 @@ def _table(text: str) -> Table:
 def chunks_to_json(
     chunks: Mapping[str, Chunk], names: Sequence[str], metas: Mapping[str, Meta]
 ) -> Json:
-    """Chunks with the places in `names` of the tensors that they are of; whole tensors apart."""
+    """Encode chunks, each with the indexes of its tensors in `names`; whole tensors come first."""
     whole: list[Json] = []
     cut: dict[Chunk, list[Json]] = {}
     for index, name in enumerate(names):
@@ -272,7 +272,7 @@ def chunks_to_json(
 
 
 def chunks_from_json(content: Any, table: Table) -> GroupedChunks:
-    """The chunks that `chunks_to_json` gave. Raises ValueError, TypeError or LookupError."""
+    """Decode chunks of `chunks_to_json`. Raises ValueError, TypeError or LookupError."""
     whole, cut = content
     groups = [(Chunk.whole(shape), names) for shape, names in table.pick(whole).items()]
     for offsets, sizes, numbers in cut:

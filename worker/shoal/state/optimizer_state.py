@@ -1,10 +1,10 @@
-"""What an optimizer keeps for its parameters, and the settings of its groups, by name.
+"""State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, under `optim.<parameter>/<key>`. All else is a plain value: it
-stands in the values of a state under `SLOTS`, exactly as it is, and names the tensors within it,
-which are shards of their own. A rank tells of the parameters that it steps, so what ranks tell is
-put together (`merged`). A mark (`mark_of`), one byte among the shards, shows that a rank holds the
-values of a parameter: so they are missed if it is lost.
+A tensor is a shard of the state, under `optim.<parameter>/<key>`. All else is a plain value: it is
+stored exactly in the values of a state, under `SLOTS`, and names the tensors within it, which are
+shards of their own. Each rank reports the parameters that it steps, and `merged` combines the
+reports. A mark (`mark_of`), one byte among the shards, shows that a rank holds the values of a
+parameter: if that rank is lost, the values are known to be missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,26 +26,26 @@ from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 SLOTS = "slots"
-"""Where the values of the parameters stand in a state's: by parameter, then by key."""
+"""Key in a state's values of what is kept for the parameters: by parameter, then by key."""
 INNER = "#"
-"""Begins the key of a tensor that stands within a value. By itself it is the key of a mark."""
+"""Prefix of the key of a tensor within a value. By itself it is the key of a mark."""
 _SMALL = 1 << 63
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slots:
-    """What an optimizer keeps for one parameter."""
+    """State that an optimizer keeps for one parameter."""
 
     tensors: Mapping[str, Tensor]
-    """By key; of one within a value, `INNER` and the dotted path to it."""
+    """Tensors by key; the key of a tensor within a value is `INNER` and the dotted path to it."""
     values: Mapping[str, Json]
-    """By key."""
+    """Plain values by key."""
 
 
 def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -> Slots:
-    """What the optimizer keeps for this parameter, not copied.
+    """Return the state that the optimizer keeps for this parameter, not copied.
 
-    Raises UnsupportedOptimizer, with the place, for what no other member could be given.
+    Raises UnsupportedOptimizer, with the key, for state that cannot be sent to another member.
     """
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
@@ -71,7 +71,7 @@ def take_slots(state: Mapping[Any, Any], parameter: str, optimizer: Optimizer) -
 
 
 def put_slots(slots: Slots) -> dict[str, Any]:
-    """What `take_slots` was given. Raises MalformedMessage for what it did not make."""
+    """Rebuild the state given to `take_slots`. Raises MalformedMessage for other values."""
     inner = {
         key.removeprefix(INNER): tensor
         for key, tensor in slots.tensors.items()
@@ -82,9 +82,9 @@ def put_slots(slots: Slots) -> dict[str, Any]:
 
 
 def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
-    """The settings of the optimizer's groups, without their parameters.
+    """Return the settings of the optimizer's groups, without their parameters.
 
-    Raises UnsupportedOptimizer, with the name of the setting, for what no member could be given.
+    Raises UnsupportedOptimizer, naming the setting, if one cannot be sent to another member.
     """
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
@@ -108,7 +108,7 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
 def plain_setting(
     value: Any, path: tuple[str, ...], refused: Refusal, taken: set[str] | None = None
 ) -> Json:
-    """The value of a setting, without its type if that is a tensor's or a tuple's."""
+    """Return the value of a setting as JSON, with tensors inline as numbers."""
     if _is_small(value):
         small: Json = value
         return small
@@ -116,13 +116,13 @@ def plain_setting(
 
 
 def put_settings(optimizer: Optimizer, values: Mapping[str, Any]) -> None:
-    """Take over the settings of the optimizer's groups from a state's values."""
+    """Apply the settings in a state's values to the optimizer's groups."""
     for group, settings in zip(optimizer.param_groups, settings_of(values), strict=False):
         group.update((key, value) for key, value in settings.items() if key != "params")
 
 
 def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The settings that stand in a state's values, by group."""
+    """Return the settings in a state's values, by group."""
     groups: Sequence[Mapping[str, Json]] = values.get("groups") or ()
     return [
         {key: put_together(value, {}) for key, value in settings.items()} for settings in groups
@@ -130,7 +130,7 @@ def settings_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
-    """Raise UnsupportedOptimizer if the optimizer keeps state for what is none of these."""
+    """Raise UnsupportedOptimizer if the optimizer keeps state for anything but these tensors."""
     own = set(map(id, parameters))
     for owner in optimizer.state:
         if id(owner) not in own:
@@ -145,7 +145,7 @@ def refuse_other_owners(optimizer: Optimizer, parameters: Iterable[Tensor]) -> N
 
 
 def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedOptimizer:
-    """The error for state that no member could be given, and no checkpoint could hold."""
+    """Return the error for state that neither a message nor a checkpoint can carry."""
     return UnsupportedOptimizer(
         f"the state of {type(optimizer).__name__} cannot be handed to another member",
         seen=seen,
@@ -159,7 +159,7 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
 
 
 def mark_of(parameter: str) -> tuple[str, TensorShard]:
-    """The shard that shows that a rank holds the values of this parameter."""
+    """Return the name and shard of a mark: the rank that has it holds the parameter's values."""
     return f"{OPTIM}{parameter}/{INNER}", TensorShard.whole(torch.ones((), dtype=torch.uint8))
 
 
@@ -169,14 +169,14 @@ def is_mark(name: str) -> bool:
 
 
 def is_of_value(name: str) -> bool:
-    """True for the name of a mark, or of a tensor within a value: one step may have it, the next
-    not."""
+    """True for the name of a mark, or of a tensor within a value, which may exist at one step and
+    not at the next."""
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 
 def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The values of all parameters, from the values of a state as each rank has them: by rank, so
-    that of what several tell the lowest counts."""
+    """Merge the values of all parameters from the state's values on each rank, in the order of
+    ranks. If several ranks report a parameter, the lowest rank wins."""
     found: dict[str, Any] = {}
     for values in told:
         found = {**(values.get(SLOTS) or {}), **found}
@@ -184,7 +184,7 @@ def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_small(value: object) -> bool:
-    """True for what is its own plain value, as most are."""
+    """True for a number, string or None, which is its own plain value."""
     if type(value) is int:
         return abs(value) < _SMALL
     return value is None or type(value) in (bool, float, str)

@@ -1,7 +1,7 @@
-"""What members keep in host memory so that the state outlives some of them.
+"""Copies of the state in the host memory of peers, so that it survives the loss of members.
 
-Every few steps each rank copies its part of the state, keeps the copy, and gives it to the next
-ranks while training goes on.
+Every few steps each rank copies its part of the state, keeps the copy, and sends it to peers while
+training goes on.
 """
 
 import queue
@@ -35,18 +35,18 @@ from shoal_proto.errors import GenerationBroken, InternalError, InvalidSpec
 log = structlog.get_logger(__name__)
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""A copy travels in messages of this size, each of which must come within a time limit."""
+"""Size of the messages in which a copy is sent; each must arrive within a time limit."""
 
 
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
-    """The ranks that get copies of each rank, from the hosts of all, by rank; pure.
+    """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks stand in a ring, those of a host together, and each gives its copies to those that stand
-    as far ahead of it as the largest host is long: on another host, as long as no host has more
-    than half of the ranks, and as far as possible where one has. Each is given as many as it gives.
+    Ranks form a ring, sorted by host. Each rank sends its copies ahead by multiples of the size of
+    the largest host: to another host, unless one host has more than half of the ranks, and then as
+    far as possible. Each rank receives as many copies as it sends.
 
-    Where some are `leaving`, only those that stay are given any: of each that leaves one more, as
-    it will not be there to have its own.
+    If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
+    because its own snapshot leaves with it.
     """
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
@@ -64,7 +64,7 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
 
 @dataclass(frozen=True)
 class _Ring:
-    """Where copies go from one rank, and come to it from."""
+    """Position of one rank in the exchange of copies: its targets and its sources."""
 
     rank: int
     hosts: Sequence[str]
@@ -75,8 +75,8 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """The ranks that get copies of this one's, where these leave, and those whose copies it
-        gets."""
+        """Return the ranks to which this one sends copies if these leave, and those from which it
+        receives copies."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
             (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
@@ -86,7 +86,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class LaterGroup:
-    """A group that all ranks of the world make with the first copy."""
+    """Process group that all ranks create when the first copy is offered."""
 
     make: Callable[[], dist.ProcessGroup]
 
@@ -98,26 +98,26 @@ class LaterGroup:
 
 
 class PeerCopies:
-    """The copies of one generation.
+    """Peer copies of one generation.
 
-    Each rank keeps a snapshot of its own holding, and of `copies` other ranks what is lost with
-    them (`targets_of`): as long as a rank or one of those with its copies is left of each, they
-    hold a whole step. So a host may be lost with all its ranks, unless it has more than half of
-    them. Of two copies that are kept the older one is written over by the next, and only once the
-    newer one is complete on every rank: at each moment there is a step that is complete everywhere,
-    from the end of the first copy on. Until then the last generation's remain.
+    Each rank keeps a snapshot of its own state shard and, of `copies` other ranks, the part that is
+    lost with them (`targets_of`). The ranks left hold a whole step as long as each rank or one of
+    its targets is left. So a host may be lost with all its ranks, unless it has more than half of
+    them. Two copies are kept. The next one overwrites the older, and only once the newer is
+    complete on every rank: from the end of the first copy on, one step is always complete
+    everywhere. Until then the copies of the last generation remain.
 
-    **How old.** With a copy offered every K steps: as copying must end before the next is offered,
-    what a loss finds is at most 2 K steps behind the newest step that any rank has committed, and
-    at most K steps if the last copy was complete already.
+    **Age.** With a copy offered every K steps, the state after a loss is at most 2 K steps behind
+    the newest step that any rank has committed, as copying must end before the next offer; and at
+    most K steps if the last copy was complete.
 
-    **Memory**, on the host: 2 x (this rank's holding + what travels of the `copies` ranks whose
-    copies it has), and what members that leave have left with it. Until a generation's first copy
-    is complete, up to four copies of generations before it and one of its own; no more than three
-    unless several generations in a row end that soon.
+    **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
+    ranks whose copies it has), and what leaving members have left with it. Until a generation's
+    first copy is complete, up to four copies of earlier generations and one of its own; no more
+    than three unless several generations in a row end that soon.
 
-    The group must be for nothing else: it is used from a thread, at the same time as others. A
-    state's names, shapes and chunks are sent only when they have changed.
+    The group must serve nothing else: a thread uses it while the trainer uses others. Names, shapes
+    and chunks are sent only when they have changed.
     """
 
     def __init__(
@@ -131,11 +131,11 @@ class PeerCopies:
         limit_s: float | None = None,
         hosts: Sequence[str] = (),
     ) -> None:
-        """`hosts`: that of each rank; empty: all have one. `travels` says of each name, on all
-        ranks alike, whether it is lost with its rank.
+        """Set up the copies. `hosts`: the host of each rank; empty: all are on one. `travels` is
+        True for a name whose tensor is lost with its rank; it must be the same on all ranks.
 
-        A message that takes longer than `limit_s` fails the copy. None: than the group's own limit
-        for messages, which for a Gloo group of a session is a sixth of the limit of its bring-up.
+        A message that takes longer than `limit_s` fails the copy. None: the group's own limit,
+        which for a Gloo group of a session is a sixth of the limit of its bring-up.
         """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
@@ -149,10 +149,10 @@ class PeerCopies:
         self._travels = travels
         self._remains: tuple[StepCopies, ...] = before._left() if before is not None else ()
         self._slots = (StepCopies(), StepCopies())
-        """The older one first."""
+        """Slots of the two copies, the older one first."""
         self._changed = threading.Condition()
         self.num_moved = 0
-        """Messages that have come through. Any thread."""
+        """Number of completed messages. Any thread."""
         self._busy = False
         self._closed = False
         self._failure: BaseException | None = None
@@ -165,7 +165,7 @@ class PeerCopies:
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
-        # It alone has the group: whoever is the last to hold one must wait for its threads.
+        # Only this thread holds the group: the last holder of a group must wait for its threads.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )
@@ -178,14 +178,14 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's holding, which may change on return: a GPU copies it before what the
-        trainer's stream does next. All ranks offer the same steps, and say of the same ranks that
-        they leave behind it.
+        """Copy this rank's state shard, which may change on return: a GPU copies it before later
+        work of the trainer's stream. All ranks offer the same steps, and the same `leaving` ranks:
+        those that leave after this step.
 
-        What goes to peers goes in the background. Waits for the copy before to be complete on all
-        ranks: no longer than the time limits of its messages. Raises what that copy failed
-        with, as a collective of the group would, and GenerationBroken after `close`. Also in a
-        world of one, which forgets what is left of the last generation: nobody needs it any more.
+        Peers are sent their copies in the background. Waits until the previous copy is complete on
+        all ranks, at most for the time limits of its messages. Raises that copy's error, as a
+        collective of the group would, and GenerationBroken after `close`. Without peers it only
+        drops the copies of the last generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._remains = ()
@@ -202,7 +202,7 @@ class PeerCopies:
         self._queue.put((slot, leaving))
 
     def flush(self) -> None:
-        """Return once the copy under way is complete on all ranks. Raises as `offer`."""
+        """Block until the copy in progress is complete on all ranks. Raises as `offer`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._busy or self._failure or self._closed)
             if self._failure is not None:
@@ -211,10 +211,10 @@ class PeerCopies:
                 raise GenerationBroken("the copies of this generation were given up")
 
     def held(self) -> Sequence[StateShard]:
-        """All that this rank could give to others: its own snapshots and its peers' copies.
+        """Return all that this rank could give to others: its own snapshots and its peers' copies.
 
-        Any thread. What is still on its way never shows. Valid until the next `offer`; for good
-        after `close`.
+        Any thread. Excludes copies still being received. Valid until the next `offer`; after
+        `close` it stays valid.
         """
         return [
             state_shard for slot in (*self._remains, *self._slots) for state_shard in slot.shown()
@@ -222,25 +222,25 @@ class PeerCopies:
 
     @property
     def complete_step(self) -> int | None:
-        """The newest step that is complete on all ranks of this generation, as far as known."""
+        """Newest step that is known to be complete on all ranks of this generation."""
         complete = [slot.step for slot in self._slots if slot.everywhere and slot.step is not None]
         return max(complete, default=None)
 
     @property
     def names(self) -> frozenset[str]:
-        """Of all tensors of the state, as of the last copy that began."""
+        """Names of all tensors of the state, as of the last copy that began."""
         return self._catalogue.names
 
     @property
     def num_bytes(self) -> int:
-        """Host memory that is taken now."""
+        """Host memory in use."""
         return sum(slot.num_bytes for slot in (*self._remains, *self._slots))
 
     def close(self) -> None:
-        """Offer and receive no more. Quick, waits for nobody, may be called twice.
+        """Stop offering and receiving. Does not block; may be called twice.
 
-        A copy under way goes on, for peers that are still at it, until it ends or its group is cut.
-        What is held stays.
+        A copy in progress goes on, for peers that still take part in it, until it ends or its group
+        is cut. Copies that are held are kept.
         """
         with self._changed:
             self._closed = True
@@ -248,16 +248,16 @@ class PeerCopies:
         self._queue.put(None)
 
     def join(self, limit_s: float) -> None:
-        """Behind `close`: return once the copy under way has ended, or after this time."""
+        """Wait, after `close`, until the copy in progress has ended, at most `limit_s`."""
         if self._thread is not None:
             self._thread.join(limit_s)
 
     def _left(self) -> tuple[StepCopies, ...]:
-        """What the next generation is to hold.
+        """Return the copies that the next generation is to hold.
 
-        Where no copy was seen to be complete everywhere, that is what this generation was given of
-        such copies, the newest that is complete on this rank (it may be so on all, and be all that
-        they kept), and the one that was begun.
+        If a copy of this generation is known to be complete everywhere, its own copies suffice.
+        Otherwise: the inherited ones known to be complete, the newest inherited one that is
+        complete on this rank (all ranks may have kept it, and only it), and the own ones begun.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.everywhere for slot in own):
@@ -281,12 +281,12 @@ class PeerCopies:
         except Exception as error:  # noqa: BLE001 - raised to the trainer by its next offer
             log.info("copies_ended", reason=str(error), closed=self._closed)
             with self._changed:
-                # Without its frames, which hold the group.
+                # Drop the traceback: its frames hold the group.
                 self._failure = error.with_traceback(None)
                 self._changed.notify_all()
 
     def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
-        """Give the slot's own part to peers of this rank, where these leave, and take theirs."""
+        """Send the slot's own part to peers, and receive theirs; `ranks` are those that leave."""
         own = slot.own
         assert own is not None
         slot.wait()
@@ -310,7 +310,7 @@ class PeerCopies:
             slot.show(peer, shards, values[peer])
         slot.full = True
         self._wait(leaving)
-        # Behind this every rank has all that it is to have of this step.
+        # After this every rank has all the copies of this step that it should have.
         dist.all_reduce(torch.zeros(1), group=group)
 
     def _wait(self, works: Sequence[Any]) -> None:
@@ -328,18 +328,18 @@ def _chunks(memory: Tensor) -> list[Tensor]:
 
 
 class Catalogue:
-    """The last that each rank has told."""
+    """The inventory that each rank announced last."""
 
     def __init__(self, world_size: int) -> None:
         self.names: frozenset[str] = frozenset()
-        """Of all tensors, whoever has them."""
+        """Names of all tensors on any rank."""
         self._told: Inventory | None = None
         self._known: list[Inventory | None] = [None] * world_size
 
     def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
-        """Tell the others what this rank has of a step and learn what they have; their values.
+        """Exchange inventories of a step with all ranks, and return the values of each, by rank.
 
-        Collective. Raises InternalError if the ranks are at different steps, MalformedMessage.
+        Collective. Raises InternalError if the ranks are at different steps, and MalformedMessage.
         """
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
         news = None if inventory == self._told else to_json(inventory)
@@ -365,7 +365,7 @@ class Catalogue:
         return all_values
 
     def of(self, rank: int) -> tuple[Mapping[str, Chunk], Mapping[str, Meta]]:
-        """The chunks that the rank has, and what tensors they are of. Raises MalformedMessage."""
+        """Return the chunks of a rank, and the metas of its tensors. Raises MalformedMessage."""
         inventory = self._known[rank]
         if inventory is None or len(inventory.listings) != 1:
             raise malformed(rank, "a copy without a list of its contents")

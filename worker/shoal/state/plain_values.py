@@ -1,7 +1,7 @@
-"""What a `state_dict()`, or an optimizer, holds as plain values beside tensors, and back.
+"""Conversion of a `state_dict()`, or of an optimizer's state, to JSON and tensors, and back.
 
-Nothing is pickled: what arrives from another member, or from a checkpoint, is numbers, text and
-tensors, whoever wrote it.
+Nothing is pickled: a message of another member, or a checkpoint, holds only numbers, text and
+tensors, even from an untrusted writer.
 """
 
 import base64
@@ -17,30 +17,30 @@ from shoal.state.shards import DTYPES, Json, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 
 MAX_VALUES = 20_000
-"""Of one object, tensors counted as one: what is more is a table, and belongs into a tensor."""
+"""Limit for one object; a tensor counts as one. Larger data is a table, and belongs in a tensor."""
 MAX_BITS = 4096
-"""Of an integer: longer ones Python writes as text only if it is told to."""
+"""Limit for an integer: Python refuses by default to convert longer ones to text."""
 MAX_PICKLED_BITS = 2032
-"""The same for one that stands in a checkpoint by itself: torch's unpickler knows none longer."""
+"""Limit for an integer that is a checkpoint entry: torch's unpickler reads none that is longer."""
 MAX_INLINE = 100_000
-"""Elements of a tensor that travels as numbers."""
+"""Limit for the elements of a tensor that is written as numbers."""
 MAX_DEPTH = 50
 _MARK = "$"
-"""Begins the only key of what JSON has no notation for."""
+"""Prefix of the only key of a dict that stands for a type without a JSON notation."""
 _CARRIED = (
     "tensors, numpy arrays, numbers, strings, bytes, None, and lists, tuples and dicts of these"
 )
 CARRIED_EXACTLY = "tensors, numbers, strings, None, and lists, tuples and dicts of these"
 
 Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
-"""(where it stands, what was seen, what is expected) -> the error to raise."""
+"""Function of (path, what was seen, what is expected) that returns the error to raise."""
 
 
 def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
-    """The state as JSON, and the tensors that it names, by the dotted path at which each stands.
+    """Split the state into JSON and the tensors that the JSON names, by their dotted paths.
 
-    The tensors are those of the state, not copied. Raises InvalidSpec, with the place, for what
-    cannot be given to another member.
+    The tensors are those of the state, not copied. Raises InvalidSpec, with the path, for a value
+    that cannot be sent to another member.
     """
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
@@ -63,18 +63,18 @@ def take_apart_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """As `take_apart`, of what has to come back as of the same type, and which plain torch is to
-    find in a checkpoint as it was. Numbers of NumPy, and members of enums, are Python's numbers.
+    """Split as `take_apart` does, but only values that come back with the same type, so that plain
+    torch finds them unchanged in a checkpoint. Numbers of NumPy and enums become Python's.
 
-    `inline`: tensors stand among the values, as numbers. `taken`: dotted paths in use beside this
-    value, to which its own are added: torch names the entries of a checkpoint by them.
+    `inline`: write tensors as numbers among the values. `taken`: dotted paths already in use, to
+    which those of this value are added: torch names the entries of a checkpoint by them.
     """
     apart = _Apart(refused, is_exact=True, is_inline=inline, taken=taken)
     return apart.plain(value, path), apart.tensors
 
 
 def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """The state that `take_apart` was given. Raises MalformedMessage for what it did not make."""
+    """Rebuild the state given to `take_apart`. Raises MalformedMessage for other values."""
     try:
         return _together(values, tensors)
     except (TypeError, ValueError, LookupError, RecursionError) as error:
@@ -145,7 +145,7 @@ class _Apart:
         return items if plain else {_MARK + "pairs": pairs}
 
     def _inside(self, item: Any, path: tuple[str, ...]) -> Json:
-        """An entry of a container, at a path of its own."""
+        """Convert an entry of a container, at its own path."""
         if self._is_exact:
             dotted = ".".join(path)
             if dotted in self._taken:
@@ -177,18 +177,18 @@ class _Apart:
 
 
 def fault_of(tensor: Tensor) -> str:
-    """Why a tensor cannot be given to another member, or stand in a checkpoint; "" if it can."""
+    """Return why a tensor can be neither sent nor written to a checkpoint; "" if it can."""
     if tensor.layout is not torch.strided or name_of(tensor.dtype) not in DTYPES:
         return f"a tensor of {tensor.layout} and {tensor.dtype}"
     kind = type(tensor)
-    # What computes with tensors of its own has no elements in memory.
+    # A subclass that dispatches to inner tensors has no elements of its own in memory.
     if not isinstance(tensor, DTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a {kind.__name__}, which is made of other tensors"
     return ""
 
 
 def _is_numpy_number(value: object) -> bool:
-    """True for a number or text of NumPy's; not for a date, of which `item` may make a number."""
+    """True for a NumPy number or text; not for a date, which `item` may turn into a number."""
     return isinstance(value, np.generic) and value.dtype.kind in "biufcUS"
 
 
@@ -198,7 +198,7 @@ def _is_alone(value: object) -> bool:
 
 
 def _base_of(value: object) -> type:
-    """What a value is carried as."""
+    """Return the type as which a value is carried."""
     for kind, carried in (
         (Mapping, dict),
         (list, list),
@@ -211,7 +211,7 @@ def _base_of(value: object) -> type:
 
 
 def _scalar(value: object) -> tuple[Json] | None:
-    """What is no container, without what subclasses (enums, say) add to it; None for another."""
+    """Return a scalar as its base type, in a tuple; None for a container or an unknown type."""
     if value is None:
         return (None,)
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""The state of a replicated model and its optimizer, by name, and back."""
+"""State of a replicated model and its optimizer: collected by name, and restored."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -31,20 +31,20 @@ OPTIMIZER = "optimizer/"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """Everything that training has changed, by name: what a joiner needs to go on from here."""
+    """State that training changes, by name: a joiner needs it to continue from here."""
 
     step: int
-    """Optimizer steps behind it."""
+    """Number of optimizer steps taken."""
     tensors: Mapping[str, Tensor]
     values: Mapping[str, Json] = field(default_factory=dict)
-    """What is no tensor: hyper-parameters, counters."""
+    """Values that are not tensors: hyperparameters, counters."""
 
 
 class ReplicatedState:
     """Reads and writes everything that training changes in a model and its optimizer.
 
-    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, which nobody
-    would keep the same on all members, and for tensors of the model that no member can be given.
+    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, as nothing would
+    keep it the same on all members; and for tensors of the model that cannot be sent to a member.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -64,11 +64,11 @@ class ReplicatedState:
                     )
 
     def name_of(self, parameter: Tensor) -> str:
-        """The parameter's name in the model."""
+        """Return the parameter's name in the model."""
         return self._names[parameter]  # type: ignore[index]
 
     def collect(self, step: int) -> State:
-        """The state as it stands, not copied: valid until the next step."""
+        """Return the current state, not copied: valid until the next step."""
         tensors: dict[str, Tensor] = {}
         for name, parameter in self.parameters.items():
             tensors[f"parameter/{name}"] = parameter.detach()
@@ -91,8 +91,8 @@ class ReplicatedState:
 
     @torch.no_grad()
     def capture(self, step: int, into: State | None = None) -> State:
-        """The state as it stands, in memory of its own: that of `into` where it fits, which then
-        holds nothing else any more."""
+        """Return a copy of the current state. It reuses the memory of `into` where that fits, and
+        so overwrites `into`."""
         now = self.collect(step)
         before = into.tensors if into is not None else {}
         copies = {
@@ -112,10 +112,10 @@ class ReplicatedState:
             tensor.copy_(state.tensors[name])
         self._restore_optimizer(state)
 
-    # --- under the names that every strategy has for it ---
+    # --- under the names that every strategy uses ---
 
     def state_shard(self, step: int) -> StateShard:
-        """The state as it stands, not copied, as a member holds it that holds all."""
+        """Return the current state, not copied, as the state shard of a member that holds all."""
         now = self.collect(step)
         scalars: Any = now.values["scalars"]
         shards: dict[str, TensorShard] = {}
@@ -141,9 +141,9 @@ class ReplicatedState:
 
     @torch.no_grad()
     def adopt(self, state_shard: StateShard) -> None:
-        """Make a whole state shard this state. Changes nothing if it is that of another model.
+        """Load a whole state shard. Changes nothing if it belongs to another model.
 
-        Raises ShapeMismatch or DtypeMismatch, and InvalidSpec if it is that of another optimizer.
+        Raises ShapeMismatch or DtypeMismatch, and InvalidSpec if it belongs to another optimizer.
         """
         own = self._persistent()
         groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
@@ -166,7 +166,7 @@ class ReplicatedState:
         return {**self.parameters, **persistent_buffers(self._model)}
 
     def _own(self) -> Mapping[str, Tensor]:
-        """What exists before any training: parameters, buffers, settings that are tensors."""
+        """Return the tensors that exist before training: parameters, buffers, tensor settings."""
         named = self.collect(0).tensors
         return {name: t for name, t in named.items() if not name.startswith(OPTIMIZER)}
 
@@ -181,7 +181,7 @@ class ReplicatedState:
         put_settings(self._optimizer, state.values)
 
     def _put_slots(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
-        """Make this the optimizer's state: tensors by "<parameter>/<key>", values by parameter."""
+        """Set the optimizer's state: tensors by "<parameter>/<key>", values by parameter."""
         by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in values}
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
@@ -195,8 +195,8 @@ class ReplicatedState:
 
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """A copy where torch's optimizers keep it: with the parameter, and counts of steps on the host
-    but for groups that are `fused` or `capturable`, whose kernels read them there."""
+    """Return a copy on the device where torch's optimizers keep it: the parameter's device, or the
+    host for step counts, unless the group is `fused` or `capturable`: kernels read those counts."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:
@@ -205,7 +205,7 @@ def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
 
 
 def fits(kept: Tensor | None, tensor: Tensor) -> TypeGuard[Tensor]:
-    """True if the tensor can be written into the other one as it is."""
+    """True if `tensor` can be copied into `kept` unchanged: same shape, dtype and device."""
     return kept is not None and (kept.shape, kept.dtype, kept.device) == (
         *(tensor.shape, tensor.dtype, tensor.device),
     )
@@ -225,15 +225,15 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def names_in(model: nn.Module) -> Set[str]:
-    """Of all its parameters and buffers; of a tied one, each."""
+    """Return the names of all parameters and buffers of the model; of a tied one, each name."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name for each in (parameters, buffers) for name, _ in each}
 
 
 def check_no_more(own: Set[str], names: Iterable[str]) -> None:
-    """Raise ShapeMismatch if one of the names of a state is of a tensor that the model lacks: it
-    would be left behind, and the model be another one without it."""
+    """Raise ShapeMismatch if a state names a tensor that the model lacks: loading would drop it,
+    and the model would differ from the one that wrote the state."""
     for name in sorted(names):
         if name.startswith(MODEL) and name.removeprefix(MODEL) not in own:
             raise ShapeMismatch(
@@ -244,7 +244,7 @@ def check_no_more(own: Set[str], names: Iterable[str]) -> None:
 
 
 def missing(name: str, shape: Sequence[int]) -> ShapeMismatch:
-    """What is told of a tensor of the model that a state lacks."""
+    """Return the error for a tensor of the model that a state lacks."""
     return ShapeMismatch(
         f"the state does not fit the model at {name}",
         seen="missing",

@@ -1,7 +1,7 @@
-"""State of a generation from what its members hold: each rank gets the chunks that it needs.
+"""Resharding: each rank of a new generation gets the chunks that it needs from their holders.
 
-Two small collectives (what everybody holds, what everybody needs; the second falls away where
-everybody holds everything), then bytes from rank to rank. Nothing is unpickled.
+Takes two small collectives (what each rank holds, then what each needs; the second is skipped if
+every rank holds everything), then bytes from rank to rank. Nothing is unpickled.
 """
 
 from collections import deque
@@ -36,15 +36,15 @@ from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
 Place = Callable[[str, Chunk], Tensor | None]
-"""(name, the chunk that the rank needs) -> host memory of that size and dtype to put it into, in
-any strides; None: memory is made for it."""
+"""Function of (name, the chunk that the rank needs) that returns host memory of that size and dtype
+for it, in any strides; None: memory is allocated."""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
-"""Bounds what one rank has in buffers; shared among its peers."""
+"""Limit of one rank's buffers, shared among its peers."""
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 8 * 1024 * 1024
 ROUNDS_IN_FLIGHT = 2
-# Every part starts at a multiple of this in its bucket, so that any dtype can be viewed there.
+# Every part starts at a multiple of this in its bucket, so that it can be viewed as any dtype.
 _ALIGNMENT_BYTES = 16
 
 
@@ -57,25 +57,25 @@ def reshard(
     place: Place | None = None,
     memory: SharedMemory | None = None,
 ) -> StateShard:
-    """What this rank needs of the newest state that is whole on the group's ranks together.
+    """Return the chunks that this rank needs of the newest state that is whole on the group.
 
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
-    The result lies in host memory of its own, or where `place` puts it: then once nothing can be
-    refused any more. With `borrow`, other shards that this rank holds in one are views of what it
-    holds. `memory`: the group's ranks share it, and what lies there is overwritten: if it is large
-    enough, bytes go through it.
+    The result is in newly allocated host memory, or in that of `place`, which is called only after
+    all checks. With `borrow`, a chunk without a place that this rank holds in one shard is a
+    view of that shard. `memory`: shared by the group's ranks, and overwritten; used for the
+    transfer if it is large enough.
 
-    Raises on all ranks alike: StateLost if no step is whole, ShapeMismatch or DtypeMismatch if
-    they contradict each other, MalformedMessage for what is no list. What `needs` raises, or an
-    error of the group, is this rank's alone: cut the group, so that the others do not wait.
+    Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
+    DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
+    of `needs` or of the group is this rank's alone: cut the group, so that the others do not wait.
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
     words = _told(to_message(inventory_of(held)), group, exchange)
     chosen = choose([from_message(word, r) for r, word in enumerate(words)])
     own = _asked(chosen, needs)
-    if chosen.on_each(world_size):  # whatever others need, they have
+    if chosen.on_each(world_size):  # every rank already has what it needs
         wanted: list[Mapping[str, Chunk]] = [{}] * world_size
         wanted[rank] = own
     else:
@@ -102,14 +102,14 @@ def whole_model(
     without_elements: Mapping[str, Tensor],
     order: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Every parameter and persistent buffer by its names in the user's model, on the host.
+    """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
-    Collective: each rank gives what it holds, and each gets all; tied tensors are one under several
-    names. `without_elements`: what no rank tells of, as it holds nothing. `order`: the names as the
-    model's own state_dict has them, so that both can be gone through together. Raises as `reshard`.
+    Collective: each rank gives what it holds and gets all; tied names share one tensor.
+    `without_elements`: empty tensors, which no rank reports. `order`: the names in the order of the
+    model's own state_dict, so that both can be iterated together. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _of_model)
-    # No rank may leave while another still waits for its shards.
+    # No rank may return while another still waits for its shards.
     let_all_hear(group)
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
@@ -123,7 +123,7 @@ def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | 
 
 
 def _told(word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None) -> list[bytes]:
-    """As `gather`, in memory that all ranks share where there is some."""
+    """Gather the message of each rank, through shared memory if possible."""
     words = exchange.gather(word, MAX_MESSAGE_BYTES) if exchange is not None else None
     return gather(word, group) if words is None else words
 
@@ -159,28 +159,28 @@ def _needs_of(word: bytes, rank: int, table: Table) -> Mapping[str, Chunk]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The contiguous tensor's memory as bytes."""
-    # One element out of a row counts as contiguous with the strides of the row.
+    """View the contiguous tensor's memory as bytes."""
+    # A single element out of a row counts as contiguous, but has the strides of the row.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
 class _Round:
-    """One bucket to and from each peer."""
+    """Round of a transfer: one bucket to and from each peer."""
 
     works: list[Message] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
-    """Buckets to be unpacked, with what is in them."""
+    """Buckets to be unpacked, with the parts in each."""
     kept: list[Tensor] = field(default_factory=list)
-    """Memory that is being sent from."""
+    """Buffers of messages in progress, kept alive until they are sent."""
 
 
 class _Transfer:
-    """Moves the parts of one plan.
+    """Transfer of the parts of one plan.
 
-    All ranks go through the rounds in order; in a round a rank first says what it will receive,
-    then sends, and waits for the round before the last. So whoever waits for a round waits for
-    ranks that are as far or behind, the hindmost waits for nobody, and there is no deadlock.
+    All ranks run the rounds in order. In a round a rank posts its receives, then its sends, and
+    then waits for the round before it. So a rank waits only for ranks in the same or an earlier
+    round, the rank furthest behind waits for no other, and there is no deadlock.
     """
 
     def __init__(
@@ -206,7 +206,7 @@ class _Transfer:
         borrow: bool,
         place: Place,
     ) -> dict[str, TensorShard]:
-        """The shards that this rank needs, in memory of their own unless placed or borrowed."""
+        """Return the shards that this rank needs, in new memory unless placed or borrowed."""
         self._metas = metas
         placed = {name: place(name, chunk) for name, chunk in own.items()}
         borrowed = {
@@ -229,7 +229,7 @@ class _Transfer:
         return self._pieces
 
     def _exchange(self, todo: TransferPlan, exchange: SharedExchange) -> None:
-        """As `_move`, in memory that all ranks share."""
+        """Transfer as `_move` does, through memory that all ranks share."""
         apart: list[tuple[Tensor, Tensor]] = []
 
         def bytes_for(part: NamedChunk) -> Tensor:
@@ -312,7 +312,7 @@ class _Transfer:
         return buckets
 
     def _places(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
-        """Where each part starts and stops in its bucket; a part alone fills it exactly."""
+        """Return the start and stop of each part in its bucket; a single part fills it exactly."""
         places: list[tuple[int, int]] = []
         start = 0
         for part in parts:

@@ -1,11 +1,11 @@
-"""The parts of a state that one rank holds.
+"""State shards: the parts of a state that one rank holds.
 
-A state is a set of named tensors; each rank holds chunks of some of them. However a model is laid
-out (whole copies, rows, columns, stages), its state has the same names and whole shapes, so that
-what one layout wrote another can read:
+A state is a set of named tensors; each rank holds chunks of some of them. The names and the whole
+shapes are the same in every layout of a model (whole copies, rows, columns, stages), so that each
+layout can read the state that another wrote:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
-    registered.<name>/<path>               of what the script has registered; whole on every rank
+    registered.<name>/<path>               registered state of the script; whole on every rank
 
 where <parameter> is the fully qualified name in the user's model.
 """
@@ -45,11 +45,11 @@ DTYPES: Mapping[str, torch.dtype] = {
         torch.complex128,
     )
 }
-"""The dtypes that tensors may have on their way from member to member, by name."""
+"""Dtypes that can be sent from member to member, by name."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The dtype's name, as in DTYPES."""
+    """Return the dtype's name, as in DTYPES."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -69,7 +69,7 @@ class Chunk:
         return torch.Size(self.sizes).numel()
 
     def overlap(self, other: "Chunk") -> "Chunk | None":
-        """What both have in common; None if that is nothing."""
+        """Return the intersection; None if it is empty."""
         offsets, sizes = [], []
         for a, a_size, b, b_size in zip(
             self.offsets, self.sizes, other.offsets, other.sizes, strict=True
@@ -82,7 +82,7 @@ class Chunk:
         return Chunk(offsets=tuple(offsets), sizes=tuple(sizes))
 
     def within(self, outer: "Chunk") -> tuple[slice, ...]:
-        """The slices that cut this chunk out of a tensor that holds `outer`."""
+        """Return the slices that cut this chunk out of a tensor that holds `outer`."""
         return tuple(
             slice(own - base, own - base + size)
             for own, base, size in zip(self.offsets, outer.offsets, self.sizes, strict=True)
@@ -90,24 +90,24 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""(name, whole shape, dtype) of a tensor -> the chunk of it that a rank needs; None: nothing.
-Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
+"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None:
+nothing. Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
 
 
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
-    """The needs of a rank that holds the whole state."""
+    """Return the whole tensor as a chunk: the needs of a rank that holds the whole state."""
     return Chunk.whole(shape)
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorShard:
-    """A chunk of one tensor, with what stands in it."""
+    """Chunk of one tensor, with its contents."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     chunk: Chunk
     tensor: Tensor
-    """Of shape `chunk.sizes`; contiguous or not, on any device."""
+    """Contents, of shape `chunk.sizes`; contiguous or not, on any device."""
 
     def __post_init__(self) -> None:
         if tuple(self.tensor.shape) != self.chunk.sizes:
@@ -124,19 +124,19 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True)
 class StateShard:
-    """What one rank holds of the state after `step` committed steps."""
+    """Part of the state after `step` committed steps that one rank holds."""
 
     step: int
     shards: Mapping[str, TensorShard]
-    """By name; a rank holds at most one chunk of a tensor. Empty chunks are left out."""
+    """Tensor shards by name; a rank holds at most one chunk of a tensor, and no empty ones."""
     values: Mapping[str, Json] = field(default_factory=dict)
-    """What is no tensor: settings of the optimizer's groups, counters. The same on all ranks."""
+    """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that this rank has no part of but knows to exist at this step. Without
-    them nobody could tell that a tensor is lost of which only lost ranks had a part."""
+    """Names of tensors that exist at this step, but of which this rank holds no part. They reveal
+    the loss of a tensor whose parts were all on lost ranks."""
 
     def copied(self) -> "StateShard":
-        """The same in memory of its own, on the host."""
+        """Return a copy in host memory."""
         shards = {
             name: replace(shard, tensor=torch.empty(shard.chunk.sizes, dtype=shard.tensor.dtype))
             for name, shard in self.shards.items()
@@ -155,14 +155,14 @@ class StateShard:
 
 
 Names = tuple[str, ...]
-"""Of several tensors."""
+"""Names of several tensors."""
 
 
 class GroupedChunks(Mapping[str, Chunk]):
-    """Chunks by the name of their tensor, which are kept as groups of tensors with the same chunk.
+    """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
 
-    A thousand ranks that hold rows of three thousand tensors tell of three million chunks, but
-    each of them of a few groups, which are the same ones everywhere.
+    A thousand ranks that hold rows of three thousand tensors report three million chunks, but each
+    rank reports only a few groups, which are the same on all ranks.
     """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
@@ -183,7 +183,7 @@ class GroupedChunks(Mapping[str, Chunk]):
 
 
 def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
-    """The chunks, each with the names of all tensors that it is given for."""
+    """Return the distinct chunks, each with the names of its tensors."""
     if isinstance(chunks, GroupedChunks):
         return chunks.groups
     found: dict[Chunk, list[str]] = {}
@@ -193,9 +193,9 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 
 
 def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
-    """Each group cut into sets of names that are in any of the groups all together or not at all.
+    """Split each group into sets of names, such that any group contains all names of a set or none.
 
-    So what holds for one name of a set holds for the others, and is worked out once.
+    The names of a set are then interchangeable, and a result for one applies to the others.
     """
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}

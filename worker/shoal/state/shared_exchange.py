@@ -1,9 +1,9 @@
-"""Bytes from rank to rank through memory that all ranks of a group share.
+"""Exchange of bytes between ranks through memory that all ranks of a group share.
 
 Over sockets each byte is packed, written, read and unpacked; here it is written and read. In each
-round a rank fills a box for every other one, all of them meet, and each reads the boxes that are
-for it. Two sets of boxes take turns: a rank fills a set again behind the meeting to which the
-others came once they had read it.
+round a rank fills a box for each receiver, all ranks meet at a barrier, and each reads its boxes.
+Two sets of boxes alternate: a rank refills a set only after a barrier that the others reached after
+they had read it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,30 +15,30 @@ from shoal.backends.shared_memory.memory import SharedMemory
 
 NUM_SETS = 2
 MIN_BOX_BYTES = 256 * 1024
-"""With less in a round the meetings of many ranks cost more than sockets do."""
+"""Minimum size of a box: with less per round the barriers cost more than sockets do."""
 _ALIGNMENT_BYTES = 64
 
 Cut = list[tuple[int, Tensor]]
-"""What lies in one box: where it begins there, and the bytes."""
+"""Contents of one box: pieces, each with its offset in the box."""
 
 
 class SharedExchange:
-    """Of one rank. All ranks make one of the same memory, and call `run` at the same time."""
+    """End of one rank. All ranks make one on the same memory, and call `run` at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
-        """What lies in the memory is overwritten."""
+        """Use this memory, overwriting its contents."""
         self._memory = memory
         self._room = torch.frombuffer(memory.room, dtype=torch.uint8)
         self._box_bytes = _box_bytes(memory)
 
     @staticmethod
     def fits(memory: SharedMemory) -> bool:
-        """True if the memory is large enough for that; the same on all ranks."""
+        """True if the memory is large enough for an exchange; the same on all ranks."""
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
     def gather(self, word: bytes, max_bytes: int) -> list[bytes] | None:
-        """What each rank says, by rank; all say something at the same time. None, on all ranks
-        alike: one says more than `max_bytes`, or than there is room for.
+        """Return the message of each rank, by rank; all ranks call it at the same time. None, on
+        all ranks, if a message exceeds `max_bytes` or a rank's share of the memory.
 
         Raises as `run`.
         """
@@ -55,15 +55,15 @@ class SharedExchange:
             bytes(memory.room[start : start + length])
             for start, length in zip(starts, lengths, strict=True)
         ]
-        # What is written next is not to be read as these.
+        # Wait until all ranks have read these, before any overwrites them.
         memory.meet()
         return words
 
     def run(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Fill what is received with what the others send: flat tensors of bytes by peer, as many
-        bytes on both ends. Raises GenerationBroken if a rank is lost, late or cut off."""
+        """Send and receive flat tensors of bytes, by peer, with equal byte counts on both ends.
+        Raises GenerationBroken if a rank is lost, late or cut off."""
         leaving = {peer: self._cut(tensors) for peer, tensors in sends.items()}
         arriving = {peer: self._cut(tensors) for peer, tensors in receives.items()}
         own_rounds = max(map(len, leaving.values()), default=0)
@@ -72,17 +72,17 @@ class SharedExchange:
             for peer, boxes in leaving.items():
                 for box, piece in self._places(number, self._memory.rank, peer, boxes):
                     box.copy_(piece)
-            # Nobody knows how much others have to say to each other.
+            # A rank does not know how many rounds the other ranks need.
             num_rounds = max(self._memory.meet(own_rounds))
             for peer, boxes in arriving.items():
                 for box, piece in self._places(number, peer, self._memory.rank, boxes):
                     piece.copy_(box)
             number += 1
-        # Whoever is through may put something else there, which others are not to read.
+        # A rank that returns may overwrite the memory: all must have read their boxes by then.
         self._memory.meet()
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
-        """The tensors behind each other, in as many boxes as they fill."""
+        """Pack the tensors one after another, into as many boxes as they fill."""
         boxes: list[Cut] = []
         left = 0
         for tensor in tensors:
@@ -99,7 +99,7 @@ class SharedExchange:
     def _places(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Where each piece of this round lies, and the piece."""
+        """Return, for each piece of this round, its part of the shared memory and the piece."""
         if number >= len(boxes):
             return []
         world_size = self._memory.world_size

@@ -1,6 +1,6 @@
-"""Choice of the step from which all ranks go on.
+"""Choice of the step from which all ranks continue.
 
-Pure: every rank computes it from the same inventories and comes to the same end.
+Pure: every rank computes it from the same inventories, with the same result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,20 +14,20 @@ from shoal.state.shards import MODEL, Chunk, Json, Names, alike, groups_of
 from shoal_proto.errors import StateLost
 
 MAX_NAMED = 3
-"""So many parts that nobody holds are named in an error, for each step."""
+"""Number of missing parts that an error names for each step."""
 MAX_STEPS_NAMED = 4
-"""So many of the steps that were looked at are in the error's text; all are in its details."""
+"""Number of examined steps in the error's text; all are in its details."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStep:
-    """A step whose state is whole on the ranks together."""
+    """Step whose state is whole on the ranks together."""
 
     step: int
     metas: Mapping[str, Meta]
     """Every tensor that exists at the step, in the order of names."""
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
-    """By name: which chunks of it there are, and the ranks that hold each."""
+    """Held chunks by name of the tensor, with the ranks that hold each."""
     values: Mapping[str, Json]
 
     def on_each(self, world_size: int) -> bool:
@@ -39,15 +39,15 @@ class ChosenStep:
 
 
 def choose(inventories: Sequence[Inventory]) -> ChosenStep:
-    """The newest step at which every element of every tensor is held by some rank.
+    """Choose the newest step at which every element of every tensor is held by some rank.
 
-    A tensor exists at a step if anybody says so. A tensor of the model exists at every step, and
-    what an optimizer has begun to keep it does not let go of again: so a tensor that is known of
-    an earlier step is missed at a later one. Raises StateLost if no step is whole, and
-    ShapeMismatch or DtypeMismatch if ranks contradict each other.
+    A tensor exists at a step if any rank reports it. A tensor of the model exists at every step.
+    A tensor of an optimizer, once it exists, exists at all later steps: if it is known from an
+    earlier step and absent at a later one, the later one is not whole. Raises StateLost if no step
+    is whole, and ShapeMismatch or DtypeMismatch if ranks contradict each other.
     """
     metas: dict[str, Meta] = {}
-    # Ranks that have the same tensors have them from one table.
+    # Ranks with the same tensors share one table.
     for told in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
         for name, meta in told.items():
             add_meta(metas, name, meta)
@@ -68,7 +68,7 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
 
 
 def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
-    """By name; tensors that are held in the same way share one entry."""
+    """Return the holders by name; tensors that are held in the same way share one entry."""
     held = [
         (rank, chunk, names)
         for rank, inventory in enumerate(inventories)
@@ -99,13 +99,13 @@ def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
     }
     lasting = {name for name in names if not is_of_value(name)}
     if len(lasting) < len(names):
-        # Of plain values there may be others, with other tensors, behind each step.
+        # Plain values, and the tensors within them, may differ from step to step.
         lasting |= names & _named_at(inventories, step)
     return sorted(lasting)
 
 
 def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
-    """All tensors that some rank tells of at this very step."""
+    """Return the names of all tensors that a rank reports at exactly this step."""
     listings = [each for inventory in inventories for each in inventory.listings]
     return {
         name for each in listings if each.step == step for name in {*each.chunks, *each.elsewhere}
@@ -115,7 +115,7 @@ def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
 def _missing(
     names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Chunk, object]]
 ) -> list[str]:
-    """The first parts that nobody holds, in words."""
+    """Describe the first parts that no rank holds."""
     found: list[str] = []
     gaps: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     nobody: Mapping[Chunk, object] = {}

@@ -1,10 +1,10 @@
-"""State from one member to others over their group: a manifest in JSON, then raw bytes.
+"""Transfer of a state from one member to others over their group: a JSON manifest, then raw bytes.
 
-Nothing is unpickled. The receiver takes shapes and dtypes from the manifest within bounds and lets
-the model judge whether they fit.
+Nothing is unpickled. The receiver reads shapes and dtypes from the manifest, whose size is bounded;
+the model checks that they fit.
 
-Who receives passes each part on as it comes, in a tree: so nobody sends the state more than
-`FAN_OUT` times, and a thousand receivers take little longer than one or two.
+Members form a tree, and a receiver forwards each part as it arrives: no member sends the state more
+than `FAN_OUT` times, and a thousand receivers take little longer than one or two.
 """
 
 import json
@@ -25,16 +25,16 @@ from shoal_proto.errors import MalformedMessage
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""What travels in one message: over 1 Mb/s it takes half a minute."""
+"""Size of one message: over 1 Mb/s it takes half a minute."""
 CHUNKS_IN_FLIGHT = 2
 FAN_OUT = 2
-"""To so many others each member sends what it has; with one, a chunk would go through all."""
-# Every tensor starts at a multiple of this in its bucket, so that any dtype can be viewed there.
+"""Number of members to which each member sends; with one, a chunk would pass through all."""
+# Every tensor starts at a multiple of this in its bucket, so that it can be viewed as any dtype.
 _ALIGNMENT_BYTES = 16
 
 
 def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
-    """Give `state` to the members of these ranks, which call `receive` at the same time."""
+    """Send `state` to the members of these ranks, which call `receive` at the same time."""
     entries = [
         [name, name_of(tensor.dtype), list(tensor.shape)] for name, tensor in state.tensors.items()
     ]
@@ -44,7 +44,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(state.tensors.values())
-    # Page-locked memory is kept by torch: the next bucket has that of the last but one.
+    # Torch caches page-locked memory: a bucket reuses the memory of the last but one.
     pinned = any(tensor.is_cuda for tensor in tensors)
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8, pin_memory=pinned)
@@ -58,7 +58,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
 
 
 def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> State:
-    """The state that the member of rank `source` sends to these, of which this rank is one."""
+    """Receive the state that the member of rank `source` sends; this rank is in `receivers`."""
     length = torch.zeros(1, dtype=torch.int64)
     branch = _Branch(source, receivers, group)
     branch.pass_on(length)
@@ -85,8 +85,8 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
 
 
 class _Branch:
-    """This rank's position in the tree along which a state is sent: the source, then the receivers
-    by rank, each of which has the next ones below it."""
+    """Position of this rank in the tree along which a state is sent: the source is the root, and
+    the receivers follow level by level, in the order of ranks."""
 
     def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
@@ -96,15 +96,15 @@ class _Branch:
         self._p2p = AbortableP2P(group, torch.device("cpu"))
 
     def pass_on(self, tensor: Tensor) -> None:
-        """Fill the tensor with the source's, unless this is the source, and give it to those below,
-        chunk by chunk."""
+        """Receive the tensor from the parent, unless this rank is the source, and send it to the
+        children, chunk by chunk."""
         _in_turn(
             [self._p2p.send([chunk], rank) for rank in self._children]
             for chunk in self._received(_chunks(tensor))
         )
 
     def _received(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Each chunk once it is there; the next ones are on their way meanwhile."""
+        """Yield each chunk once it has arrived, while the next ones are in progress."""
         if self._parent is None:
             yield from chunks
             return
@@ -123,9 +123,9 @@ def _arrived(chunk: Tensor, message: Message) -> Tensor:
 
 
 def _in_turn(begun: Iterable[Sequence[Message]]) -> None:
-    """Wait for messages, which begin as they are asked for, a few at a time.
+    """Start messages by iterating over `begun`, and wait for them, a few in progress at a time.
 
-    Each that ends shows that the transfer gets on.
+    Each completed message shows that the transfer makes progress.
     """
     under_way: deque[Sequence[Message]] = deque()
     for messages in begun:
@@ -151,7 +151,7 @@ def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Cut the tensors, in order, into runs of (index, start, stop in the run's buffer)."""
+    """Split the tensors, in order, into runs of (index, start, stop in the run's buffer)."""
     run: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes_bytes):
         start = run[-1][2] if run else 0

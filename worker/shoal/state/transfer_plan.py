@@ -1,6 +1,6 @@
-"""Who sends what to whom, so that each rank gets what it needs of a step's state.
+"""Plan of sends and receives, by which each rank gets what it needs of a step's state.
 
-Pure: every rank computes its own share from the same facts, and the shares fit together.
+Pure: every rank computes its own share from the same inputs, and the shares fit together.
 """
 
 import math
@@ -15,7 +15,7 @@ from shoal.state.step_choice import ChosenStep
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """A chunk of a tensor that goes in one piece."""
+    """Chunk of a named tensor that is sent in one piece."""
 
     name: str
     chunk: Chunk
@@ -23,26 +23,26 @@ class NamedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """What one rank does. Sender and receiver have the parts between them in the same order."""
+    """Plan of one rank. Sender and receiver list the parts between them in the same order."""
 
     kept: list[NamedChunk] = field(default_factory=list)
-    """What it has itself of what it needs."""
+    """Parts that it needs and holds itself."""
     sends: dict[int, list[NamedChunk]] = field(default_factory=dict)
-    """By receiver; each lies within one chunk that this rank holds."""
+    """Parts by receiver; each lies within one chunk that this rank holds."""
     receives: dict[int, list[NamedChunk]] = field(default_factory=dict)
-    """By sender."""
+    """Parts by sender."""
 
 
 def plan(
     chosen: ChosenStep, needs: Sequence[Mapping[str, Chunk]], rank: int, *, stripe_bytes: int
 ) -> TransferPlan:
-    """What this rank sends and receives, so that every rank gets what it needs (a chunk by name).
+    """Plan what this rank sends and receives, so that every rank gets what it `needs`, by name.
 
-    What a rank holds itself does not travel. For the rest think of all tensors as lying behind each
-    other, row by row, and cut that into stripes: those who hold something take turns at sending
-    it, stripe by stripe and receiver by receiver. So senders share the bytes evenly, to a stripe or
-    so, and each rank knows its own share without going through those of all the others. No part is
-    larger than two stripes.
+    A rank is not sent what it holds itself. For the rest, all tensors are thought of as laid end to
+    end, row by row, and cut into stripes. The holders of a part take turns at sending it, by stripe
+    and by receiver. So senders share the bytes evenly, to about a stripe, and each rank computes
+    its own share without going through the shares of all others. No part is larger than two
+    stripes.
     """
     own = TransferPlan()
     wanted = _wanted(needs)
@@ -50,7 +50,7 @@ def plan(
     start_bytes = 0
     for name, meta in chosen.metas.items():
         held, wanting = chosen.holders[name], wanted.get(name, _NOBODY)
-        # Of tensors that lie and are needed in the same way it is worked out once what goes where.
+        # Tensors that are held and needed in the same way share one computation.
         way = (id(held), id(wanting), meta.shape)
         if way not in sources:
             sources[way] = _Source(meta.shape, held, wanting, rank)
@@ -60,12 +60,12 @@ def plan(
 
 
 Wanted = Mapping[Chunk, Sequence[int]]
-"""The ranks that need each chunk."""
+"""Ranks that need each chunk."""
 _NOBODY: Wanted = {}
 
 
 def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
-    """By name; tensors that are needed in the same way share one entry."""
+    """Return the needs by name; tensors that are needed in the same way share one entry."""
     asked = [
         (receiver, chunk, names)
         for receiver, chunks in enumerate(needs)
@@ -80,7 +80,7 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
 
 
 class _Source:
-    """Who has what of tensors that lie and are needed in the same way, and who is to have it."""
+    """Holders and receivers of the cells of tensors that are held and needed in the same way."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
@@ -92,16 +92,16 @@ class _Source:
         self._holders: dict[tuple[int, ...], list[int]] = {}
         self._kept: list[Chunk] = []
         self._received: list[tuple[Chunk, Sequence[int]]] = []
-        """Cells, and who holds each."""
+        """Cells, and the ranks that hold each."""
         self._sent: list[tuple[Chunk, Sequence[int], Sequence[int]]] = []
-        """Cells, who holds each, and who lacks it."""
+        """Cells, the ranks that hold each, and those that lack it."""
         for chunk, receivers in wanted.items():
             if rank in receivers:
                 self._receive(chunk)
             self._send(chunk, receivers)
 
     def _receive(self, chunk: Chunk) -> None:
-        """What this rank keeps and receives to fill the chunk."""
+        """Record the cells that this rank keeps and receives to fill the chunk."""
         if chunk in self._own:
             self._kept.append(chunk)
             return
@@ -114,19 +114,19 @@ class _Source:
                 self._received.append((cell, holders))
 
     def _send(self, chunk: Chunk, receivers: Sequence[int]) -> None:
-        """What this rank may send to those who all need this chunk."""
+        """Record the cells that this rank may send to the receivers, which all need this chunk."""
         cells: dict[Chunk, tuple[int, ...]] = {}
         for mine in self._own:
             if (common := mine.overlap(chunk)) is not None:
                 cells.update(self._grid.cells(common))
-        for cell in sorted(cells):  # as the receivers come upon them
+        for cell in sorted(cells):  # in the receivers' order
             holders = self._holders_of(cells[cell])
             lacking = [receiver for receiver in receivers if receiver not in holders]
             if lacking:
                 self._sent.append((cell, holders, lacking))
 
     def note(self, name: str, stripes: "_Stripes", own: TransferPlan) -> None:
-        """What this rank keeps, receives and sends of one of the tensors."""
+        """Add what this rank keeps, receives and sends of one of the tensors to its plan."""
         own.kept.extend(NamedChunk(name, cell) for cell in self._kept)
         for cell, holders in self._received:
             for stripe, part in stripes.of(cell):
@@ -146,18 +146,18 @@ class _Source:
 
 
 class _Stripes:
-    """Where one tensor lies in the row of all, which is cut into stripes."""
+    """Position of one tensor among all tensors laid end to end, which are cut into stripes."""
 
     def __init__(self, meta: Meta, start_bytes: int, stripe_bytes: int) -> None:
         self._shape, self._itemsize = meta.shape, meta.dtype.itemsize
         self._start_bytes, self._stripe_bytes = start_bytes, stripe_bytes
 
     def of(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """The cell in parts that lie in one stripe each, with the number of the stripe."""
+        """Split the cell into parts within one stripe each, with the number of the stripe."""
         return self._cut(cell, 0, self._start_bytes)
 
     def _cut(self, cell: Chunk, dimension: int, start_bytes: int) -> Iterator[tuple[int, Chunk]]:
-        """Cut along this dimension; where a row is more than a stripe, along the next ones."""
+        """Cut along this dimension; if a row is larger than a stripe, along the next ones too."""
         if dimension == len(cell.sizes):
             yield start_bytes // self._stripe_bytes, cell
             return
@@ -167,7 +167,7 @@ class _Stripes:
         while at < stop:
             position = start_bytes + at * row_bytes
             stripe = position // self._stripe_bytes
-            # A row is in the stripe in which it starts.
+            # A row belongs to the stripe in which it starts.
             left_bytes = (stripe + 1) * self._stripe_bytes - position
             count = min(-(-left_bytes // row_bytes), stop - at)
             run = _narrow(cell, dimension, at, count)

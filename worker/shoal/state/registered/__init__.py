@@ -1,2 +1,2 @@
-"""State of the script's own: schedulers, averages, samplers; committed with the step as the model
-is."""
+"""Registered state of the script: schedulers, averages, samplers. It is committed with each step,
+as the model is."""

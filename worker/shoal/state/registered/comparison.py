@@ -1,4 +1,4 @@
-"""A comparison of registered state between members that are at the same step."""
+"""Comparison of registered state between members that are at the same step."""
 
 import json
 import math
@@ -12,19 +12,19 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative: hosts with other instruction sets round sums, and so averages of weights, otherwise."""
+"""Relative: hosts with other instruction sets round sums, and so averages, differently."""
 UNTRAINED = -1
-"""The step of members that hold no state of the job's: they compare among themselves."""
+"""Step of members that hold no state of the job: they compare among themselves."""
 MAX_SHOWN = 120
 
 
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Return if the members at the same step hold the same. Collective.
+    """Check that the members at the same step hold the same registered state. Collective.
 
-    `own` is this member's state by the objects' names; None: it holds none that counts. `members`
-    by rank. Raises RegisteredStateDiffers, on all members alike.
+    `own` is this member's state by the objects' names; None: it takes no part in the comparison.
+    `members`: by rank. Raises RegisteredStateDiffers, on all members.
     """
     if len(members) == 1:
         return
@@ -45,7 +45,7 @@ def compare(
 
 
 def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
-    """The first place in which not all holders have the same, and what each has there, in words."""
+    """Return the first path at which holders differ, and what each has there; None if all agree."""
     own, *others = holders.values()
     for other in others:
         place = _place(own, other, ())
@@ -56,7 +56,7 @@ def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
 
 
 def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDiffers:
-    """Which object, where in its state, and what each member has there."""
+    """Return the error that names the object, the path in its state and each member's value."""
     path, shown = found
     name, _, inside = path.partition(".")
     inside = inside.partition(".")[2] or "its state"
@@ -76,7 +76,7 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
 
 
 def _place(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Where the two differ first; None: nowhere."""
+    """Return the path at which the two differ first; None if they are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):

@@ -1,4 +1,4 @@
-"""The objects that a script has registered, and their state as of the last committed step."""
+"""Registered objects of a script, and their state as of the last committed step."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -20,23 +20,23 @@ log = structlog.get_logger(__name__)
 
 MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
-"""Of all objects together. It is copied before each step, so that the step can be undone."""
+"""Limit for all objects together. The state is copied at each step, so that it can be undone."""
 GROUPS = "param_groups"
-"""The settings of the optimizer's groups travel under this name: schedulers write there."""
+"""Name under which the settings of the optimizer's groups are carried: schedulers write them."""
 KINDS = "registered_kinds"
-"""Where the classes of the objects stand in a state's values."""
+"""Key in a state's values of the classes of the objects."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What torch's schedulers, averaged models, scalers and samplers are, and many metrics."""
+    """Interface of torch's schedulers, averaged models, scalers and samplers, and many metrics."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state, as plain values and tensors."""
+        """Return the state, as plain values and tensors."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
-        """Go on from that state."""
+        """Continue from that state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +44,14 @@ class Captured:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """By the object's name; they name tensors."""
+    """Values by the object's name; they refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """By "<object>/<path in its state>"."""
+    """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """The class of each object, by name."""
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "Captured":
-        """The same in memory of its own: that of `into` where it fits."""
+        """Return a copy, which reuses the tensors of `into` where they fit."""
         return replace(
             self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
         )
@@ -62,8 +62,8 @@ class Captured:
 
 
 class RegisteredState:
-    """Those of one session. Each is as it was behind the last committed step, and again so when a
-    step is taken anew: with all that the script did behind that step, before the next batch.
+    """Registered objects of one session. When a step is undone, each object returns to its state
+    after the last committed step, including what the script did before it asked for the next batch.
 
     False while nothing is registered.
     """
@@ -73,7 +73,7 @@ class RegisteredState:
         self._optimizer: Optimizer | None = None
         self._committed: Captured | None = None
         self._is_attempt = False
-        """Whether the objects may differ from `_committed` for a step that is not committed."""
+        """True while the objects may differ from `_committed`: a step is not committed yet."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -83,9 +83,9 @@ class RegisteredState:
         return any(each is registered for each in self._objects.values())
 
     def add(self, name: str, registered: Stateful) -> None:
-        """Carry this object under this name.
+        """Register this object under this name.
 
-        Raises InvalidSpec, before anything is changed, for what cannot be carried.
+        Raises InvalidSpec, before anything is changed, for an object that cannot be carried.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
@@ -127,71 +127,71 @@ class RegisteredState:
 
     @property
     def scaler(self) -> torch.amp.GradScaler | None:
-        """The GradScaler among the objects, if one is there and scales."""
+        """The first enabled GradScaler among the objects, if any."""
         for each in self._objects.values():
             if isinstance(each, torch.amp.GradScaler) and each.is_enabled():
                 return each
         return None
 
     def follow(self, optimizer: Optimizer) -> None:
-        """The settings of this optimizer's groups are carried with the objects."""
+        """Carry the settings of this optimizer's groups with the objects."""
         self._optimizer = optimizer
 
     @property
     def description(self) -> str:
-        """What all members must have registered alike."""
+        """Names and classes of the objects: they must be the same on all members."""
         kinds = (f"{name}: {type(each).__name__}" for name, each in sorted(self._objects.items()))
         return ", ".join(kinds)
 
     # --- steps ---
 
     def keep(self) -> None:
-        """What the objects hold now belongs to the step that was committed last."""
+        """Keep the current state of the objects as that of the last committed step."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
         self._is_attempt = False
 
     def attempt(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._deferred.clear()
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Have this done once the optimizer has stepped, if the step comes to that."""
+        """Defer this call until the optimizer has stepped; dropped if the step is undone first."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
-        """The optimizer has stepped: what was deferred is done, and belongs to this step."""
+        """Make the deferred calls, after the optimizer has stepped: they belong to this step."""
         while self._deferred:
             self._deferred.pop(0)()
 
     def committed(self) -> None:
-        """The step is committed; what the script does behind it still belongs to it."""
+        """Mark the step committed; what the script does after it still belongs to it."""
         self._is_attempt = False
 
     def undo(self) -> None:
-        """The step did not happen, nor does what the script does from here to its next batch."""
+        """Undo the step, and also what the script does from here to its next batch."""
         self._deferred.clear()
         self._is_attempt = True
         self.restore()
 
     def restore(self) -> None:
-        """Where a step did not happen, let the objects be as before it once more."""
+        """Return the objects to the last committed state if a step is not committed."""
         if self._is_attempt and self._committed is not None:
             self._load(self._committed)
 
     # --- from member to member, and to disk ---
 
     def current(self) -> Captured:
-        """The state behind the last committed step, in memory of its own."""
+        """Return a copy of the state after the last committed step."""
         if self._is_attempt and self._committed is not None:
             return self._committed.copied()
         return self._capture().copied()
 
     def adopt(self, captured: Captured) -> None:
-        """Make this state that of the objects. Raises InvalidSpec if one of them does not take it,
-        or if it does not speak of all of them."""
+        """Load this state into the objects. Raises InvalidSpec if an object refuses it, or if it
+        lacks an object."""
         missing = sorted(self._objects.keys() - captured.values.keys())
         if missing:
             raise InvalidSpec(
@@ -207,8 +207,8 @@ class RegisteredState:
         self._is_attempt = False
 
     def _check_kinds(self, captured: Captured) -> None:
-        """Torch's schedulers take any state as attributes: one of another class would go on from
-        its own beginning, and nobody would be told."""
+        """Check the classes: torch's schedulers accept any state as attributes, so a scheduler of
+        another class would silently start from its beginning."""
         for name, each in self._objects.items():
             kind = captured.kinds.get(name, type(each).__name__)
             if kind != type(each).__name__:
@@ -227,7 +227,7 @@ class RegisteredState:
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """By name, what is to be the same on all members: values, and figures of the tensors."""
+        """Return, by name, what must be the same on all members: values, figures of the tensors."""
         now = self.current()
         found: dict[str, Json] = {}
         for name in self._objects:
@@ -275,7 +275,7 @@ class RegisteredState:
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: Captured) -> None:
-        """What copies and checkpoints of several steps hold must be one tensor in all of them."""
+        """Check shapes and dtypes: copies and checkpoints of several steps must hold one tensor."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
@@ -297,7 +297,7 @@ class RegisteredState:
             try:
                 each.load_state_dict(put_together(captured.values[name], given))
             except (MemoryError, OSError) as error:
-                # What may pass when it is tried again stays what it is.
+                # A retry may succeed after these, so their type is kept.
                 error.add_note(f"It was raised by load_state_dict of the registered {name!r}.")
                 raise
             except Exception as error:
@@ -322,7 +322,7 @@ def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
 
 
 def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
-    """The state shard with the registered state beside model and optimizer."""
+    """Return the state shard with the registered state beside model and optimizer."""
     if not captured.values:
         return state_shard
     shards = {
@@ -333,7 +333,7 @@ def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
 
 
 def of_shard(state_shard: StateShard) -> Captured:
-    """What `into_shard` put there."""
+    """Return the registered state that `into_shard` added."""
     values: Any = state_shard.values.get("registered", {})
     shards = {
         name.removeprefix(REGISTERED): shard.tensor
@@ -345,7 +345,7 @@ def of_shard(state_shard: StateShard) -> Captured:
 
 
 def into_state(state: State, captured: Captured) -> State:
-    """The same for a state that is handed over whole."""
+    """Return a whole state with the registered state, as `into_shard` does for a shard."""
     if not captured.values:
         return state
     tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}
@@ -354,7 +354,7 @@ def into_state(state: State, captured: Captured) -> State:
 
 
 def of_state(state: State) -> tuple[State, Captured]:
-    """What `into_state` was given."""
+    """Split a state that `into_state` returned into the two that it was given."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
     own = {
         name.removeprefix(REGISTERED): t
@@ -401,9 +401,9 @@ def _outline(tensor: Tensor) -> str:
 
 
 def _figures(tensor: Tensor) -> list[Json]:
-    """What two tensors have in common that are the same: shape, sizes, signs, and where they lie.
+    """Return figures that are equal for equal tensors: outline, sums of sizes, signs and positions.
 
-    Each number is as large as the tensor's elements together, so that rounding is small beside it.
+    Each figure is about as large as the sum of the magnitudes, so rounding is small beside it.
     """
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat
