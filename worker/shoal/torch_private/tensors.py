@@ -83,8 +83,7 @@ def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
 
 
 def divides_by_frequency(node: Any) -> bool:
-    """True if the node of a graph is of an embedding or embedding bag with
-    `scale_grad_by_freq`."""
+    """True if the node is that of an embedding (bag) with `scale_grad_by_freq`."""
     return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
