@@ -43,20 +43,20 @@ class World:
     rank: int
     world_size: int
     device: torch.device
-    """Where this rank computes."""
+    """The device that this rank computes on."""
     group: dist.ProcessGroup
     """All ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
     kept_rooms: KeptRooms | None = None
-    """Memory that this rank had in common with others in the generation before."""
+    """Memory that this rank shared with others in the previous generation."""
     completes_passes: bool = False
-    """Whether gradients are those of the whole batch behind each pass that `Layout` makes, and not
-    only from `Layout.reduce` on."""
+    """True if gradients are those of the whole batch after each pass that `Layout` makes, and not
+    only after `Layout.reduce`."""
     makes_passes: bool = False
-    """Whether all backward passes are made by `Layout.backward`, as in a session, and none by the
-    script's own loss.backward()."""
+    """True if `Layout.backward` makes all backward passes, as in a session, and the script's own
+    loss.backward() makes none."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Where it is noted for which layers this rank has met others."""
+    """Record of the layers for which this rank has met others."""
 
     def axis(self, name: str) -> str:
         """The name for a dimension of a DeviceMesh, another one in each generation.
@@ -77,31 +77,31 @@ class Layout(ABC):
     data_index: int = 0
     """Index of this rank's share of each batch; ranks that work on the same samples share one."""
     data_count: int = 1
-    """How many shares there are."""
+    """Number of shares of a batch."""
     elementwise: bool = True
-    """Whether parameters are cut, so that only optimizers which treat each element by itself do
-    what they would do in one process."""
+    """True if parameters are sharded, so that only optimizers which update each element separately
+    equal one process."""
 
     shares_loss: bool = False
-    """Whether `forward_backward` gives all ranks the loss of the last stage."""
+    """True if `forward_backward` returns the loss of the last stage on all ranks."""
 
     looks_for_faults: bool = True
-    """Whether `reduce` raises for gradients that are not finite. Otherwise they are as they are,
-    and `overflowed` tells of them."""
+    """True if `reduce` raises for gradients that are not finite. Otherwise it leaves them, and
+    `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
     """Parameters that kept the gradients of the step from being reduced, as the loss does not
     depend on them."""
 
     step: int = 0
-    """Steps committed before the present one, for what is told of a fault in it."""
+    """Number of steps committed before the present one, for the report of a fault in it."""
 
     non_finite_check: NonFiniteCheck | None = None
-    """Where ranks see a fault in their own gradients only: what tells it to the others."""
+    """Check that reports a fault to the other ranks, if ranks see only their own gradients."""
 
     faults_are_own: bool = False
-    """Whether what `reduce` does with finite gradients leaves them finite, on all ranks alike: then
-    there is no fault but those that ranks find in their own before, in `non_finite_check`."""
+    """True if `reduce` leaves finite gradients finite on all ranks alike: then the only faults are
+    those that ranks find in their own gradients before, in `non_finite_check`."""
 
     @property
     def plain(self) -> nn.Module:
@@ -168,7 +168,7 @@ class Layout(ABC):
 
     @property
     def shared_memory(self) -> SharedMemory | None:
-        """Memory that all ranks share, if they do, for whoever has a use for it before a step."""
+        """Memory that all ranks share, for use before a step; None if they share none."""
         return None
 
     @property
@@ -216,7 +216,7 @@ class Layout(ABC):
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
-        """A pass begins of a loss that nobody has looked at. Unless it is finite, `reduce` or
+        """Note a loss that was not checked, whose pass begins. Unless it is finite, `reduce` or
         `check` raises NonFiniteGradient on this rank and an error on every other.
 
         As it stands: see `NonFiniteCheck.losses`.
@@ -261,7 +261,7 @@ class Layout(ABC):
 
     def check(self) -> None:
         """Raise unless the gradients are finite, on every rank if on any: NonFiniteGradient where
-        they are not, GenerationBroken elsewhere. Called behind `reduce`; may communicate.
+        they are not, GenerationBroken elsewhere. Called after `reduce`; may communicate.
 
         As it stands: see `NonFiniteCheck.check`.
         """
@@ -273,11 +273,11 @@ class Layout(ABC):
         return bool(name_of_fault(self.parameters))
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
-        """Called right behind `optimizer.step()`. May communicate."""
+        """Called right after `optimizer.step()`. May communicate."""
 
     def finish_passes(self) -> None:
-        """Called behind forward passes of all ranks, outside of a step: raise on all of them where
-        they had to compute with the same layers and have not."""
+        """Called after forward passes of all ranks, outside of a step: raise on all of them if they
+        had to compute with the same layers and did not."""
         self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:
@@ -299,14 +299,14 @@ class Layout(ABC):
         return True
 
     def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
-        """Let go of the group at its end, also where somebody still holds `module`.
+        """Release the group at its end, even if `module` is still referenced.
 
-        Quick, raises nothing, may be called twice; no step is taken behind it.
+        Quick, raises nothing, may be called twice; no step is taken afterwards.
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """The group was cut: let what this layout waits for outside of it raise. Any thread,
-        quick."""
+        """Make waits of this layout outside of the group raise, after the group was cut. Quick,
+        callable from any thread."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
         """Groups beside the default one that were made for this layout."""

@@ -1,15 +1,15 @@
 """The rows that members hold of a batch, gathered in the batch's order, with exact gradients.
 
 A loss over pairs of samples needs the features of the whole global batch. Each member sends its
-rows to the others, and in backward gets the sum of what the losses of all members ask of them. A
-member's loss is weighed with its share before it goes backward, and gradients are averaged over
-members behind that. So a loss over all rows, the same on every member, has the gradients that it
-has in one process; and so has a mean over the member's own rows of what each is to all rows.
+rows to the others, and in backward gets the sum of their gradients from the losses of all members.
+A member's loss is weighted by its share before backward, and gradients are averaged over members
+after it. So a loss over all rows, the same on every member, has the gradients of one process; and
+so has a mean, over the member's own rows, of a comparison of each with all rows.
 
-What members say of a call, and rows on the host, goes from rank to rank with tags of its own: a
-member that calls this more often than the others waits, and nothing of it is taken for a message of
-another collective. Rows on a GPU stay there: once the members have said the same of a call, they go
-by one collective of the group. A backward pass reaches it in the same order on every member.
+Descriptions of a call, and rows on the host, go from rank to rank with tags of their own: a member
+that calls this more often than the others waits, and no message is mixed up with another
+collective's. Rows on a GPU stay there: once the members' descriptions of a call agree, one
+collective of the group sends them. Backward passes reach a call in the same order on every member.
 """
 
 import json

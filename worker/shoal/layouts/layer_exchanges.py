@@ -22,13 +22,13 @@ from shoal.backends.abortable.gather import gather, let_all_hear
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""In place of a layer: the rank is done with its passes, and tells the others so."""
+"""In place of a layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""From here down, in place of a layer: how many numbers a value had."""
+"""In place of a layer, from here down: the number of elements of a value."""
 MAX_KEPT = 4096
-"""So many of the last ones are kept one by one."""
+"""Number of the newest exchanges that are kept one by one."""
 MAX_TOLD = 64
-"""So many of the last ones are told."""
+"""Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
 DIGEST_BITS, FIRST_BITS = 38, 16
 WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
@@ -39,7 +39,7 @@ class Told:
     """Record of a rank's exchanges in a step; it may still wait for the last one."""
 
     step: int
-    """Steps that were begun in the generation."""
+    """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
     """The newest exchanges, in order, in words."""
@@ -81,21 +81,21 @@ class LayerExchanges:
         """Subject of the exchange in forward passes, by the number of the layer."""
         self._done: list[int] = []
         self._forgotten, self._digest = 0, 0
-        """How many are kept no longer, and what they were."""
+        """The number of exchanges that are no longer kept, and a digest of them."""
         self._steps = 0
         self._has_ended = False
         """Nothing more is noted in this step."""
         self._whole: dict[int, nn.Parameter] = {}
-        """What the ranks have whole, by the deed of leaving it without a gradient."""
+        """Parameters that ranks have whole, by the exchange number of lacking a gradient."""
         self._without: set[int] | None = None
-        """Of a step whose gradients were completed with those of other ranks: the deeds of what
-        this rank's own passes have left without one."""
+        """Exchange numbers of parameters that this rank's own passes left without a gradient, in a
+        step whose gradients were completed with those of other ranks; else None."""
         self.peers: Sequence[int] = ()
-        """The ranks that have to do the same, this one too; none: nobody splits layers."""
+        """The ranks that must meet for the same layers, this one included; empty: none split."""
         self.is_told = False
-        """Whether others than this rank's own group may find a difference, and `tell` of it."""
+        """True if ranks outside this rank's own group may find a difference, and `tell` it."""
         self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
-        """What a rank does before it raises a refusal that some of the ranks know of alone."""
+        """Called before a rank raises a refusal that only some of the ranks know of."""
 
     def among(self, peers: Sequence[int]) -> None:
         """Set the peers that split layers with this rank. If models of a script are split among
@@ -111,8 +111,8 @@ class LayerExchanges:
         return Site(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Behind the passes the ranks meet for the gradients of those of these that each of them
-        has whole: it has to be the same ones that have none."""
+        """Add the parameters that each rank has whole. Ranks meet for their gradients after the
+        passes: the same parameters must lack a gradient on all ranks."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
@@ -120,7 +120,7 @@ class LayerExchanges:
                 self._whole[2 * (len(self._names) - 1)] = parameter
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin the record of a step."""
         self._steps += 1
         self._forgotten = self._digest = 0
         self._done, self._has_ended, self._without = [], False, None
@@ -140,9 +140,9 @@ class LayerExchanges:
             self._forget(MAX_KEPT // 2)
 
     def differ(self, size: int | None = None) -> None:
-        """The ranks have just met, each for something else, and know it: what they do behind that
-        says no more of it. `size`: they met for the same layer, and that is how many numbers this
-        rank's value had."""
+        """End the record: the ranks have just met for different things, and know it, so later
+        exchanges add nothing. `size`: they met for the same layer, and this is the number of
+        elements of this rank's value."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True

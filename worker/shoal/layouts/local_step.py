@@ -1,9 +1,9 @@
-"""An optimizer's step on what this rank holds of its parameters, without DTensor in between.
+"""An optimizer's step on this rank's parts of parameters, without DTensor's dispatch.
 
-DTensor derives for each operation anew what it means for the placements. For an optimizer that
-treats each element by itself that is always the same operation on the local part, and takes longer
-than the arithmetic: 14 ms a step for 16 parameters cut over 3 ranks, 32 ms for the first one behind
-a change of members.
+DTensor derives the placements of each operation anew. For an elementwise optimizer the result is
+always the same operation on the local part, and the derivation takes longer than the arithmetic:
+14 ms a step for 16 parameters sharded over 3 ranks, 32 ms for the first step after a change of
+members.
 """
 
 from collections.abc import Iterator
@@ -20,10 +20,10 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
-    """Take the optimizer's step, on local parts where that is the same; of several optimizers that
-    of those that are due.
+    """Take the optimizer's step, on local parts if that is equivalent; of several optimizers, step
+    those that are due.
 
-    Its parameters and state are DTensors again behind it, as they were, also if the step raises.
+    Parameters and state are DTensors again afterwards, as before, also if the step raises.
     """
     for each in parts_due(optimizer):
         _step(each)

@@ -51,7 +51,7 @@ class NonFiniteCheck:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # Behind the gradients, which have been waited for.
+        # After the gradients, which have been waited for.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property

@@ -53,7 +53,7 @@ class MetaModel:
     """A model without its weights, and where each parameter stands in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (nobody would keep that one in step with the others), if a tensor of the model is of
+    the model's (members' copies of that one would diverge), if a tensor of the model is of
     a kind that no member can be given, if parameters share memory
     without being one, or if a module on the meta device cannot initialise itself.
     """
@@ -286,7 +286,7 @@ class OptimizerBinding:
     @property
     def begun(self) -> frozenset[str]:
         """Names of all tensors of the optimizer's state that this rank has collected so far: those
-        behind a committed step, whatever an update has made of them since."""
+        after a committed step, whatever an update has made of them since."""
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:

@@ -129,7 +129,7 @@ class ReplicatedLayout(Layout):
         self._ddp.begin_step()
 
     def reduce(self) -> None:
-        # What was not averaged is told by `synchronised`.
+        # `synchronised` reports gradients that were not averaged.
         self.unreached = [] if self.exchange.complete else self._without_gradient()
         if self.exchange.complete and self.looks_for_faults:
             self.exchange.check(self.step)
@@ -195,7 +195,7 @@ class Zero1Layout(ReplicatedLayout):
         return self._owned
 
     def counts(self, name: str) -> bool:
-        # The first rank answers for what nobody steps: frozen parameters and buffers.
+        # The first rank counts tensors that no rank steps: frozen parameters and buffers.
         return self._owner.get(name, 0) == self.world.rank
 
     def travels(self, name: str) -> bool:

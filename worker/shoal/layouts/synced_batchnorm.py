@@ -1,8 +1,8 @@
-"""BatchNorm by the statistics of the whole global batch, whoever computes which part of it.
+"""BatchNorm with the statistics of the whole global batch, independent of its shares.
 
 torch's SyncBatchNorm runs on GPUs only, and counts the sample that a member without a share
-computes with. Here each member tells how many values it has, their mean and their squares' sum
-around that mean, which are put together as Chan et al. 1979 do; and in backward the sums that its
+computes with. Here each member sends the number of its values, their mean and their sum of squares
+around that mean, which are combined as in Chan et al. 1979; and in backward the sums that its
 gradients depend on. A member's loss weighs as much as its share does, and so do these sums.
 """
 
@@ -121,7 +121,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # By itself: outside a step nobody else is there.
+        # Locally: outside a step no other rank takes part.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(

@@ -1,1 +1,1 @@
-"""What is asked of a torch module or optimizer, whoever trains it."""
+"""Questions about a torch module or optimizer, independent of the strategy that trains it."""

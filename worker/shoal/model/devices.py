@@ -1,12 +1,12 @@
-"""Where a model is trained, and what the collectives of its members depend on."""
+"""The device that a model is trained on, and properties that its collectives depend on."""
 
 import torch
 from torch import nn
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where the model is trained: on its first parameter's device, and from the meta device on the
-    GPU of this process, if there is one."""
+    """Return the device that the model is trained on: its first parameter's. For a model on the
+    meta device that is the GPU of this process, if there is one."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     if device.type != "meta":
         return device
@@ -16,8 +16,8 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def devices_of(model: nn.Module) -> dict[str, str]:
-    """What the members' collectives depend on: the kind of the model's devices, and NCCL's version
-    where that is what they run over."""
+    """Return what the members' collectives depend on: the kind of the model's devices, and NCCL's
+    version if the collectives run over NCCL."""
     kinds = sorted({parameter.device.type for parameter in model.parameters()} - {"meta"})
     kinds = kinds or [device_of(model).type]
     fields = {"device": ",".join(kinds)}

@@ -1,5 +1,5 @@
-"""Digests of the model and the optimizer, which members compare, and the listings that are behind
-them: what a coordinator names the first difference by (`shoal_proto.packing.listings`)."""
+"""Digests of the model and the optimizer, which members compare, and the listings that they hash.
+From the listings a coordinator names the first difference (`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256
@@ -13,16 +13,16 @@ from shoal_proto.packing.listings import pack
 
 
 def schema_digest(model: nn.Module) -> str:
-    """A digest of the names, shapes and dtypes of all parameters and buffers, in order, and of
-    which names stand for one tensor."""
+    """Return a digest of the names, shapes and dtypes of all parameters and buffers, in order, and
+    of the names that share a tensor."""
     lines = [f"{entry} {value}" for entry, value in _entries(model)]
     return sha256("\n".join(lines).encode()).hexdigest()
 
 
 def optimizer_digest(optimizer: Optimizer) -> str:
-    """Class and hyper-parameters of the optimizer, in words that a conflict can show a person.
+    """Return the class and hyper-parameters of the optimizer, as text that a conflict shows.
 
-    Taken before training: a schedule that has moved the learning rate since is no conflict.
+    Computed before training, so a learning rate that a schedule has changed is no conflict.
     """
     parts = optimizers_of(optimizer)
     if list(parts) != [""]:
@@ -34,7 +34,7 @@ def optimizer_digest(optimizer: Optimizer) -> str:
 
 
 def listings_of(model: nn.Module, optimizer: Optimizer) -> dict[str, bytes]:
-    """The listings of both digests, by the field of the proposal that has the digest."""
+    """Return the listings of both digests, by the proposal's field that has the digest."""
     return {
         "schema": pack(f"{entry}: {value}" for entry, value in _entries(model)),
         "optimizer": pack(
@@ -58,7 +58,7 @@ def _entries(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _groups(optimizer: Optimizer) -> Iterator[list[tuple[str, object]]]:
-    """The settings of each group that are plain values, by name, and its number of parameters."""
+    """Yield the plain settings of each group, sorted by name, and its number of parameters."""
     for group in optimizer.param_groups:
         settings = [
             (key, value)

@@ -1,11 +1,11 @@
-"""Optimizers that treat each element of a parameter by itself, so that parameters can be cut; those
-that treat each parameter by itself, so that members can have some of them each; and those that no
+"""Optimizers that update each element separately, so that parameters can be sharded; optimizers
+that update each parameter separately, so that each member can have some of them; and those that no
 strategy runs.
 
-Nothing but its source tells that an optimizer does so. One that takes a norm over all parameters
-(LAMB's clipping, the step size of Prodigy and D-Adaptation) gives other weights without an error if
-a member has only some of them, and a trial on small tensors may miss at which size or step that
-begins. So the classes are listed here whose source was read, and any other has to be vouched for.
+Only an optimizer's source shows which kind it is. If a member has only some of the parameters, an
+optimizer that takes a norm over all of them (LAMB's clipping, the step size of Prodigy and
+D-Adaptation) silently computes other weights. A trial on small tensors may miss the size or step at
+which that begins. So this module lists classes whose source was read; users vouch for others.
 """
 
 from torch import optim
@@ -31,15 +31,15 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
-"""What these update a parameter with comes from that parameter, its gradient and its state."""
+"""Optimizers whose update of a parameter depends on its value, gradient and state alone."""
 
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
-    """Raise UnsupportedOptimizer unless it is one of torch's own that treat each parameter by
-    itself, or vouched for.
+    """Raise UnsupportedOptimizer unless the optimizer is one of torch's own that update each
+    parameter separately, or is vouched for.
 
-    A class may vouch for itself, by `per_parameter = True` (or `elementwise = True`, which is more)
-    in its own body. A subclass is not taken for its parent.
+    A class may vouch for itself with `per_parameter = True` in its own body, or with the stronger
+    `elementwise = True`. A subclass does not inherit that from its parent.
     """
     for each in optimizers_of(optimizer).values():
         said = vars(type(each))
@@ -63,10 +63,10 @@ def _may_need_all(strategy: str, optimizer: Optimizer) -> UnsupportedOptimizer:
 
 
 def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool) -> None:
-    """Raise UnsupportedOptimizer unless it is one of torch's elementwise ones, or vouched for.
+    """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
+    vouched for. A class may vouch for itself with `elementwise = True` in its own body.
 
-    A subclass is not taken for its parent: it may look at the whole of a parameter. A class may
-    vouch for itself, by `elementwise = True` in its own body.
+    A subclass does not inherit that from its parent: it may look at whole parameters.
     """
     for each in optimizers_of(optimizer).values():
         own = vouched or vars(type(each)).get("elementwise") is True
@@ -85,8 +85,8 @@ def _may_need_wholes(strategy: str, optimizer: Optimizer) -> UnsupportedOptimize
 
 
 def refuse_further_state(name: str, optimizer: Optimizer) -> None:
-    """Raise UnsupportedOptimizer for one that keeps a state of its own beside that of parameters
-    and groups, as its state_dict says: a member that joins would not get it."""
+    """Raise UnsupportedOptimizer if the optimizer's state_dict has more than the state of
+    parameters and groups: a member that joins would not get the rest."""
     for each in optimizers_of(optimizer).values():
         if type(each).state_dict is Optimizer.state_dict:
             continue
@@ -101,7 +101,7 @@ def refuse_further_state(name: str, optimizer: Optimizer) -> None:
 
 
 def refuse_lbfgs(name: str, optimizer: Optimizer) -> None:
-    """Raise UnsupportedOptimizer for one that computes the loss several times a step."""
+    """Raise UnsupportedOptimizer for LBFGS, which computes the loss several times a step."""
     if any(isinstance(each, optim.LBFGS) for each in optimizers_of(optimizer).values()):
         raise UnsupportedOptimizer(
             f"{name} cannot run LBFGS",

@@ -6,8 +6,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Raise InvalidSpec for modules that have one: it is no tensor, so a member that joins would
-    have that with which its script made the module, and so would a new generation."""
+    """Raise InvalidSpec for modules with extra state. It is no tensor, so it is not handed over: in
+    a member that joins, and in a new generation, it would be as the script made the module."""
     found = [
         name or type(module).__name__
         for name, module in model.named_modules()

@@ -1,7 +1,7 @@
-"""Takes models of other frameworks where a torch module is expected, without importing those.
+"""Adapters that accept models of other frameworks as torch modules, without importing these.
 
-Each framework has an adapter, a module of `shoal.integrations` that is loaded once such a model is
-there: it stands above all that asks for it here.
+Each framework has an adapter, a module of `shoal.integrations` that is loaded when the first such
+model is given: the adapter imports this layer, not the other way round.
 """
 
 import sys
@@ -15,32 +15,32 @@ _ADAPTERS = {"keras": "shoal.integrations.keras_adapter"}
 
 
 class FrameworkAdapter(Protocol):
-    """What a framework's module answers for its models."""
+    """Interface of the adapter module of a framework."""
 
     def as_torch(self, model: Any) -> nn.Module:
-        """A torch module that has the model's own parameters."""
+        """Return a torch module with the model's own parameters."""
 
     def distribute_static(self, model: Any, strategy: Any, backend: str | None) -> Any:
-        """The model to `fit` over ranks that never change."""
+        """Return the model to `fit` over a fixed set of ranks."""
 
     def distribute_in_session(self, session: Any, model: Any, strategy: Any, **options: Any) -> Any:
-        """The model to `fit` in a session."""
+        """Return the model to `fit` in a session."""
 
 
 def as_torch(model: nn.Module) -> nn.Module:
-    """The model itself; of a Keras model a `KerasModule`, which has the same parameters."""
+    """Return the model itself, or for a Keras model a `KerasModule` with its parameters."""
     return adapter_of(model).as_torch(model) if _is_keras(model) else model
 
 
 def fits_by_itself(model: nn.Module, optimizer: Any) -> bool:
-    """Whether this is a Keras model with its own optimizer, which `fit` trains."""
+    """True if this is a Keras model with its own optimizer, which `fit` trains."""
     return _is_keras(model) and not isinstance(optimizer, Optimizer)
 
 
 def adapter_of(model: Any) -> FrameworkAdapter:
-    """That of the framework which a foreign model comes of."""
+    """Return the adapter of the framework that a foreign model belongs to."""
     assert _is_keras(model), "no other framework's models are taken"
-    # Keras takes seconds to import: only who has done so gets here.
+    # Keras takes seconds to import: a script with such a model has imported it already.
     found: Any = import_module(_ADAPTERS["keras"])
     return found  # type: ignore[no-any-return]
 

@@ -1,4 +1,4 @@
-"""Gradients of a module: whether they are finite, and whose backward pass brought them."""
+"""Checks of a module's gradients: finite values, and the backward passes that they come from."""
 
 import cmath
 from collections.abc import Callable, Iterable, Sequence
@@ -16,9 +16,9 @@ from shoal_proto.errors import InvalidSpec
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether all elements are finite."""
-    # A NaN or Inf anywhere makes the sum one, so the usual case is a single pass; the sum of
-    # finite numbers can overflow, so only the exact test condemns.
+    """True if all elements are finite."""
+    # A NaN or Inf makes the sum NaN or Inf, so the usual case is a single pass. The sum of finite
+    # numbers can overflow, so only the exact test decides that an element is not finite.
     return cmath.isfinite(_wide_sum(tensor).item()) or bool(torch.isfinite(tensor).all())
 
 
@@ -28,9 +28,9 @@ def _wide_sum(tensor: Tensor) -> Tensor:
 
 
 def are_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether all elements of all of them are; on a GPU this waits once and not for each."""
+    """True if all elements of all tensors are finite. On a GPU this usually waits only once."""
     if tensors and not is_on_host(tensors[0]):
-        # In the width of a float at least: the sum of fp16 numbers passes 65504 soon.
+        # In float32: a sum of fp16 numbers soon exceeds 65504.
         sums = torch.stack([_wide_sum(tensor).abs().float() for tensor in tensors])
         if cmath.isfinite(sums.sum().item()):
             return True
@@ -38,8 +38,8 @@ def are_finite(tensors: Sequence[Tensor]) -> bool:
 
 
 def is_on_host(tensor: Tensor) -> bool:
-    """Whether to look at the tensor is to wait for nothing. On a GPU it is to wait until all that
-    was begun there is done."""
+    """True if reading the tensor waits for nothing. A read from a GPU waits until all work queued
+    there is done."""
     return tensor.is_cpu
 
 
@@ -55,9 +55,9 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
-    """Raise InvalidSpec for layers whose members would train another model than one process does:
-    as `refuse_sparse`, those that write to their weights by the samples of a pass, and those whose
-    gradient depends on how often an index occurs in the batch."""
+    """Raise InvalidSpec for layers with which members would train another model than one process:
+    those of `refuse_sparse`, layers that write to their weights depending on the samples of a pass,
+    and layers whose gradient depends on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -71,7 +71,7 @@ def refuse_layers(strategy: str, model: nn.Module) -> None:
 
 
 def scaled_down(strategy: str, name: str) -> InvalidSpec:
-    """What is told of layers, or of a function, that write to weights by the samples of a pass."""
+    """Return the refusal of layers, or of a function, with `max_norm`."""
     return InvalidSpec(
         f"{strategy} does not train layers that scale down rows of their weights in a pass",
         seen=f"max_norm of {name}",
@@ -83,8 +83,8 @@ def scaled_down(strategy: str, name: str) -> InvalidSpec:
 
 
 def scaled_by_frequency(strategy: str, name: str) -> InvalidSpec:
-    """The refusal of layers, or of a function, that divide the gradient of a row by how often its
-    index occurs."""
+    """Return the refusal of layers, or of a function, that divide the gradient of a row by the
+    number of times that its index occurs."""
     return InvalidSpec(
         f"{strategy} does not train embeddings whose gradient is divided by the frequency of an"
         " index in the batch",
@@ -97,7 +97,7 @@ def scaled_by_frequency(strategy: str, name: str) -> InvalidSpec:
 
 
 def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
-    """What is told of layers, or of a parameter, with sparse gradients."""
+    """Return the refusal of layers, or of a parameter, with sparse gradients."""
     return InvalidSpec(
         f"{strategy} does not train layers with sparse gradients",
         seen=f"sparse gradients of {name}",
@@ -109,10 +109,10 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 
 
 def refuse_parameter_hooks(model: nn.Module) -> None:
-    """Raise InvalidSpec for parameters whose gradients the script has hooks on.
+    """Raise InvalidSpec if the script has hooks on gradients of parameters.
 
-    They would be called with what this member's samples give, n times what these are worth to the
-    whole batch, and only where parameters are the script's own at all.
+    The hooks would get the gradient of this member's samples, n times their part in the whole
+    batch's, and would not be called at all if the layout has its own parameters.
     """
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
@@ -126,10 +126,10 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """The gradients that a step begins without: those of all parameters of a model.
+    """The gradients of all parameters of a model, which are dropped when a step begins.
 
-    Also of those that the optimizer does not hold: they count in the norm by which gradients are
-    clipped, and what a member had added up in them another one would not have that joined later.
+    Gradients of parameters that the optimizer does not hold are included. They count in the norm
+    for clipping, and a member that joins later would lack what others had accumulated in them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
@@ -138,11 +138,11 @@ class StepGradients:
         self._unheld = [each for each in parameters if each.requires_grad and id(each) not in held]
 
     def forget(self) -> None:
-        """There are none from here on."""
+        """Drop all gradients."""
         for optimizer in optimizers_of(self._optimizer).values():
             if _zeroes_as_torch(optimizer):
-                # What `zero_grad` comes to, without the records that a profiler would have of it,
-                # which take several times as long.
+                # As `zero_grad` does, without its record for the profiler, which takes several
+                # times as long.
                 for group in optimizer.param_groups:
                     for parameter in group["params"]:
                         parameter.grad = None
@@ -153,12 +153,12 @@ class StepGradients:
 
 
 def _zeroes_as_torch(optimizer: Optimizer) -> bool:
-    """Whether its `zero_grad` is that of all optimizers, and no class's or script's own."""
+    """True if neither the optimizer's class nor the script overrides `zero_grad`."""
     return type(optimizer).zero_grad is Optimizer.zero_grad and "zero_grad" not in vars(optimizer)
 
 
 def bare_backward() -> InvalidSpec:
-    """What is told of a backward pass in a step that the session does not know of."""
+    """Return the refusal of a backward pass in a step without `session.backward`."""
     return InvalidSpec(
         "a backward pass in a step that went past the session",
         seen="loss.backward()",
@@ -169,9 +169,9 @@ def bare_backward() -> InvalidSpec:
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Let a pass that is to be differentiated itself, as that of a gradient penalty is
-    (`torch.autograd.grad(..., create_graph=True)`), raise InvalidSpec where it enters the model:
-    what it has used is freed behind it."""
+    """Make a backward pass that is itself to be differentiated, as for a gradient penalty
+    (`torch.autograd.grad(..., create_graph=True)`), raise InvalidSpec when it enters the model:
+    the weights that it uses are freed after it."""
 
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -196,8 +196,8 @@ def refuse_second_derivatives(model: nn.Module) -> None:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Raise `bare_backward` in a pass that adds to these gradients where it is not `ours`, and
-    `sparse_gradient` for one that a function asked to be sparse."""
+    """Make a pass that adds to these gradients raise `bare_backward` unless it is `ours`, and
+    `sparse_gradient` if a function made the gradient sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:
         if not ours():

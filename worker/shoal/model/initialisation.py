@@ -1,10 +1,10 @@
-"""Weights of a model that was made on the meta device, as its own modules initialise themselves.
+"""Initial weights of a model on the meta device, as its own modules initialise themselves.
 
-That is what one process does by
+The result equals, in one process,
 
     torch.manual_seed(seed); model.to_empty(device="cpu"); module.reset_parameters() for each module
 
-in the order in which constructors end: a module's children come before itself.
+in the order in which constructors end: a module's children before the module.
 """
 
 import copy
@@ -19,28 +19,28 @@ from shoal.torch_private.modules import buffer_table, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""What a module may call the method that initialises what it has itself; torch's attention and
-transformers have the latter."""
+"""Names of a method that initialises a module's own tensors; torch's attention and transformers use
+the latter."""
 OTHERS = ("init_weights", "_init_weights", "initialize_weights")
-"""What models call a method that initialises their children; nobody knows with which arguments."""
+"""Names of a method that initialises a model's children; its arguments are not known here."""
 
 _TAKEN = "_shoal_taken"
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of the model has no memory yet."""
+    """True if a parameter or buffer of the model has no memory yet."""
     return any(_lacks_memory(part) for part in model.modules())
 
 
 def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
-    """Note on a parameter without memory that a session has taken its values. Returns it."""
+    """Mark a parameter without memory as taken by a session. Returns the parameter."""
     parameter.__dict__[_TAKEN] = True
     return parameter
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model whose values an earlier session has taken: on the meta device,
-    it would be trained from first values that its modules draw anew."""
+    """Raise InvalidSpec for a model whose values an earlier session has taken: as it is on the meta
+    device, its modules would draw new initial values."""
     for name, parameter in model.named_parameters():
         if _TAKEN in parameter.__dict__:
             raise InvalidSpec(
@@ -55,7 +55,7 @@ def refuse_taken(model: nn.Module) -> None:
 def give_buffers(model: nn.Module) -> None:
     """Give a model on the meta device its buffers, in host memory; its parameters stay there.
 
-    Raises InvalidSpec, by the module's name, where one cannot initialise what it has.
+    Raises InvalidSpec with the name of a module that cannot initialise its own tensors.
     """
     for path, part in model.named_modules():
         _check(path, part)
@@ -73,11 +73,11 @@ def give_buffers(model: nn.Module) -> None:
 
 
 def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give a model on the meta device memory on this one, and its parameters and buffers their
-    first values.
+    """Give the parameters and buffers of a model on the meta device memory on `device`, and their
+    initial values.
 
-    An optimizer that has the parameters keeps them. The process' generators stay as they are.
-    Raises as `initialised_copy`.
+    Parameters stay the same objects, so an optimizer keeps them. The process' random generators
+    keep their states. Raises as `initialised_copy`.
     """
     if not is_on_meta(model):
         return
@@ -92,10 +92,10 @@ def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
 
 
 def initialised_copy(model: nn.Module, seed: int) -> nn.Module:
-    """The model once more, in host memory, with the values that its modules begin with.
+    """Return a copy of the model in host memory, with the initial values of its modules.
 
-    Raises InvalidSpec, by the module's name, where one cannot initialise what it has, or left an
-    element of it as it was.
+    Raises InvalidSpec with the name of a module that cannot initialise its own tensors, or leaves
+    an element of them unset.
     """
     for path, part in model.named_modules():
         _check(path, part)
@@ -126,7 +126,7 @@ def _children_first(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Modu
 
 
 def _own(part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers of the module itself, not of its children."""
+    """Yield the parameters and buffers of the module itself, not of its children."""
     for tensors in (parameter_table(part), buffer_table(part)):
         for name, tensor in tensors.items():
             if tensor is not None:
@@ -147,7 +147,7 @@ def _lacks_memory(part: nn.Module) -> bool:
 
 
 def _check(path: str, part: nn.Module) -> None:
-    """Raise InvalidSpec unless the module can initialise what it has on the meta device."""
+    """Raise InvalidSpec unless the module can initialise its tensors on the meta device."""
     where = f"module {path!r}" if path else "the model"
     if any(_is_empty(tensor) for tensor in part.parameters()):
         other = next((name for name in OTHERS if callable(getattr(part, name, None))), "")
@@ -187,9 +187,9 @@ def _check(path: str, part: nn.Module) -> None:
 
 
 def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor]:
-    """Give the module's own tensors host memory full of a mark; returns them by name.
+    """Give the module's own tensors host memory filled with `_mark`; returns them by name.
 
-    `memory`: what was given so far, by the tensor's id, so that one tensor stays one.
+    `memory` has the replacements made so far, by the tensor's id, so that tied tensors stay tied.
     """
     found: dict[str, Tensor] = {}
     tables: tuple[dict[str, Any], ...] = (parameter_table(part), buffer_table(part))
@@ -207,7 +207,7 @@ def _with_memory(part: nn.Module, memory: dict[int, Tensor]) -> dict[str, Tensor
 
 
 def _mark(dtype: torch.dtype) -> float | int:
-    """What no module begins with."""
+    """Return a value that no module uses as an initial value."""
     is_number = dtype.is_floating_point or dtype.is_complex
     return float("nan") if is_number else torch.iinfo(dtype).max
 

@@ -1,4 +1,4 @@
-"""A rank's own part of a tensor that is cut over several."""
+"""A rank's own part of a tensor that is sharded over several."""
 
 import torch
 from torch import Tensor, nn
@@ -8,16 +8,16 @@ from shoal.torch_private.dtensor import cut_as
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank holds, without a graph; of a tensor that is not cut, all of it."""
+    """Return this rank's part without a graph; all of a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return tensor.detach()
-    # Where no gradient is asked for, DTensor has nothing to derive and to dispatch.
+    # Without gradients DTensor has nothing to derive and dispatch.
     with torch.no_grad():
         return tensor.to_local().detach()
 
 
 def placed_like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    """`local` as this rank's part of a tensor that is cut as the parameter is."""
+    """Return `local` as this rank's part of a tensor with the sharding of the parameter."""
     if not isinstance(parameter, DTensor):
         return local
     return cut_as(parameter, local)

@@ -1,4 +1,4 @@
-"""Losses that are not finite: no step is committed with one."""
+"""Checks for losses that are not finite: no step with such a loss is committed."""
 
 import math
 
@@ -10,13 +10,13 @@ from shoal_proto.errors import NonFiniteGradient
 
 
 def check_loss(loss: Tensor, step: int) -> None:
-    """Raise NonFiniteGradient unless the loss is finite; `step` are committed before it."""
+    """Raise NonFiniteGradient unless the loss is finite; `step` is the number committed so far."""
     if not is_finite(loss.detach()):
         raise loss_not_finite(step, seen=str(loss.detach()))
 
 
 def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
-    """The error of the member that has computed such a loss."""
+    """Return the error of the member that has computed such a loss."""
     return NonFiniteGradient(
         f"the loss is not finite at step {step}",
         seen=seen,
@@ -27,19 +27,19 @@ def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
 
 
 class UnseenLosses:
-    """The losses of a step that lie on a GPU. To look at one before its backward pass would let the
-    GPU run idle, so they are looked at together with the step's gradients.
+    """The losses of a step that lie on a GPU. Reading one before its backward pass would idle the
+    GPU, so they are checked together with the step's gradients.
 
-    Whatever the members say of their gradients includes `excess`: what is computed from the loss
-    need not show it (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
+    The members' check of gradients includes `excess`: gradients need not show that the loss is not
+    finite (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
     """
 
     def __init__(self) -> None:
         self.excess: Tensor | None = None
-        """0 if all losses are finite, else NaN; a tensor on their device. None: there are none."""
+        """0 if all losses are finite, else NaN; a tensor on their device. None: no losses yet."""
 
     def begin(self) -> None:
-        """A new step: there are none."""
+        """Begin a step without losses."""
         self.excess = None
 
     def note(self, loss: Tensor) -> None:
@@ -49,10 +49,10 @@ class UnseenLosses:
         self.excess = excess if self.excess is None else self.excess + excess
 
     def are_finite(self) -> bool:
-        """True if all of them are. Waits for the GPU, if there are any."""
+        """True if all losses are finite. Waits for the GPU, if there are any."""
         return self.excess is None or math.isfinite(self.excess.item())
 
     def check(self, step: int) -> None:
-        """Raise as `check_loss` unless all of them are finite."""
+        """Raise as `check_loss` unless all losses are finite."""
         if not self.are_finite():
             raise loss_not_finite(step, seen="NaN or Inf")

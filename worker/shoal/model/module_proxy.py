@@ -1,4 +1,4 @@
-"""The module a user holds while the one that trains behind it is made anew each generation."""
+"""The module that a user holds; the one that trains behind it is new in each generation."""
 
 import inspect
 from collections.abc import Callable
@@ -20,11 +20,11 @@ from shoal_proto.errors import InvalidSpec
 
 
 class ModuleProxy(nn.Module):
-    """The user's model in all but its forward pass, which goes where `route` says at the time.
+    """The user's model, except that a forward pass runs the module that `route` returns.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
     attributes are those of the model; nothing is prefixed. A copy or pickle of it is the model's.
-    Where a member has a part of the model, state dicts, copies and pickles are refused.
+    If a member has only a part of the model, state dicts, copies and pickles are refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
@@ -34,10 +34,10 @@ class ModuleProxy(nn.Module):
         own["_route"] = route
         own["_names"] = _names(module)
         retarget(self, module)
-        # From here on the model's own flag answers.
+        # From here on the model's own flag is read, by __getattr__.
         del own["training"]
 
-    # What torch.compile makes of it is the module that stands behind it, not the way there.
+    # torch.compile compiles the module behind the proxy, not the routing.
     @routing
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return nn.Module.__call__(self, *inputs, **options)
@@ -47,7 +47,7 @@ class ModuleProxy(nn.Module):
         return call_compiling(self.__dict__["_route"](), inputs, options)
 
     def compile(self, *arguments: Any, **options: Any) -> None:
-        """As torch's: compile calls of the module, and of those that take its place later on."""
+        """Compile calls of the module, as torch does, and of the modules that replace it later."""
         module = shown(self)
         module.compile(*arguments, **options)
         compile_alike(module, module)
@@ -78,13 +78,13 @@ class ModuleProxy(nn.Module):
 
 
 def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
-    """A replica that also is an instance of the model's class, with all its methods."""
+    """Return a proxy that is also an instance of the model's class, with all its methods."""
     kind = type(module)
     if kind is nn.Module or isinstance(module, torch.jit.ScriptModule):
         return ModuleProxy(module, route)
 
     def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
-        # `type(model)(...)`, as a slice of an nn.Sequential is made: one of the model's own class.
+        # `type(model)(...)`, as in a slice of an nn.Sequential, makes one of the model's class.
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 
@@ -98,8 +98,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """The replica's forward pass, which says that it takes what the model's does: frameworks choose
-    by that what to pass on, as `generate` and Trainer of transformers do."""
+    """Return the proxy's forward pass with the signature of the model's: frameworks choose their
+    arguments by it, as `generate` and Trainer of transformers do."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -110,7 +110,7 @@ def _forward_like(forward: FunctionType) -> Callable[..., Any]:
 
 
 def shown(proxy: nn.Module) -> nn.Module:
-    """The module that stands behind a replica now; of what is none, itself."""
+    """Return the module behind a proxy at present, or a module itself that is no proxy."""
     module = proxy
     while isinstance(module, ModuleProxy):
         module = module.__dict__["_module"]
@@ -118,14 +118,14 @@ def shown(proxy: nn.Module) -> nn.Module:
 
 
 def retarget(proxy: nn.Module, module: nn.Module) -> None:
-    """Let a replica show another module from now on, one of the same make."""
+    """Put another module of the same structure behind a proxy."""
     proxy.__dict__["_module"] = module
     share_tables(proxy, module)
 
 
 def take_modes(held: nn.Module, module: nn.Module) -> None:
-    """Train, evaluate and compile in `module` what the module that the user has trains, evaluates
-    and compiles: that is the user's choice, and outlives a generation."""
+    """Copy from the user's module which parts train, evaluate and are compiled: these are the
+    user's choices, which outlive a generation."""
     parts = {name: shown(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
@@ -143,9 +143,9 @@ def _names(module: nn.Module) -> frozenset[str]:
 
 
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
-    """Raises InvalidSpec where what stands behind it now is a part of the model.
+    """Raise InvalidSpec if the module behind the proxy is only a part of the model.
 
-    A script that saves it on one member, as those for DDP do, would keep that part alone.
+    A script that saves it on one member, as scripts for DDP do, would save that part alone.
     """
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))

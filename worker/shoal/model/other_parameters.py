@@ -1,16 +1,16 @@
 """Parameters that an optimizer of the script's own may not step on while a session trains.
 
-The first are those that a session's losses go through, and that are not the distributed model's.
-Nobody brings their gradients together: each member has those of its own samples. A loss function
-with weights of its own (a margin, a centre of each class), stepped by an optimizer that the script
-keeps for itself, would become another one on each member, and the model be trained by as many
-losses as there are members. A teacher's gradients, which nobody steps on, do no harm.
+The first kind are parameters that a session's losses depend on and that are not the distributed
+model's. Their gradients are not reduced: each member has those of its own samples. If the script's
+own optimizer steps a loss function with weights (a margin, a centre of each class), the function
+diverges between members, and each member trains the model with another loss. A teacher's gradients
+do no harm: no optimizer steps on them.
 
-The others are the distributed model's: a script with two optimizers, say one for matrices and one
-for all else, may have distributed one of them only. Where the model is cut or copied, the other has
-the parameters that it was made with, which nobody trains any more, and does nothing. Where it is
-the script's own, the other trains it, and its state is no part of the job's: a member that joins
-has none, and of a step that is taken back it stays.
+The second kind are the distributed model's. A script with two optimizers, one for matrices and one
+for the rest for instance, may have distributed only one. If the layout sharded or copied the model,
+the other optimizer has the original parameters, which are no longer trained, and does nothing. If
+the parameters are the script's own, it trains them, but its state is not part of the job's: a
+member that joins lacks it, and a rollback leaves it.
 """
 
 import weakref
@@ -24,16 +24,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shoal_proto.errors import InvalidSpec
 
 References = dict[int, weakref.ref[Tensor]]
-"""To parameters, by their identity."""
+"""Weak references to parameters, by the parameter's id."""
 
 
 def references(parameters: Iterable[Tensor]) -> References:
-    """To these, without keeping any of them."""
+    """Return weak references to the parameters."""
     return {id(each): weakref.ref(each) for each in parameters}
 
 
 class OtherParameters:
-    """Those that the losses of a session's first step go through, and the model's."""
+    """Parameters that the losses of a session's first step depend on, and the model's."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class OtherParameters:
         optimizers: Sequence[Optimizer],
         commits: Callable[[], bool],
     ) -> None:
-        """`own`: the parameters of the distributed model, in its present generation; `given`: those
-        that the script's model had, which may be others; `optimizers` are those that were
-        distributed with it, within whose steps, while the session `commits`, others may step."""
+        """`own` returns the parameters of the distributed model in its present generation. `given`
+        are the script's parameters, which may be others. `optimizers` were distributed with the
+        model. While the session `commits`, other optimizers may step on the model too."""
         self._own = own
         self._given = given
         self._optimizers = optimizers
@@ -53,13 +53,13 @@ class OtherParameters:
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     def look(self, loss: Tensor) -> None:
-        """A backward pass of this loss begins."""
+        """Note the other parameters of a loss whose backward pass begins."""
         own = {id(each) for each in self._own()}
         leaves = (each for each in _leaves(loss) if isinstance(each, nn.Parameter))
         self._others |= references(each for each in leaves if id(each) not in own)
 
     def release(self) -> None:
-        """The session is over. May be called twice."""
+        """Remove the hook when the session ends. May be called twice."""
         self._hook.remove()
         self._others.clear()
         self._given = {}
@@ -77,18 +77,18 @@ class OtherParameters:
 
 
 def _has(refs: References, parameter: Tensor) -> bool:
-    # One that is gone may have left its identity to another.
+    # The id of a parameter that is gone may have been reused.
     known = refs.get(id(parameter))
     return known is not None and known() is parameter
 
 
 def nodes_of(loss: Tensor) -> set[Node]:
-    """All that a backward pass goes through."""
+    """Return all nodes that a backward pass of the loss goes through."""
     return nodes_from([loss.grad_fn])
 
 
 def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
-    """These, and all that a backward pass goes through behind them."""
+    """Return these nodes, and all that a backward pass reaches from them."""
     found: set[Node] = set()
     ahead = list(nodes)
     while ahead:
@@ -100,7 +100,7 @@ def nodes_from(nodes: Iterable[Node | None]) -> set[Node]:
 
 
 def _leaves(loss: Tensor) -> Iterator[Tensor]:
-    """What gradients are added up in."""
+    """Yield the leaf tensors in which a backward pass accumulates gradients."""
     for node in nodes_of(loss):
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):

@@ -1,7 +1,7 @@
-"""Whether a state is that of the script's own optimizer.
+"""Check that a state belongs to an optimizer like the script's own.
 
-The settings of a state take the place of the script's own: those of another kind of optimizer, or
-of groups that were cut in another way, would train something else without an error.
+The settings of a state replace the script's: settings of another kind of optimizer, or of other
+groups of parameters, would silently train differently.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,18 @@ from shoal.model.several import optimizers_of
 from shoal_proto.errors import InvalidSpec
 
 KINDS = "optimizers"
-"""Where the kind of the optimizer of each group stands in a state's values."""
+"""The key in a state's values of the kind of optimizer of each group."""
 _TELLING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
 """Settings by which kinds of torch's optimizers differ, in all its releases."""
 
 _BEGAN = "initial_lr"
-"""What a scheduler keeps the rate in that it began with."""
+"""The setting in which a scheduler keeps its initial learning rate."""
 _MOVED = {"lr", "momentum", "betas"}
-"""Settings that torch's schedulers move."""
+"""Settings that torch's schedulers change."""
 
 
 def kinds_of(optimizer: Optimizer) -> list[str]:
-    """The class of the optimizer of each group, by name."""
+    """Return the class name of the optimizer of each group."""
     return [
         type(each).__name__ for each in optimizers_of(optimizer).values() for _ in each.param_groups
     ]
@@ -34,9 +34,9 @@ def kinds_of(optimizer: Optimizer) -> list[str]:
 def check_same_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
 ) -> None:
-    """Raise InvalidSpec if the state has settings of another kind of optimizer, or of parameters
-    that are in another group; `names` are the parameters of each own group, `values`
-    what of the state is no tensor. A state without settings fits."""
+    """Raise InvalidSpec if the state has settings of another kind of optimizer, or has parameters
+    in another group. `names` are the parameters of each group of the script's, `values` are the
+    values of the state that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
     own, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(own):
@@ -52,10 +52,9 @@ def check_same_optimizer(
 
 
 def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What the settings of a state, by group, change in the script's own, in words: nothing where
-    they are alike.
+    """Describe the settings of a state, by group, that differ from the script's own.
 
-    What a scheduler of the script's moves is left out as long as both began with the same rate.
+    Settings that the script's scheduler changes are left out if both began with the same rate.
     """
     told: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
@@ -71,7 +70,7 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
 
 def _plain(value: Any) -> Any:
-    """Without tuples, and tensors as the numbers in them."""
+    """Return the value with tuples as lists, and tensors as numbers."""
     if isinstance(value, Tensor):
         return value.tolist()
     return list(value) if isinstance(value, tuple) else value
@@ -80,7 +79,7 @@ def _plain(value: Any) -> Any:
 def _check_names(
     groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]], tied: Mapping[str, str]
 ) -> None:
-    """Whether the optimizers hold the same parameters, whatever the names of tied ones."""
+    """Raise unless the optimizers hold the same parameters; tied names count as one."""
     if not any("params" in settings for settings in groups):
         return
     written = {tied.get(name, name) for each in groups for name in each.get("params", ())}
@@ -92,7 +91,7 @@ def _check_names(
 
 
 def _check_settings(index: int, group: Any, settings: Any, kind: str) -> None:
-    """Of a state that does not say of which kind it is, as plain torch writes it."""
+    """Check settings by their names: a state that plain torch wrote does not name its kind."""
     lacks = (group.keys() & _TELLING) - settings.keys()
     if lacks:
         raise _other(f"group {index} without {', '.join(sorted(lacks))}", f"those of {kind}")

@@ -1,8 +1,8 @@
-"""What a script has set on the modules of a model since it was laid out.
+"""Attributes that a script has set on the modules of a model since it was laid out.
 
-A layout is a copy of the model as it was distributed. A probability of dropout that the script
-lowers later, a cache that the forward pass has made, lie in the copy of one generation; the next
-one would compute with what stood there at first, and nobody would be told.
+A layout is a copy of the model as it was distributed. A dropout probability that the script lowers
+later, or a cache that a forward pass has filled, is in the copy of one generation. Unless carried
+over, the next generation would silently compute with the original values.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,33 +18,33 @@ _PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
 
 
 class ScriptAttributes:
-    """Of one model in one generation after the other.
+    """Attributes of one model, carried from one generation to the next.
 
-    Looked at are numbers, words, tuples and tensors that modules have as attributes, and buffers
-    that their state_dict leaves out. An attribute whose name begins with _ is the module's own.
+    Covers numbers, strings, tuples, dtypes and tensors that are attributes of modules, and buffers
+    that a state_dict leaves out. Names that begin with _ are the module's own, and not carried.
     """
 
     def __init__(self) -> None:
         self._seen: dict[str, Mapping[str, Any]] = {}
 
     def note(self, model: nn.Module) -> None:
-        """The model is laid out: what is set from now on is the script's."""
+        """Note the attributes of a model that was just laid out: later changes are the script's."""
         self._seen = {name: _attributes(part) for name, part in _parts(model).items()}
 
     def carry(self, model: nn.Module, into: nn.Module) -> None:
-        """Give what was set on the model since then to another of the same make."""
+        """Copy the attributes set since `note` to another model of the same structure."""
         others = _parts(into)
         for name, part in _parts(model).items():
-            # A stage of a pipeline shows modules that the model does not have.
+            # A stage of a pipeline has modules that the model lacks.
             if name in self._seen and isinstance(part, type(others.get(name))):
                 _carry(part, self._seen[name], others[name])
 
 
 class ScriptModes:
-    """Which modules train and which evaluate, as it was when a step began.
+    """The training or evaluation mode of each module when a step began.
 
-    A step whose block is left early, as when a member is lost while the script samples between
-    `model.eval()` and `model.train()`, would else be taken again in the mode of that place.
+    A step's block may be left early, as when a member is lost while the script samples between
+    `model.eval()` and `model.train()`. The retried step would otherwise run in that mode.
     """
 
     def __init__(self) -> None:
@@ -52,18 +52,18 @@ class ScriptModes:
         self._noted: list[bool] = []
 
     def look_at(self, models: Iterable[nn.Module]) -> None:
-        """These stand behind the script's models from now on."""
+        """Watch these models, which are behind the script's models from now on."""
         tables = [vars(part) for model in models for part in model.modules()]
-        # A replica within a stage of a pipeline has no mode of its own.
+        # A proxy within a stage of a pipeline has no mode of its own.
         self._tables = [each for each in tables if "training" in each]
         self._noted = []
 
     def note(self) -> None:
-        """A step begins: 3 us for 150 modules."""
+        """Note the modes when a step begins: 3 us for 150 modules."""
         self._noted = [each["training"] for each in self._tables]
 
     def take_back(self) -> None:
-        """The step's block was left early."""
+        """Restore the modes after a step's block was left early."""
         for each, training in zip(self._tables, self._noted, strict=False):
             each["training"] = training
 
@@ -94,7 +94,7 @@ def _attributes(part: nn.Module) -> dict[str, Any]:
 
 
 def _can_be_copied(value: object) -> bool:
-    # What has a history cannot, such as an output that a module keeps.
+    # A tensor with a graph cannot, such as an output that a module keeps.
     if isinstance(value, Tensor):
         return type(value) is Tensor and not value.requires_grad
     return isinstance(value, _PLAIN)

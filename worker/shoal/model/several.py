@@ -1,8 +1,8 @@
 """Several models and optimizers that are trained in one session, as a GAN's two are.
 
-To what lays models out, collects state and gives it back they are one model, whose parts have the
-models' names, and one optimizer with the groups of all. Which of them a pass trains, and which a
-step steps, is the session's to say.
+Layouts and the code that collects and restores state see one model, whose parts have the models'
+names, and one optimizer with the groups of all. The session decides which models a pass trains and
+which optimizers a step steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -19,7 +19,7 @@ from shoal.model.tied_tensors import tied
 from shoal_proto.errors import InvalidSpec
 
 MAX_NAMES = 16
-"""Of models, and of optimizers, in a session."""
+"""The maximum number of models, and of optimizers, in a session."""
 _WRAPPERS = (DistributedDataParallel, FullyShardedDataParallel)
 
 
@@ -33,14 +33,14 @@ class SeveralModels(nn.ModuleDict):
 
 
 class SeveralOptimizers(Optimizer):
-    """The optimizers by name. It has no groups and no state of its own: they are theirs."""
+    """The optimizers by name. Groups and state are those of the parts."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
-        # Not super(), which would make groups.
+        # Not super(), which would create groups.
         self.optimizers = dict(optimizers)
         self.defaults = {k: v for each in optimizers.values() for k, v in each.defaults.items()}
         self.due: frozenset[str] = frozenset()
-        """Those that the next `step` steps."""
+        """Names of the optimizers that the next `step` steps."""
         self.state: Any = _States(self.optimizers)
 
     @property
@@ -57,7 +57,7 @@ class SeveralOptimizers(Optimizer):
 
 
 class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """The state of each parameter, wherever it is kept."""
+    """The state of each parameter, read and written in the optimizer that holds it."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers
@@ -68,7 +68,7 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         lists = [
             group["params"] for each in self._optimizers.values() for group in each.param_groups
         ]
-        # A group has another list in each generation.
+        # A group has a new list in each generation.
         if len(lists) != len(self._lists) or any(
             one is not other for one, other in zip(lists, self._lists, strict=True)
         ):
@@ -102,7 +102,7 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
         return sum(len(each.state) for each in self._optimizers.values())
 
     def get(self, parameter: Tensor, default: Any = None) -> Any:
-        # Without making one where there is none.
+        # Does not create a missing state.
         if parameter not in self:
             return default
         return self[parameter]
@@ -113,19 +113,19 @@ class _States(MutableMapping[Tensor, dict[str, Any]]):
 
 
 def models_of(model: nn.Module) -> Mapping[str, nn.Module]:
-    """The models by name; one that is alone has the empty name."""
+    """Return the models by name; a single model has the empty name."""
     return dict(model.items()) if isinstance(model, SeveralModels) else {"": model}
 
 
 def optimizers_of(optimizer: Optimizer) -> Mapping[str, Optimizer]:
-    """The optimizers by name; one that is alone has the empty name."""
+    """Return the optimizers by name; a single optimizer has the empty name."""
     if isinstance(optimizer, SeveralOptimizers):
         return optimizer.optimizers
     return {"": optimizer}
 
 
 def proxies_of(model: nn.Module, route: Callable[[str], nn.Module]) -> nn.Module:
-    """What the user holds of each model, see `proxy_of`; `route` is asked with its name."""
+    """Return a proxy of each model for the user, see `proxy_of`; `route` gets its name."""
     if not isinstance(model, SeveralModels):
         return proxy_of(model, partial(route, ""))
     return SeveralModels(
@@ -134,14 +134,14 @@ def proxies_of(model: nn.Module, route: Callable[[str], nn.Module]) -> nn.Module
 
 
 def parts_due(optimizer: Optimizer) -> list[Optimizer]:
-    """Those that are to be stepped now, in the order in which they were distributed."""
+    """Return the optimizers to step now, in the order in which they were distributed."""
     if not isinstance(optimizer, SeveralOptimizers):
         return [optimizer]
     return [each for name, each in optimizer.optimizers.items() if name in optimizer.due]
 
 
 def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> None:
-    """Raise InvalidSpec where what was given as a model or an optimizer is none."""
+    """Raise InvalidSpec if an argument is not the model or optimizer that it should be."""
     kinds: tuple[tuple[str, Mapping[str, Any], type, str], ...] = (
         ("model", models, nn.Module, "torch.nn.Module"),
         ("optimizer", optimizers, Optimizer, "torch.optim.Optimizer"),
@@ -158,7 +158,7 @@ def check_kinds(models: Mapping[str, Any], optimizers: Mapping[str, Any]) -> Non
 
 
 def refuse_wrapped(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model in a wrapper of torch's, or with one in it."""
+    """Raise InvalidSpec for a model in a wrapper of torch's, or with one inside."""
     found = next((each for each in model.modules() if isinstance(each, _WRAPPERS)), None)
     if found is not None:
         raise InvalidSpec(
@@ -189,9 +189,9 @@ def refuse_untrained(strategy: str, model: nn.Module) -> None:
 def joined(
     models: Mapping[str, nn.Module], optimizers: Mapping[str, Optimizer]
 ) -> tuple[SeveralModels, SeveralOptimizers]:
-    """These as one.
+    """Join the models, and the optimizers, into one each.
 
-    Raises InvalidSpec where a parameter is in two models or two optimizers.
+    Raises InvalidSpec if a parameter is in two models or two optimizers.
     """
     for kind, given in (("model", models), ("optimizer", optimizers)):
         if not 1 <= len(given) <= MAX_NAMES:
@@ -232,7 +232,7 @@ def joined(
 
 
 class Training:
-    """Which models each optimizer trains, and how a script names them."""
+    """Mapping between optimizers and the models that they train, for the session's calls."""
 
     def __init__(self, model: SeveralModels, optimizer: SeveralOptimizers) -> None:
         self._optimizers = optimizer.optimizers
@@ -248,12 +248,12 @@ class Training:
             }
             for name, each in model.items()
         }
-        """Of each model, the optimizers that hold parameters of it."""
+        """The names of the optimizers that hold parameters of each model."""
 
     def chosen(self, given: Optimizer | Sequence[Optimizer] | None, call: str) -> frozenset[str]:
-        """The names of the optimizers that are given; of the only one where none is.
+        """Return the names of the given optimizers; if none is given, that of the only one.
 
-        Raises InvalidSpec where none of several is given, or one that is not the session's.
+        Raises InvalidSpec if none of several is given, or one that is not the session's.
         """
         own = ", ".join(self._optimizers)
         if given is None and len(self._optimizers) == 1:
@@ -275,9 +275,9 @@ class Training:
         return frozenset(names[id(each)] for each in listed)
 
     def models_of(self, optimizers: frozenset[str]) -> frozenset[str]:
-        """The models that these optimizers train.
+        """Return the models that these optimizers train.
 
-        Raises InvalidSpec where another one trains a part of one of them.
+        Raises InvalidSpec if another optimizer trains a part of one of these models.
         """
         found = {name for name, own in self._trainers.items() if own & optimizers}
         for name in sorted(found):

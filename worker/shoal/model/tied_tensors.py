@@ -1,8 +1,8 @@
 """Tensors of a model that have several names: tied weights, shared modules, shared buffers.
 
 torch lists such a tensor once in `named_parameters` and `named_buffers`, under its first name, and
-in `state_dict` under each name. So does Shoal: layouts, optimizers and states know the first name
-only, and whoever shows a model to somebody else adds the further ones from here.
+in `state_dict` under each name. So does Shoal: layouts, optimizers and states use the first name
+only, and code that exports a model adds the further names with this module.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,7 +20,7 @@ _Value = TypeVar("_Value")
 
 
 def tied(model: nn.Module) -> dict[str, str]:
-    """Each further name of a parameter or persistent buffer, with the first one.
+    """Return each further name of a parameter or persistent buffer, with its first name.
 
     Parameters come first: a parameter that is registered as a buffer too has its own name.
     """
@@ -34,7 +34,7 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
-    """`values`, which are under first names, under their further names too: the same objects.
+    """Return `values`, which are under first names, under further names too: the same objects.
 
     `further` is what `tied` gives. A tensor whose first name is not in `values` is left out.
     """
@@ -44,7 +44,7 @@ def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """The memory of a tensor, from its first byte to behind its last."""
+    """The memory of a tensor, from its first byte to its last (`end` is exclusive)."""
 
     name: str
     is_parameter: bool
@@ -52,14 +52,14 @@ class _Span:
     start: int
     end: int
     is_dense: bool
-    """Whether the tensor's elements fill it; else another's may lie between them."""
+    """True if the tensor's elements fill it; otherwise another tensor's may lie between them."""
 
 
 def refuse_hidden_ties(model: nn.Module) -> None:
-    """Raise InvalidSpec where two parameters, or a parameter and a buffer, are not one tensor and
-    share memory all the same.
+    """Raise InvalidSpec if two parameters, or a parameter and a buffer, share memory without being
+    one tensor.
 
-    A step of one changes the other, which is lost once each of them is laid out by itself.
+    An update of one also changes the other; a layout, which places them separately, loses that.
     """
     near: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):
@@ -97,8 +97,8 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Let every buffer have memory for each of its elements. One that is expanded, as a mask may
-    be, cannot be written to, and so could not take over a state."""
+    """Give every buffer memory for each of its elements. An expanded buffer, such as a mask, cannot
+    be written to, so no state could be loaded into it."""
     given: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)
@@ -132,7 +132,7 @@ def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that are in the model's state_dict, each once, under its first name."""
+    """Return the buffers in the model's state_dict, each once, under its first name."""
     known = {id(parameter) for parameter in model.parameters()}
     found: dict[str, Tensor] = {}
     for path, part in model.named_modules():

@@ -1,10 +1,9 @@
-"""Which of a model's parameters are trained, which no step may change.
+"""Check that the trained parameters of a model stay as they were when it was distributed.
 
-Gradients are brought together for the parameters that required one when the model was
-distributed. One that is to be trained from some step on would get each member's own gradient,
-and a member that joins behind that step would not train it at all: copies of one model would
-become different models, and nobody would be told. So it is with a layer that takes the place of
-another, and with parameters that an optimizer is given on the way.
+Gradients are reduced for the parameters that required one at that time. A parameter that is to be
+trained from some step on would get each member's own gradient, and a member that joins after that
+step would not train it at all: copies of one model would silently diverge. The same holds for a
+layer that replaces another, and for parameters that an optimizer is given later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -27,36 +26,36 @@ TRAINED_LATER = (
     "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
     " parameter.grad = None (docs/strategies.md, 'Layers that are trained later')."
 )
-"""What is told of parameters that a script wants to train from some step on."""
+"""The fix named to a script that wants to train parameters from some step on."""
 
 
 class TrainedParameters:
-    """Those of what was distributed, as they were then."""
+    """The trained parameters of a model, as they were when it was distributed."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` is what the script has: behind it stand other parameters in each generation."""
+        """`model` is the script's model, whose parameters are other objects in each generation."""
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self._as_ever: list[bool] = []
-        """The flags that were last found to be the same, in the order of the modules."""
+        """`requires_grad` of each parameter at the last check that passed, in module order."""
         self._shown: list[nn.Module] = []
-        """What stood behind the model then, and the modules of it that have parameters."""
+        """The modules behind the model in this generation."""
         self._layers: list[nn.Module] = []
+        """The modules within them that have parameters."""
         self._own: dict[str, Tensor] = {}
-        """The parameters by all their names, as the distribution or the generation made them."""
+        """The parameters by all names, as made at distribution or by the generation."""
         self._kinds: dict[str, Kind] = {}
-        """Their dtypes and shapes, as they were made."""
+        """Dtypes and shapes of these, as made."""
         self._modules: list[nn.Module] = []
-        """All of the model's that were last found to be right, and what was in them."""
+        """All modules of the model at the last check that passed; `_contents` is what they held."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._looks: list[object] = []
-        """Of these, whether they are trained, and their dtypes and shapes."""
+        """`requires_grad`, dtype and shape of each of `_parameters` at that check."""
         self.note()
 
     def note(self) -> None:
-        """A generation begins: if other modules stand behind the model now, those have the
-        parameters that are trained."""
+        """Take over the parameters of a new generation, if other modules are behind the model."""
         behind = self.behind()
         if not are_same(behind, self._shown):
             self._shown, self._layers = behind, self._layers_now()
@@ -64,21 +63,21 @@ class TrainedParameters:
             self._kinds = {name: _kind_of(each) for name, each in self._own.items()}
 
     def parameters(self) -> Iterable[Tensor]:
-        """The model's, in its present generation."""
+        """Return the model's parameters in the present generation."""
         return self._model.parameters()
 
     def behind(self) -> list[nn.Module]:
-        """What stands behind the model in its present generation."""
+        """Return the modules behind the model in the present generation."""
         return [shown(each) for each in models_of(self._model).values()]
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
-        """Whether one of these is the model's, in its present generation."""
+        """True if one of these is the model's in the present generation."""
         own = {id(each) for each in self.parameters()}
         return any(id(each) in own for each in parameters)
 
     def check(self, step: int) -> list[nn.Module]:
-        """Raise InvalidSpec if they are others now, behind so many committed steps. Returns what
-        stands `behind` the model; the same list for as long as that stays as it is."""
+        """Raise InvalidSpec if the parameters have changed; `step` steps are committed. Returns
+        the modules `behind` the model: the same list as long as these stay the same."""
         if self._is_as_ever():
             return self._shown
         self._check(step)
@@ -89,8 +88,8 @@ class TrainedParameters:
         return self._shown
 
     def _is_as_ever(self) -> bool:
-        """Whether nothing has changed since the last step. To go through a model's modules by their
-        names takes five times as long."""
+        """True if nothing has changed since the last check that passed. A walk through the model's
+        modules by name takes five times as long."""
         return (
             bool(self._modules)
             and are_same(self._contents_now(), self._contents)
@@ -98,7 +97,7 @@ class TrainedParameters:
         )
 
     def _contents_now(self) -> list[object]:
-        """What stands behind the model, and what the modules found last have in them."""
+        """Return the modules behind the model, and the contents of the modules found last."""
         return [*self.behind(), *contents_of(self._modules)]
 
     def _check(self, step: int) -> None:
@@ -119,8 +118,8 @@ class TrainedParameters:
         self._check_kinds(step)
 
     def _check_kinds(self, step: int) -> None:
-        """What a script assigns to `.data`, as `model.half()` does, changes a parameter that is the
-        same object as before."""
+        """Compare dtypes and shapes: an assignment to `.data`, as in `model.half()`, changes a
+        parameter that stays the same object."""
         for name, each in self._own.items():
             dtype, shape = _kind_of(each)
             if (dtype, shape) != self._kinds[name]:
@@ -147,7 +146,7 @@ class TrainedParameters:
             raise self._refusal(changed, step)
 
     def _check_objects(self, step: int) -> None:
-        """A forward pass may have left gathered what fully_shard cuts: that is the same."""
+        """Compare objects; a parameter that is still gathered counts as its sharded one."""
         now = dict(self._model.named_parameters(remove_duplicate=False))
         others = [name for name, each in now.items() if self._own.get(name) is not each]
         if not others:
@@ -201,5 +200,5 @@ def _kind_of(tensor: Tensor) -> Kind:
 
 
 def are_same(these: Sequence[object], those: Sequence[object]) -> bool:
-    """Whether they are the same objects."""
+    """True if the sequences have the same objects in the same order."""
     return len(these) == len(those) and all(map(is_, these, those))

@@ -1,7 +1,7 @@
-"""Numbers of torch's GradScaler as the host knows them.
+"""Numbers of torch's GradScaler, as last read to the host.
 
-The scaler keeps its scale, and the steps since that last changed, on the GPU, and each look there
-waits for all that was begun. In a session nothing but the session changes them.
+The scaler keeps its scale, and the number of steps since the scale changed, on the GPU: each read
+waits for all work queued there. In a session only the session changes these numbers.
 """
 
 import ctypes
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _Marks = tuple[Tensor, int, Tensor, int]
-"""The two tensors, and how often each was written to."""
+"""The scale and the growth tracker, each with its number of writes."""
 
 _known: WeakKeyDictionary[torch.amp.GradScaler, tuple[_Marks, float, int]] = WeakKeyDictionary()
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> dict[str, Any]:
     """Return `scaler.state_dict()`. Waits for the GPU only if the numbers there were written
-    to since this was last known, or `load_scaler_state` was called."""
+    to since the last call of this or of `load_scaler_state`."""
     marks = _marks_of(scaler)
     if marks is None:
         return scaler.state_dict()
@@ -44,18 +44,18 @@ def scale_of(scaler: torch.amp.GradScaler) -> float:
 
 
 def load_scaler_state(scaler: torch.amp.GradScaler, state: Mapping[str, Any]) -> None:
-    """Call `scaler.load_state_dict(state)`; the host knows the numbers from then on."""
+    """Call `scaler.load_state_dict(state)`, and note the numbers for `scaler_state`."""
     scaler.load_state_dict(dict(state))
     marks = _marks_of(scaler)
     if marks is not None:
-        # As the scaler's tensor rounds it.
+        # Rounded as in the scaler's float32 tensor.
         scale = ctypes.c_float(state["scale"]).value
         _known[scaler] = (marks, scale, state["_growth_tracker"])
 
 
 def _marks_of(scaler: torch.amp.GradScaler) -> _Marks | None:
-    """None before the first loss was scaled, when there are no tensors, and for a class that has a
-    state of its own."""
+    """Return None before the first loss was scaled (there are no tensors yet), and for a class with
+    its own `state_dict`."""
     if type(scaler).state_dict is not torch.amp.GradScaler.state_dict or not scaler.is_enabled():
         return None
     scale, tracker = scaler._scale, scaler._growth_tracker

@@ -1,4 +1,4 @@
-"""Of torch.distributed: its stores as types, its table of groups, and what ends a group."""
+"""Private names of torch.distributed: types of stores, the table of groups, Gloo groups."""
 
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import (
 )
 from torch.distributed import distributed_c10d as _c10d
 
-# Public at run time; the types of `torch.distributed` do not have them.
+# Public at run time, but missing from the type stubs of `torch.distributed`.
 __all__ = ["GradBucket", "HashStore", "ProcessGroupGloo", "Store", "TCPStore"]
 
 all_gather_single: Any = getattr(_c10d, "all_gather_single", None) or _c10d.all_gather_into_tensor
@@ -26,16 +26,16 @@ reduce_scatter_single: Any = (
 """torch 2.13 renamed these two, and warns of the old names."""
 
 bucket_assignment = _compute_bucket_assignment_by_size
-"""How DDP cuts parameters into buckets."""
+"""DDP's assignment of parameters to buckets."""
 pg_config_info = _c10d._World.pg_config_info
-"""The one property of torch's table of groups that it computes."""
+"""The only property of torch's table of groups that is computed, not stored."""
 
 _GOOD = "SUCCESS"
 
 
 def gloo_options(address: str, *, timeout_s: float) -> Any:
-    """For a group that connects from this address of the host, and whose operations take so long at
-    the most."""
+    """Return options of a Gloo group that connects from this address of the host, with this timeout
+    of its operations."""
     make: Any = ProcessGroupGloo
     options = make._Options()
     _connect_from(options, address, timeout_s)
@@ -49,14 +49,14 @@ def _connect_from(options: Any, address: str, timeout_s: float) -> None:
 
 
 CAN_RECONFIGURE = hasattr(_native, "ReconfigureOptions")
-"""Whether this torch connects a group that it has anew, to other members: from 2.14 on."""
+"""True if this torch can connect an existing group to other members: from 2.14 on."""
 
 
 class ReconfigurableGloo:
-    """A Gloo group that is connected once it is reconfigured, and each time that it is again.
+    """A Gloo group that connects to its members each time it is reconfigured.
 
-    As `init_process_group(enable_reconfigure=True)` and `_reconfigure` do with a default group.
-    The store is the one that it was made with, for good.
+    Does what `init_process_group(enable_reconfigure=True)` and `_reconfigure` do with a default
+    group. The group keeps the store that it was made with.
     """
 
     def __init__(
@@ -68,19 +68,19 @@ class ReconfigurableGloo:
         self.gloo: Any = make(store, rank, world_size, self._options)
 
     def renew(self, *, address: str, timeout_s: float) -> None:
-        """Connect from another listener the next time."""
-        # The group reads them from there whenever it connects.
+        """Use a new listener, and this timeout, from the next `reconfigure` on."""
+        # The group reads these options whenever it connects.
         _connect_from(self._options, address, timeout_s)
 
     def handle(self) -> str:
-        """What the others need of this member to reconfigure."""
+        """Return this member's handle, which all members pass to `reconfigure`."""
         found: str = self.gloo.get_reconfigure_handle()
         return found
 
     def reconfigure(self, number: int, handles: list[str], *, timeout_s: float) -> None:
         """Connect to the members with these handles, by rank; `number` is never used twice.
 
-        Raises RuntimeError if that fails; the group must not be used then, on any member.
+        Raises RuntimeError if that fails; then no member may use the group.
         """
         native: Any = _native
         options = native.ReconfigureOptions()
@@ -90,27 +90,27 @@ class ReconfigurableGloo:
 
 
 def reconfigured_address_key(number: int, rank: int) -> str:
-    """Where a rank tells its address while Gloo reconfigures."""
+    """Key of the store under which a rank writes its address while Gloo reconfigures."""
     return f"reconfigure/{number}/0/{rank}"
 
 
 def backend_on(group: Any, device: torch.device) -> Any:
-    """What carries the group's operations on the device."""
+    """Return the backend that runs the group's operations on the device."""
     return group._get_backend(device)
 
 
 def takes_batches(group: Any, device: torch.device) -> bool:
-    """True if several operations on the device can be given to the group as one, as to NCCL: one
-    by one, each waits on its stream for the one before, on each rank. Such a backend makes its
-    connections with the first operation of a group."""
+    """True if the backend on this device can run several operations as one, as NCCL can. Issued one
+    by one, each operation waits on its stream for the previous one, on each rank. Such a backend
+    connects at the first operation of a group."""
     try:
         return bool(backend_on(group, device).supports_coalescing)
     except RuntimeError:
-        return False  # nothing of the group carries tensors of this device
+        return False  # the group has no backend for this device
 
 
 def batched(group: Any, device: torch.device, begin: Callable[[], object]) -> Any:
-    """Give the group all that `begin` begins on the device as one operation; its work."""
+    """Run all operations that `begin` issues on the device as one; return its work."""
     group._start_coalescing(device)
     try:
         begin()
@@ -120,22 +120,22 @@ def batched(group: Any, device: torch.device, begin: Callable[[], object]) -> An
 
 
 def timeout_of(group: Any, device: torch.device) -> float:
-    """Seconds that an operation on the device may take in the group."""
+    """Return the timeout, in seconds, of the group's operations on the device."""
     return float(backend_on(group, device).options._timeout.total_seconds())
 
 
 def groups_table() -> Any:
-    """torch's table of this process' groups, or what stands in for it."""
+    """Return torch's table of this process' groups, or the one that replaced it."""
     return _c10d._world
 
 
 def replace_groups_table(table: Any) -> None:
-    """Let torch find its groups in this table from now on."""
+    """Make torch look up its groups in this table from now on."""
     _c10d._world = table
 
 
 def forget_groups() -> None:
-    """Let torch forget all its groups without ending what they do.
+    """Remove all groups from torch's table without ending their operations.
 
     `destroy_process_group` waits for the operations of each group by name, and
     `_abort_process_group` for each abort in turn.
@@ -145,30 +145,30 @@ def forget_groups() -> None:
 
 
 def all_groups() -> Mapping[Any, Any]:
-    """Every group that torch knows of."""
+    """Return all groups in torch's table."""
     groups: Mapping[Any, Any] = _c10d._world.pg_map
     return groups
 
 
 def fault_on(device: torch.device) -> str:
-    """An error on the device that the backend of a group of this process tells of; empty: none."""
+    """Return the name of the first error that a backend on the device reports; empty: none."""
     return next(
         (name for each in backends_on(device) if (name := each.get_error().name) != _GOOD), ""
     )
 
 
 def backends_on(device: torch.device) -> list[Any]:
-    """Backends that carry operations on the device, for each group of this process. Any thread."""
+    """Return the backend on the device of each group that has one. Callable from any thread."""
     found: list[Any] = []
     for group in list(all_groups()):
         try:
             found.append(group._get_backend(device))
         except RuntimeError:
-            continue  # a group of the host's alone
+            continue  # a group without a backend for this device
     return found
 
 
 def isolate_threads(on: bool) -> None:
-    """Whether torch's registry in C++ is one for each thread."""
+    """Give each thread its own registry of groups in C++, or share one again."""
     native: Any = _native
     native._set_thread_isolation_mode(on)

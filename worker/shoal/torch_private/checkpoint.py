@@ -1,9 +1,9 @@
-"""Of torch.distributed.checkpoint: where an entry lies in its files, and how those are named."""
+"""Private names of torch.distributed.checkpoint: places of entries, names of files."""
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 
-try:  # Its public name, which torch 2.13 does not have; 2.15 warns of the other.
+try:  # The public name, which torch 2.13 lacks; 2.15 warns of the private one.
     from torch.distributed.checkpoint.fsspec_filesystem import (  # type: ignore[import-not-found]
         FsspecReader,
         FsspecWriter,
@@ -17,4 +17,4 @@ StorageInfo = _StorageInfo
 """File, offset and length of an entry, as `.metadata` pickles it."""
 
 StoragePrefix = _StoragePrefix
-"""How the names of the files that a writer makes begin, as its plan tells it."""
+"""The prefix of the names of a writer's files, as its plan sets it."""

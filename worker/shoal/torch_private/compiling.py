@@ -1,7 +1,7 @@
-"""Of torch.compile: what it wraps, how that is carried over, and what it leaves alone.
+"""Private parts of torch.compile: compile a new module as another was, and exclude functions.
 
-As in torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: only who compiles has
-done so.
+Written for torch 2.13. Nothing here imports `torch._dynamo`, which takes seconds: a script that
+compiles has imported it already.
 """
 
 import functools
@@ -19,56 +19,57 @@ _eval_frame: Any = _c_dynamo.eval_frame
 P = ParamSpec("P")
 R = TypeVar("R")
 _IN_PLACE = "_compiled_call_impl"
-"""Where `module.compile()` keeps what a call of the module goes to."""
+"""The attribute in which `module.compile()` keeps the compiled call."""
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """True if the model is what `torch.compile(module)` returns."""
+    """True if the model is a wrapper that `torch.compile(module)` returned."""
     dynamo = sys.modules.get("torch._dynamo")
     return dynamo is not None and isinstance(model, dynamo.OptimizedModule)
 
 
 def forget_ddp_forward() -> None:
-    """Take no forward pass of DDP for one that goes on. Each puts back what it found, and of two in
-    threads, of which the first to begin is the first to end, the other one puts that back for ever:
-    from then on torch.compile would split whatever it compiles as that DDP has its buckets."""
+    """Clear torch's mark of a DDP forward pass in progress. Each pass restores the mark that it
+    found. If two overlap in threads and the first to begin ends first, the second restores the
+    first's mark for good, and torch.compile splits all later graphs at the buckets of that DDP."""
     DistributedDataParallel._active_ddp_module = None
 
 
 def compiled_in_place(model: Any) -> nn.Module:
-    """The module itself, compiled as the wrapper around it is: what `module.compile()` does. Its
-    parameters have no prefix, and it may be wrapped anew without being compiled anew."""
+    """Compile the module in the wrapper in place, with the wrapper's compiler; return the module.
+
+    Its parameters have no prefix, and another wrapper around it needs no new compilation."""
     original: nn.Module = model._orig_mod
     original._compiled_call_impl = model.dynamo_ctx(_call_of(original))
     return original
 
 
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
-    """What a call of the module goes to, if it is compiled in place."""
+    """Return the compiled call of a module that is compiled in place, else None."""
     call: Callable[..., Any] | None = module.__dict__.get(_IN_PLACE)
     return call
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """True if `module.compile()` was called, or `compiled_in_place` made it so."""
+    """True if `module.compile()` or `compiled_in_place` compiled the module."""
     return compiled_call(module) is not None
 
 
 def compile_alike(compiled: nn.Module, module: Any) -> None:
-    """Compile `module` in place by the very compiler, and with the options, of one that is. What
-    was compiled is found again for modules of the same class, shapes and settings."""
+    """Compile `module` in place with the compiler and options of `compiled`. torch reuses compiled
+    code for modules of the same class, shapes and settings."""
     module._compiled_call_impl = compiled_alike(compiled, _call_of(module))
 
 
 def compiled_alike(compiled: nn.Module, function: Callable[P, R]) -> Callable[P, R]:
-    """The function, compiled by the very compiler, and with the options, of a module that is."""
+    """Return the function, compiled with the compiler and options of a compiled module."""
     made: Callable[P, R] = _compiler_of(compiled.__dict__[_IN_PLACE])(function)
     return made
 
 
 @contextmanager
 def uncompiled(model: nn.Module) -> Iterator[None]:
-    """Within, the parts of the model run as they are: to be traced, say."""
+    """Run the parts of the model uncompiled within the block, to trace them for instance."""
     parts = [part for part in model.modules() if is_compiled_in_place(part)]
     compiled = [(part, part.__dict__.pop(_IN_PLACE)) for part in parts]
     try:
@@ -79,8 +80,8 @@ def uncompiled(model: nn.Module) -> Iterator[None]:
 
 
 def _call_of(module: Any) -> Callable[..., Any]:
-    """What is to be compiled of a module. Of torch's own, such as nn.Sequential, torch compiles
-    nothing but what is within another function."""
+    """Return the function of a module to compile. torch compiles its own modules, such as
+    nn.Sequential, only inside another function."""
     dynamo = sys.modules["torch._dynamo"]
     call: Callable[..., Any] = module._call_impl
     if dynamo.trace_rules.check(module.forward):
@@ -89,7 +90,7 @@ def _call_of(module: Any) -> Callable[..., Any]:
 
 
 def _compiler_of(call: Any) -> Callable[[Any], Any]:
-    """What made this function of another."""
+    """Return the compiler that made this compiled function."""
     context = sys.modules["torch._dynamo"].eval_frame._TorchDynamoContext
     cells = [cell.cell_contents for cell in call.__closure__ or ()]
     found: Callable[[Any], Any] = next(each for each in cells if isinstance(each, context))
@@ -97,7 +98,7 @@ def _compiler_of(call: Any) -> Callable[[Any], Any]:
 
 
 def eager(function: Callable[P, R]) -> Callable[P, R]:
-    """The function, which torch.compile does not look into, nor into what it calls."""
+    """Wrap the function so that torch.compile skips it and all that it calls."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -114,10 +115,10 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
 
 
 class _Here(threading.local):
-    """By thread, as torch's own."""
+    """State of each thread, as torch's own is."""
 
     callback: Any = None
-    """What compiles where `routing` was called; None: nothing does."""
+    """The compiler that was active when `routing` was called; None: none was."""
 
 
 _here = _Here()
@@ -143,13 +144,13 @@ def routing(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def is_routing_compiled() -> bool:
-    """Within `routing`: whether what is called is to be compiled."""
+    """True if the call in progress of a `routing` function is to be compiled."""
     return bool(_here.callback)
 
 
 def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
-    """Within `routing`: call the module, compiled if that was asked for. Of DistributedDataParallel
-    that is the module within: what is around it talks to other ranks."""
+    """Call the module within `routing`, compiled if the caller compiles. In DDP only the inner
+    module is compiled: the wrapper communicates with other ranks."""
     callback, _here.callback = _here.callback, None
     if not callback:
         return module(*args, **kwargs)
@@ -166,7 +167,7 @@ def call_compiling(module: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
-    """The function, compiled by what compiled where `routing` was called."""
+    """Return the function, compiled by the compiler that was active when `routing` was called."""
 
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         before = _eval_frame.set_eval_frame(callback)
@@ -179,7 +180,7 @@ def _compiling(callback: Any, function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _left_out(function: Callable[P, R]) -> Callable[P, R]:
-    """What torch's own `disable` marks: the frame is not compiled, nor taken into a larger one."""
+    """Mark as torch's `disable` does: the frame is neither compiled nor inlined into another."""
     marked: Any = function
     action = _eval_frame._FrameAction
     strategy = _eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)

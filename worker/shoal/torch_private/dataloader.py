@@ -1,4 +1,4 @@
-"""Of torch's DataLoader: its processes. As in torch 2.13 and 2.15."""
+"""Private parts of torch's DataLoader: its worker processes. As in torch 2.13 and 2.15."""
 
 import os
 import traceback
@@ -14,15 +14,15 @@ from torch.utils.data._utils import worker
 
 
 def end_iteration(iterator: Any) -> None:
-    """Return once the processes of a DataLoader's iterator have ended; those that do not within
-    seconds are killed: multiprocessing would wait for them at the trainer's end."""
+    """Return once the loader processes of an iterator have ended. Processes that do not end within
+    seconds are killed: multiprocessing would wait for them when the trainer exits."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         iterator._shutdown_workers()
         kill_processes(iterator)
 
 
 def kill_processes(iterator: Any) -> None:
-    """SIGKILL the processes that load: those that do nothing any more end by nothing else."""
+    """Send SIGKILL to the loader processes: a process that hangs ends by nothing else."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         for process in iterator._workers:
             process.kill()
@@ -36,34 +36,34 @@ def has_timed_out(error: BaseException) -> bool:
 
 
 def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
-    """In a process that loads: where a loaded batch cannot be sent, because a thread of
-    multiprocessing fails to pickle it or to open a socket, send `answer(batch, error)` in its
-    place. multiprocessing itself prints the error, and the trainer waits for ever."""
+    """Send `answer(batch, error)` in place of a batch that a loader process cannot send, because a
+    thread of multiprocessing fails to pickle it or to open a socket. Called in the loader process.
+    multiprocessing itself only prints the error, and the trainer would wait forever."""
     answered: set[int] = set()
 
     def on_error(self: Any, error: BaseException, unsent: Any) -> None:
         index, batch = unsent
         if index in answered:
-            # Not even that can be sent: the end of this process tells the trainer.
+            # The answer cannot be sent either: the trainer notices the end of this process.
             traceback.print_exception(error)
             os._exit(1)
         answered.add(index)
         self.put((index, answer(batch, error)))
 
-    # Looked up on the queue when its thread starts, which is with the first batch.
+    # The queue looks this up when its thread starts, at the first batch.
     Queue._on_queue_feeder_error = on_error  # type: ignore[attr-defined]
 
 
 def processes_of(iterator: Any) -> list[int]:
-    """Ids of the processes that load; none where the caller's own does."""
+    """Return the ids of the loader processes; none if the caller's process loads."""
     if isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return [int(process.pid or 0) for process in iterator._workers]
     return []
 
 
 def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
-    """Ids of those that have ended by themselves, or were killed; of the first that does within so
-    long, if none has."""
+    """Return the ids of the loader processes that have ended or were killed. Waits up to `within_s`
+    until one has."""
     if not isinstance(iterator, dataloader._MultiProcessingDataLoaderIter):
         return []
     if within_s:
@@ -72,10 +72,10 @@ def ended_processes_of(iterator: Any, within_s: float = 0.0) -> list[int]:
 
 
 def raise_nothing_at_their_end(iterator: Any) -> None:
-    """Let the end of a process that loads be told within `raising_at_their_end` only.
+    """Report the end of a loader process within `raising_at_their_end` only.
 
-    torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment: in
-    the midst of a collective, say.
+    torch's handler of SIGCHLD raises a RuntimeError wherever the main thread is at that moment, for
+    instance in a collective.
     """
     is_multiprocessing = isinstance(iterator, dataloader._MultiProcessingDataLoaderIter)
     if is_multiprocessing and iterator._worker_pids_set:
@@ -85,8 +85,8 @@ def raise_nothing_at_their_end(iterator: Any) -> None:
 
 @contextmanager
 def raising_at_their_end(iterator: Any) -> Iterator[None]:
-    """Within, a process that ends raises RuntimeError in the main thread at once; elsewhere torch
-    looks for them every five seconds of a wait."""
+    """Raise RuntimeError in the main thread as soon as a loader process ends, within the block.
+    Elsewhere torch checks for that every five seconds while it waits for a batch."""
     _set_worker_pids(id(iterator), tuple(processes_of(iterator)))
     try:
         yield
@@ -95,14 +95,14 @@ def raising_at_their_end(iterator: Any) -> Iterator[None]:
 
 
 def set_dataset_of_worker(dataset: Any) -> None:
-    """What `get_worker_info().dataset` is in a process that loads, which calls this."""
+    """Set `get_worker_info().dataset` in the calling loader process."""
     # Its class is frozen, and has no `__dict__` in newer versions.
     object.__setattr__(get_worker_info(), "dataset", dataset)
 
 
 @contextmanager
 def hidden_worker_info() -> Iterator[None]:
-    """Within, `get_worker_info()` is None, as in a process that loads for nobody."""
+    """Make `get_worker_info()` return None within the block, as outside loader processes."""
     info, worker._worker_info = worker._worker_info, None
     try:
         yield

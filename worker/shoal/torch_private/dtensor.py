@@ -1,4 +1,4 @@
-"""Of DTensor: where a rank's part lies, and what is kept of a mesh."""
+"""Private parts of DTensor: local parts, their offsets, and what torch keeps of a mesh."""
 
 import contextlib
 import functools
@@ -26,20 +26,19 @@ except ImportError:
 
 
 def clear_sharding_cache() -> None:
-    """Forget what was derived for meshes that are gone."""
+    """Drop cached sharding derivations, which may be for meshes that are gone."""
     _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 local_shape_and_offset = compute_local_shape_and_global_offset
-"""Sizes and offsets of this rank's part of a DTensor."""
+"""Computes the sizes and offsets of this rank's part of a DTensor."""
 
 
 def cut_as(cut: DTensor, local: Tensor) -> DTensor:
-    """`local`, which has no graph, as this rank's part of a tensor of the shape of `cut`, which is
-    cut as that is.
+    """Return a DTensor with the shape and sharding of `cut`, of which `local` is this rank's part.
 
-    What `DTensor.from_local` gives, at a third of the time; and what lies on the host stays there
-    on a mesh of GPUs.
+    `local` has no graph. Does what `DTensor.from_local` does in a third of the time, and leaves a
+    tensor on the host there, also on a mesh of GPUs.
     """
     spec: DTensorSpec = cut._spec
     if local.dtype != cut.dtype:
@@ -54,22 +53,22 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 def local_of(tensor: Any) -> Tensor:
-    """What this rank holds of a DTensor: that itself, from which nothing is derived. `to_local`
-    takes ten times as long where gradients are computed."""
+    """Return the tensor that this rank holds of a DTensor, outside of autograd. `to_local` takes
+    ten times as long if gradients are computed."""
     own: Tensor = tensor._local_tensor
     return own
 
 
 def all_local(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """What this rank holds of each DTensor: those themselves, from which nothing is derived."""
+    """Return `local_of` of each DTensor."""
     return list(map(_LOCAL, tensors))
 
 
 def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
-    """The gradient, cut as the parameter is, which is where it comes so from torch 2.13 on.
+    """Return the gradient with the sharding of the parameter, which it has from torch 2.13 on.
 
-    Older releases give some gradients whole to each rank: where strides differ, autograd copies a
-    gradient into a new tensor, which is not cut. No message is sent for these.
+    Older releases give some gradients whole to each rank: if strides differ, autograd copies a
+    gradient into a new tensor, which is not sharded. Sharding that one sends no message.
     """
     if gradient.placements == parameter.placements:
         return gradient
@@ -77,10 +76,10 @@ def gradient_cut_as(parameter: DTensor, gradient: DTensor) -> DTensor:
 
 
 def forget_groups(mesh: DeviceMesh) -> None:
-    """Let the mesh, and those that it was cut into, hold no process group any more.
+    """Drop the process groups that the mesh and its root mesh refer to.
 
-    Modules that were laid over it refer to it in circles, so that a group would live on, with its
-    connections and threads, until Python looks for those (seen in 2.13 and 2.15).
+    Modules sharded over the mesh are in reference cycles with it: a group would live on, with its
+    connections and threads, until Python collects those (seen in 2.13 and 2.15).
     """
     held: Any = mesh
     for each in (held, getattr(held, "_root_mesh", None)):
@@ -88,7 +87,7 @@ def forget_groups(mesh: DeviceMesh) -> None:
 
 
 def mark_meshes_by(descriptor: Any | None) -> None:
-    """By what torch tells equal meshes of its own test threads apart; None: by its own mark."""
+    """Set the attribute by which torch distinguishes equal meshes of threads; None: torch's."""
     mesh_class: Any = DeviceMesh
     if descriptor is None:
         del mesh_class._thread_id
@@ -97,13 +96,13 @@ def mark_meshes_by(descriptor: Any | None) -> None:
 
 
 def serialise_shape_derivation(on: bool) -> None:
-    """Let one thread at a time work out shapes, or as many as like: torch does that in a mode which
-    two threads must not enter at once."""
+    """Derive shapes in one thread at a time, or in any number again: torch derives them in a mode
+    that two threads must not enter at once."""
     _propagator._fake_mode_lock = threading.Lock() if on else contextlib.nullcontext()
 
 
 def _lock_shape_derivation() -> None:
-    """Take the lock where torch 2.13 takes it. Releases up to 2.11 have none."""
+    """Add the lock of torch 2.13 to releases up to 2.11, which have none."""
     derive = _propagator._propagate_tensor_meta_non_cached
 
     @functools.wraps(derive)
@@ -121,11 +120,11 @@ if not hasattr(_propagator, "_fake_mode_lock"):
 
 
 def keep_device_guard(on: bool) -> None:
-    """Let torch leave its guard of CUDA devices as it is, or replace it as it likes.
+    """Keep torch from replacing its guard of CUDA devices, or allow it again.
 
-    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) does that whenever shapes are
-    worked out, so that they may be those of tensors on a GPU, and ends the process by SIGSEGV if
-    two threads do so. Ranks that are threads work there with tensors on the host only.
+    A CUDA build on a machine without a GPU (torch 2.11 to 2.15) replaces the guard at each shape
+    derivation, so as to derive shapes of GPU tensors, and crashes by SIGSEGV if two threads do so.
+    Ranks that are threads use tensors on the host only on such a machine.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard

@@ -1,15 +1,15 @@
-"""The oldest torch."""
+"""The oldest supported torch."""
 
 import re
 
 from shoal_proto.errors import InvalidSpec
 
 OLDEST = (2, 9)
-"""The oldest that the tests pass with. Older ones were not tried."""
+"""The oldest version that the tests pass with. Older ones were not tried."""
 
 
 def check_version(version: str) -> None:
-    """Raise InvalidSpec for a torch that is too old. One whose version tells nothing may pass."""
+    """Raise InvalidSpec for a torch that is too old. An unreadable version passes."""
     found = re.match(r"(\d+)\.(\d+)", version)
     if found is not None and (int(found[1]), int(found[2])) < OLDEST:
         oldest = ".".join(map(str, OLDEST))

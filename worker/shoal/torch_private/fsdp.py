@@ -1,4 +1,4 @@
-"""Of fully_shard: its collectives to replace, and what it keeps of modules and parameters."""
+"""Private parts of fully_shard: its collectives, and its state of modules and parameters."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,21 +17,21 @@ from torch.torch_version import TorchVersion
 __all__ = ["DefaultAllGather", "DefaultReduceScatter"]
 
 REDUCES_AS_STORED = TorchVersion(torch.__version__) >= "2.15"
-"""Whether gradients are reduced in the dtype of their parameters, unless told otherwise. Before
-2.15 it was the one that layers compute with."""
+"""True if gradients are reduced in the dtype of their parameters by default. Before 2.15 they were
+reduced in the dtype that layers compute with."""
 
 
 def state_of(module: nn.Module) -> Any:
-    """What fully_shard keeps of a module that it wraps; None of any other."""
+    """Return the state that fully_shard keeps of a module that it wraps; None for others."""
     find: Any = getattr(module, "_get_fsdp_state", None)
     return find() if find else None
 
 
 def groups_of(state: Any) -> Any:
-    """The groups of parameters that are gathered together, of a module's state."""
+    """Return the groups of parameters in a module's state; a group is gathered together."""
     if hasattr(state, "_fsdp_param_groups"):
         return state._fsdp_param_groups
-    own = state._fsdp_param_group  # one at the most before torch 2.13
+    own = state._fsdp_param_group  # at most one before torch 2.13
     return [] if own is None else [own]
 
 
@@ -41,12 +41,12 @@ def is_in_backward(state: Any) -> bool:
 
 
 def gathering_hook(state: Any) -> Any:
-    """The hook of an output's gradient that gathers the module's groups for the backward pass."""
+    """Return the hook of an output's gradient that gathers the module's groups for backward."""
     return state._pre_backward
 
 
 def leave_beginnings_unmarked(group: Any) -> None:
-    """Have torch not mark, in a forward pass, where the group's backward pass will end."""
+    """Keep torch from marking, in a forward pass, where the group's backward pass will end."""
     group._register_post_backward_hook = lambda args, kwargs: (args, kwargs)
 
 
@@ -56,9 +56,9 @@ def has_run(module: nn.Module) -> bool:
 
 
 def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
-    """Free what forward passes without a backward pass left gathered, and begin anew.
+    """Free weights that forward passes without a backward pass left gathered, and start over.
 
-    The gradients of these parameters stay: torch 2.15 drops them there, 2.13 does not.
+    The gradients of these parameters stay: torch 2.15 would drop them, 2.13 does not.
     """
     kept = [(each.sharded_param, each.sharded_param.grad) for each in parameters]
     if hasattr(root, "reset_iter_state"):
@@ -70,8 +70,8 @@ def reset_pass(root: Any, parameters: Iterable[Any]) -> None:
 
 
 def _reset_pass(root: Any) -> None:
-    """Wait for what is under way and forget it; cut all parameters again. What `reset_iter_state`
-    does, which torch has from 2.13 on."""
+    """Wait for collectives in progress and discard them; shard all parameters again. Does what
+    `reset_iter_state` does, which torch has from 2.13 on."""
     stream = root._device_handle.current_stream()
     under_way, shared = root._comm_ctx, root._state_ctx
     for name in ("all_gather_state", "reduce_scatter_state"):
@@ -110,7 +110,7 @@ def _reset_group(group: Any, stream: Any) -> None:
 
 
 def heads_of(module: nn.Module) -> list[Any]:
-    """Of the modules that are gathered together, one each."""
+    """Return one module for each state of fully_shard within the module."""
     heads: dict[int, Any] = {}
     for part in module.modules():
         if state := state_of(part):
@@ -119,21 +119,21 @@ def heads_of(module: nn.Module) -> list[Any]:
 
 
 def parameters_of(head: nn.Module) -> Iterator[Any]:
-    """What torch keeps of each parameter that is gathered with this module, and no other: its
-    `sharded_param`, `all_gather_outputs` and others."""
+    """Yield torch's FSDPParam of each parameter that is gathered with this module, with its
+    `sharded_param` and `all_gather_outputs`."""
     for group in groups_of(state_of(head)):
         yield from group.fsdp_params
 
 
 def fsdp_parameters(module: nn.Module) -> Iterator[Any]:
-    """The same of all parameters within the module."""
+    """Yield torch's FSDPParam of each parameter within the module."""
     for head in heads_of(module):
         yield from parameters_of(head)
 
 
 def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """Of each parameter within the module that was gathered once the one that is cut, and the whole
-    one that stands in its place while it is gathered."""
+    """Yield the sharded and the whole parameter, for each parameter within the module that was ever
+    gathered. The whole one replaces the sharded one while it is gathered."""
     for part in fsdp_parameters(module):
         whole = whole_of(part)
         if whole is not None:
@@ -141,23 +141,23 @@ def gathered_parameters(module: nn.Module) -> Iterator[tuple[Any, Any]]:
 
 
 def mesh_of_rows(part: Any) -> Any:
-    """The mesh that a parameter is cut over, of one dimension or, where it is split, of two."""
+    """Return the mesh that a parameter is sharded over: 1-D, or 2-D if it is also split."""
     return part.sharded_param.device_mesh
 
 
 def give_memory(part: Any, device: torch.device) -> None:
-    """Memory with nothing in it for what the rank has of a parameter that is on the meta device.
+    """Give uninitialised memory to this rank's part of a parameter that is on the meta device.
 
-    What `Module.to_empty` comes to, which takes three times as long: DTensor derives for each
-    parameter anew what it means to be empty. What fills the part up to the size of the others'
-    is zero.
+    Does what `Module.to_empty` does, in a third of the time: DTensor would derive the empty tensor
+    anew for each parameter. Padding, which makes the part as large as the other ranks', is
+    zero.
     """
     meta: Any = part.sharded_param
     padded = torch.empty(part.padded_sharded_param_size, dtype=meta.dtype, device=device)
     dim, length = part.fsdp_placement.dim, part.sharded_size[part.fsdp_placement.dim]
     padded.narrow(dim, length, padded.size(dim) - length).zero_()
     own = padded.narrow(dim, 0, length)
-    # What `nn.Parameter` makes of it, but for a detach, which DTensor derives and dispatches.
+    # As `nn.Parameter` does, without a detach, which DTensor would derive and dispatch.
     parameter = part.to_sharded_dtensor(own).requires_grad_(meta.requires_grad)
     parameter._is_param = True
     part._setattr_on_modules(parameter)
@@ -166,14 +166,14 @@ def give_memory(part: Any, device: torch.device) -> None:
 
 
 def whole_of(part: Any) -> Any:
-    """What is gathered of a parameter: always the same one, and without memory at times. None
-    before the first time."""
+    """Return the whole parameter: always the same object, without memory while it is not gathered;
+    None before it was first gathered."""
     return getattr(part, "_unsharded_param", None)
 
 
 def is_as_gathered(part: Any) -> bool:
-    """Whether nobody has written to what is gathered of a parameter, as far as torch counts, or
-    given it other memory. What gathers is not counted."""
+    """True if the whole parameter was not written to, as far as torch counts writes, and has the
+    memory that it was gathered into. The gathering itself is not counted."""
     whole, memory = whole_of(part), part.all_gather_outputs
     if whole is None or len(memory) != 1 or whole.is_inference():
         return True
@@ -182,7 +182,7 @@ def is_as_gathered(part: Any) -> bool:
 
 
 def has_unreduced_gradient(parameter: Any) -> bool:
-    """True if a gradient came and was not reduced."""
+    """True if the parameter has a gradient that was not reduced yet."""
     whole = whole_of(parameter)
     accumulated = parameter.unsharded_accumulated_grad
     return accumulated is not None or (whole is not None and whole.grad is not None)
@@ -193,11 +193,11 @@ _lay_out_padded = _collectives.foreach_reduce_scatter_copy_in
 
 
 def _lay_out_for_sum(gradients: list[Tensor], summed: Tensor, world_size: int) -> None:
-    """What each rank is to add to a sum: for each rank its rows of every gradient, behind each
-    other, filled up with zeros to the size of the first rank's.
+    """Fill the input of a reduce-scatter: for each rank its rows of every gradient, one gradient
+    after another, padded with zeros to the size of the first rank's.
 
-    torch (2.13, 2.15) fills gradients up by a copy of the whole, on a CPU, and copies that: 0.26 ms
-    in place of 0.11 for 4 MB.
+    On a CPU torch (2.13, 2.15) pads a copy of the whole gradient and copies that: 0.26 ms instead
+    of 0.11 for 4 MB.
     """
     uneven = any(gradient.size(0) % world_size for gradient in gradients)
     alike = all(gradient.dtype == summed.dtype for gradient in gradients)

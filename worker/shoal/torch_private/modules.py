@@ -1,4 +1,4 @@
-"""Of torch.nn: what a module itself has, without the modules in it."""
+"""Private parts of torch.nn: a module's own tables, statistics and hooks."""
 
 import copy
 from collections.abc import Callable, Iterable, Set
@@ -13,18 +13,18 @@ from shoal.torch_private.watching import before_calls
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Its own parameters by name. What is put there is the module's, unchecked and unseen by
-    hooks."""
+    """Return the module's own table of parameters, by name. Entries can be written: torch neither
+    checks them nor calls hooks."""
     return module._parameters
 
 
 def buffer_table(module: nn.Module) -> dict[str, Tensor | None]:
-    """Its own buffers by name, in the same way."""
+    """Return the module's own table of buffers, by name; writable as `parameter_table`."""
     return module._buffers
 
 
 def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
-    """The modules right below it by name, in the same way."""
+    """Return the module's own table of children, by name; writable as `parameter_table`."""
     return module._modules
 
 
@@ -32,40 +32,40 @@ _CONTENTS = attrgetter("_modules", "_parameters")
 
 
 def contents_of(modules: Iterable[nn.Module]) -> list[object]:
-    """What is in `child_table` and `parameter_table` of each, one after the other: in half of the
-    time that it takes by those."""
+    """Return the entries of `child_table` and `parameter_table` of all modules, in order, in half
+    of the time that those two take."""
     return list(chain.from_iterable(map(dict.values, chain.from_iterable(map(_CONTENTS, modules)))))
 
 
 def watch_wrapping(look: Callable[[nn.Module], None]) -> None:
-    """Call this with the module that a DistributedDataParallel is about to be made of, from now on,
-    whoever makes it. The first call counts."""
+    """Call `look` from now on with each module that is about to be wrapped in a
+    DistributedDataParallel. Only the first call of this function has an effect."""
     before_calls(DistributedDataParallel, "__init__", lambda _, module, *__, **___: look(module))
 
 
 def transient_buffers(module: nn.Module) -> Set[str]:
-    """Names of its own buffers that its state_dict leaves out."""
+    """Return the names of the module's own buffers that its state_dict leaves out."""
     return module._non_persistent_buffers_set
 
 
 def has_batch_statistics(module: nn.Module) -> bool:
-    """Whether its buffers are running statistics of batches, as those of BatchNorm."""
+    """True if the module's buffers are running statistics of batches, as those of BatchNorm."""
     return isinstance(module, _NormBase)
 
 
 def share_tables(module: nn.Module, other: nn.Module) -> None:
-    """Give a module the very tables of another, so that it has whatever that one has."""
+    """Make a module use the tables of another, so that both always have the same contents."""
     for table in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
         module.__dict__[table] = other.__dict__[table]
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether somebody is called before, behind or in the backward pass of it."""
+    """True if the module has hooks on its forward or backward pass."""
     return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
 
 
 def projects_together(attention: nn.MultiheadAttention) -> bool:
-    """Whether query, key and value have one common weight, `in_proj_weight`."""
+    """True if query, key and value share one weight, `in_proj_weight`."""
     return bool(attention._qkv_same_embed_dim)
 
 
@@ -75,10 +75,10 @@ def copy_with_tables(
     buffers: dict[str, Tensor | None],
     children: dict[str, nn.Module | None],
 ) -> nn.Module:
-    """Another module that computes what this one does, with the same parameters and with these
-    buffers and modules below it: what is put into its tables is not put into this one's."""
+    """Return a copy of the module with the same parameters, these buffers and these children. Its
+    tables are its own: writes to them do not reach the original."""
     made = copy.copy(module)
-    # Past __setattr__, which a class of the script's may have of its own.
+    # Not by __setattr__, which the script's class may override.
     tables = {"_parameters": dict(module._parameters), "_buffers": buffers, "_modules": children}
     made.__dict__.update(tables)
     return made

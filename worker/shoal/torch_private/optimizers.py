@@ -1,12 +1,12 @@
-"""State that constructors in torch.optim make."""
+"""Optimizer state that constructors in torch.optim create."""
 
 from torch.optim import Adagrad, Optimizer
 
 
 def make_first_state(optimizer: Optimizer) -> None:
-    """Give an optimizer whose parameters were replaced what its constructor gives them.
+    """Create the state that the constructor would create, for replaced parameters.
 
-    Adagrad's, in torch 2.9 and 2.11; in 2.13 its first step does that, as with all others.
+    Only Adagrad of torch 2.9 and 2.11 has such; in 2.13 its first step creates the state.
     """
     if type(optimizer) is Adagrad:
         optimizer.state.update(Adagrad(optimizer.param_groups, **optimizer.defaults).state)

@@ -1,4 +1,4 @@
-"""Torch's pipelining: stages and schedules without what only older releases do with outputs."""
+"""Torch's pipelining: stages and schedules without checks and copies of older releases."""
 
 import inspect
 from collections.abc import Callable
@@ -10,18 +10,18 @@ from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 
 class UncheckedStage(PipelineStage):
-    """A stage that may return anything if it is the last one, as in torch 2.13. Releases up to 2.11
-    compare tensors with what was announced."""
+    """A stage whose outputs are not checked: the last one may return anything, as in torch 2.13.
+    Releases up to 2.11 compare tensors with the announced shapes."""
 
     def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """Nothing: what comes was agreed on."""
+        """Do nothing: the stages agreed on their messages."""
 
     def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Nothing: what the last stage returns is a loss, which nobody is sent."""
+        """Do nothing: the last stage returns a loss, which is sent to no other stage."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Messages that connect neighbours: torch 2.9 sends them of another dtype and shape than it
-        receives them."""
+        """Return the messages that connect neighbours, all of one dtype and shape: torch 2.9 sends
+        them with another dtype and shape than it receives."""
         ops = super()._get_init_p2p_neighbors_ops()
         for op in ops:
             op.tensor = op.tensor.new_zeros(1, dtype=torch.float32)
@@ -29,14 +29,14 @@ class UncheckedStage(PipelineStage):
 
 
 _MAY_LEAVE_OUTPUTS = "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters
-"""torch 2.11 has that option, 2.9 does not."""
+"""True from torch 2.11 on; 2.9 lacks the option."""
 
 
 def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **options: Any) -> Any:
-    """Make a schedule of this kind, for so many micro-batches.
+    """Make a schedule of this kind for `count` micro-batches.
 
-    torch 2.9 asks for a micro-batch for each stage, which GPipe does not need: it is told of fewer
-    stages, which it looks at here only.
+    torch 2.9 demands at least one micro-batch for each stage, which GPipe does not need: it is
+    shown fewer stages while it checks.
     """
     num_stages = stage.num_stages
     if kind is ScheduleGPipe:
@@ -48,14 +48,14 @@ def schedule(kind: Callable[..., Any], stage: PipelineStage, count: int, **optio
 
 
 def run(schedule: Any, **inputs: Any) -> None:
-    """Run the schedule. What the last stage returns is let go of."""
+    """Run the schedule, and drop the outputs of the last stage."""
     if _MAY_LEAVE_OUTPUTS:
         schedule.step(**inputs, return_outputs=False)
         return
-    # torch 2.9 puts the outputs together: of losses, which have no samples, it cannot.
+    # torch 2.9 concatenates the outputs, which fails for losses: they have no batch dimension.
     schedule._merge_outputs = _let_go
     schedule.step(**inputs)
 
 
 def _let_go(outputs: Any) -> None:
-    """Return nothing of what the micro-batches gave."""
+    """Drop the outputs of the micro-batches."""

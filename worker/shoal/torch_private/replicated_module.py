@@ -1,4 +1,4 @@
-"""DistributedDataParallel whose reducer is prepared for a backward pass as that begins."""
+"""DistributedDataParallel whose reducer is prepared when a backward pass begins."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 
 
 def bucket_size(bucket_mb: float) -> float:
-    """The size as Python's number; raises InvalidSpec for one that no bucket can have."""
+    """Return the size as a Python number; raises InvalidSpec unless it is above 0."""
     found = as_number("bucket_mb", bucket_mb)
     if not found > 0:
         raise InvalidSpec("bucket_mb is out of range", seen=f"{found}", expected="above 0")
@@ -26,16 +26,16 @@ def bucket_size(bucket_mb: float) -> float:
 
 
 class ReplicatedModule(DistributedDataParallel):
-    """Torch's wrapper, which is told of each backward pass by `begin_backward` and `end_backward`
-    around it; or which is torch's alone, unless it `is_told_of_passes`.
+    """Torch's wrapper, with calls of `begin_backward` and `end_backward` around each backward pass.
+    Unless it `is_told_of_passes`, it behaves as torch's own.
 
-    Torch prepares the reducer behind the forward pass. Here the loss is known by then: which
-    parameters it depends on is found from the loss itself, however many forward passes it comes
-    from, and a step may have several losses of different parts of the model.
+    Torch prepares the reducer after the forward pass. Here it is prepared when the loss is known:
+    the parameters to reduce are found from the loss itself. So a loss may come from several forward
+    passes, and a step may have several losses of different parts of the model.
 
-    In a pass through a reentrant checkpoint autograd runs within itself: a parameter of a block
-    that is used twice has its gradient twice, and the search does not see it. Gradients of such a
-    pass are reduced once it is over. Ranks need not agree in that: the buckets are the same.
+    In a reentrant checkpoint autograd runs within itself: a parameter of a block that is used twice
+    gets two gradients, and the search does not see them. Gradients of such a pass are reduced after
+    the pass. Ranks may differ in that: the buckets are the same.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ReplicatedModule(DistributedDataParallel):
         unfinished: Callable[[], Exception],
         **kwargs: Any,
     ) -> None:
-        """`unfinished()` is raised in a pass that follows one which left out parameters."""
+        """`unfinished()` makes the error of a pass after one that left out parameters."""
         super().__init__(*args, **kwargs)
         self._is_told, self._unfinished = is_told_of_passes, unfinished
         self._was_called = self._reduces_behind = False
@@ -53,8 +53,8 @@ class ReplicatedModule(DistributedDataParallel):
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates: it sends buffers, if there are any,
-        and the second pass of all tells the order of buckets."""
+        """True if a forward pass with gradients communicates: it broadcasts buffers, if there are
+        any, and in the first step ranks agree on the order of buckets."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return is_first_step or syncs
 
@@ -65,21 +65,21 @@ class ReplicatedModule(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         if not self._is_told:
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        # The first rank's buffers come with the first forward pass of each backward pass: to write
-        # to them in a later one would change what the backward pass needs of the first.
+        # The first rank's buffers come with the first forward pass before each backward pass: a
+        # later write would change tensors that the backward pass needs of the first.
         self.require_forward_param_sync = False
         self._was_called = self._was_called or torch.is_grad_enabled()
         return output
 
     def begin_step(self) -> None:
-        """From here on a loss needs a forward pass of the wrapper, for its gradients to be reduced:
-        that of another module is another's."""
+        """Begin a step. Gradients of its losses are reduced only if the wrapper had a forward pass
+        in the step: otherwise the loss is another module's."""
         if self._is_told:
             self._was_called = False
             self.require_forward_param_sync = True
 
     def begin_backward(self, loss: Tensor) -> None:
-        """A backward pass of the loss begins."""
+        """Prepare the reducer for a backward pass of the loss."""
         if not self._is_told:
             return
         self._reduces_behind = self._num_checkpoints != _here.num_checkpoints
@@ -89,7 +89,7 @@ class ReplicatedModule(DistributedDataParallel):
             self._prepare(loss)
 
     def end_backward(self) -> None:
-        """It is over."""
+        """End the backward pass: reduce its gradients now if that was postponed."""
         if not self._is_told or not self._reduces or not self._reduces_behind:
             return
         held = [each for each in self._module_parameters if each.requires_grad]
@@ -99,8 +99,8 @@ class ReplicatedModule(DistributedDataParallel):
             nothing.backward(inputs=reached)  # type: ignore[no-untyped-call]
 
     def release(self) -> None:
-        """Drop the reducer, and what its owner gave: a traceback may hold the wrapper for long, and
-        a reducer that is last to go joins Gloo's threads. May be called twice."""
+        """Drop the reducer and `unfinished`: a traceback may keep the wrapper alive for long, and
+        the last reference to a reducer joins Gloo's threads. May be called twice."""
         if hasattr(self, "reducer"):
             del self.logger, self.reducer, self._unfinished
 
@@ -110,7 +110,7 @@ class ReplicatedModule(DistributedDataParallel):
 
     def _prepare(self, loss: Tensor) -> None:
         with self._finishing():
-            # As in a forward pass: the first pass of all tells the order, not the first two.
+            # As in a forward pass: the first pass alone decides the order of buckets.
             self.reducer._rebuild_buckets()
             self.reducer.prepare_for_backward([loss] if self.find_unused_parameters else [])
 
@@ -138,10 +138,10 @@ class _Nothing(torch.autograd.Function):
 
 
 class _Here(threading.local):
-    """By thread: members may be threads of one process."""
+    """State of each thread: members may be threads of one process."""
 
     num_checkpoints = 0
-    """Reentrant checkpoints that were made, of whatever module."""
+    """Number of reentrant checkpoints made, in all modules."""
 
 
 _here = _Here()

@@ -1,5 +1,5 @@
-"""Of torch itself: trees of tensors, operations on lists of tensors, autograd's running task, what
-its own clipping scales, what its mean losses are means over."""
+"""Private parts of torch itself: trees and lists of tensors, autograd's task in progress, hooks on
+gradient clipping, and the counts behind mean losses."""
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -18,24 +18,24 @@ __all__ = ["pytree"]
 
 
 def foreach_copy_(tensors: list[Tensor], sources: list[Tensor]) -> None:
-    """Write each of the sources into the tensor at its place. There may be none."""
+    """Copy each source into the tensor of the same index. The lists may be empty."""
     if tensors:
         torch._foreach_copy_(tensors, sources)
 
 
 def foreach_norm(tensors: list[Tensor], order: float = 2.0) -> Sequence[Tensor]:
-    """The norm of each, which may be none at all."""
+    """Return the norm of each tensor. The list may be empty."""
     return torch._foreach_norm(tensors, order) if tensors else ()
 
 
 def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
-    """Multiply each by the number, in place. There may be none: a rank need not hold anything."""
+    """Multiply each tensor by `factor` in place. The list may be empty: a rank may hold none."""
     if tensors:
         torch._foreach_mul_(tensors, factor)
 
 
 def num_writes(tensor: Tensor) -> int:
-    """How often it was written to in place; 0 for an inference tensor, which nobody counts."""
+    """Return the number of in-place writes; 0 for an inference tensor: torch counts none."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -43,12 +43,12 @@ _NUM_WRITES = attrgetter("_version")
 
 
 def all_writes(tensors: Iterable[Tensor]) -> list[int]:
-    """`num_writes` of each, none of which is an inference tensor: some ten times as fast."""
+    """Return `num_writes` of each tensor, ten times as fast; inference tensors raise."""
     return list(map(_NUM_WRITES, tensors))
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether somebody is called with the gradient of it, to look at it or to change it."""
+    """True if the tensor has hooks on its gradient, which may read or change it."""
     behind = getattr(tensor, "_post_accumulate_grad_hooks", None)
     return bool(tensor._backward_hooks or behind)
 
@@ -57,9 +57,9 @@ _WATCHED = "_shoal_watched"
 
 
 def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
-    """Call this with the parameters whose gradients torch's `clip_grad_norm_` is about to scale, by
-    a norm that it has taken of them, and the norm that it scales them to, from now on. The first
-    call counts."""
+    """Call `look` from now on before torch's `clip_grad_norm_` scales gradients, with the
+    parameters and the maximum norm; their norm was taken by then. Only the first call of this
+    function has an effect."""
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
         return
@@ -75,44 +75,44 @@ def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
 
 
 def watch_scaling_down(look: Callable[[Tensor], None]) -> None:
-    """Call this with the weight of which an embedding's `max_norm` is about to scale rows down: of
-    layers, and of torch's functions. From now on; the first call counts."""
+    """Call `look` from now on with each weight whose rows an embedding's `max_norm` is about to
+    scale down, in layers and in torch's functions. Only the first call of this function has an
+    effect."""
     name = "_no_grad_embedding_renorm_"
     before_calls(functional, name, lambda weight, *_, **__: look(weight))
 
 
 def divides_by_frequency(node: Any) -> bool:
-    """True if a node of a graph is an embedding's, or an embedding bag's, with
-    `scale_grad_by_freq`."""
+    """True if the node is that of an embedding (bag) with `scale_grad_by_freq`."""
     return bool(getattr(node, "_saved_scale_grad_by_freq", False))
 
 
 def mixes_parts_and_wholes(error: BaseException) -> bool:
-    """True if torch was given a DTensor and a plain tensor for one operation."""
+    """True if one operation of torch was given both a DTensor and a plain tensor."""
     return isinstance(error, RuntimeError) and "mixed torch.Tensor and DTensor" in str(error)
 
 
 _MEAN, _SUM = 1, 2
-"""Of `_saved_reduction`."""
+"""Values of `_saved_reduction`."""
 
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that leave what they are given as large as it is. By the last one torch's `cross_entropy`
-weighs its two parts where labels are smoothed; what a script multiplies by has another."""
+"""Nodes that add terms without scaling them. With the last one torch's `cross_entropy` weighs
+its two parts if labels are smoothed; a multiplication by the script has another node."""
 
 
 def counted_targets(node: Any) -> Tensor | None:
-    """What each target of a mean negative log likelihood, as `cross_entropy` takes it, counts for:
-    0 where it is ignored, and else 1, or the weight of its class. None of any other node of a graph
-    that was not passed through yet."""
+    """Return the weight of each target in a mean negative log likelihood, as in `cross_entropy`: 0
+    if it is ignored, else 1 or the weight of its class. Return None for any other node. The graph
+    must not have had its backward pass."""
     if getattr(node, "_saved_reduction", None) != _MEAN:
         return None
     ignored: int | None = getattr(node, "_saved_ignore_index", None)
     if ignored is None or node._saved_target.dtype.is_floating_point:
         return None
     targets: Tensor = node._saved_target
-    # A negative one comes back without its sign.
+    # A negative index is saved as unsigned.
     counts = torch.ne(targets, ignored if ignored < 1 << 63 else ignored - (1 << 64))
     weights: Tensor | None = node._saved_weight
     if weights is None:
@@ -121,14 +121,14 @@ def counted_targets(node: Any) -> Tensor | None:
 
 
 def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
-    """Of each of torch's losses with `reduction="sum"` that this one consists of, the shape of what
-    it is a sum over: of those that nothing was multiplied with, or divided by, behind the sum."""
+    """Yield the shape that is summed over, for each of torch's sum losses (`reduction="sum"`) in
+    this loss. Sums that were multiplied or divided afterwards are left out."""
     found: list[Any] = [loss.grad_fn]
     for node in found:
         if node is not None and node.name() in _ADDING:
             found += [before for before, _ in node.next_functions if before not in found]
         elif getattr(node, "_saved_reduction", None) == _SUM:
-            # A loss of a parameter itself is not one of samples.
+            # A loss of a parameter itself is not over samples.
             before = node.next_functions[0][0]
             shape = node._saved_self.shape
             if shape and before is not None and before.name() != "torch::autograd::AccumulateGrad":
@@ -136,12 +136,12 @@ def plain_sums(loss: Tensor) -> Iterable[torch.Size]:
 
 
 def in_backward() -> bool:
-    """True if this thread runs a backward pass at the moment."""
+    """True while this thread runs a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Call this when the backward pass under way is over, before whoever began it goes on, on the
-    streams that go on; what it raises comes out of the pass. Only within one."""
+    """Call `call` at the end of the backward pass in progress, on the streams of the caller of that
+    pass and before `backward` returns, which raises its errors. Valid only within a pass."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(call)

@@ -1,4 +1,4 @@
-"""Of any function of torch's: to look at what it is called with, whoever calls it."""
+"""Hooks on calls of any function of torch, whichever code calls it."""
 
 import functools
 from collections.abc import Callable
@@ -8,8 +8,8 @@ _WATCHED = "_shoal_watched"
 
 
 def before_calls(owner: Any, name: str, look: Callable[..., None]) -> None:
-    """Call `look` with the arguments of each call of `owner.name`, ahead of it, from now on; what
-    it raises keeps the call from being made. The first call counts."""
+    """Call `look` from now on before each call of `owner.name`, with its arguments; if `look`
+    raises, the call is not made. Only the first hook on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:
@@ -20,8 +20,8 @@ def before_calls(owner: Any, name: str, look: Callable[..., None]) -> None:
 
 
 def after_calls(owner: Any, name: str, look: Callable[[], None]) -> None:
-    """Call `look` behind each call of `owner.name` from now on, also behind one that raised. The
-    first call counts."""
+    """Call `look` from now on after each call of `owner.name`, also after one that raised. Only the
+    first hook on a function has an effect."""
     plain: Any = getattr(owner, name)
 
     def watched(*args: Any, **kwargs: Any) -> Any:

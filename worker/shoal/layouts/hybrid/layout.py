@@ -127,7 +127,7 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Average over the copies of this stage and split, and over nobody else."""
+        """Average over the copies of this stage and split only."""
         self.world.exchanges.completes()
         self._inner.reduce()
         if self.plan.mesh.data > 1:

@@ -110,7 +110,7 @@ class PipelineLayout(Layout):
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """See the base. The loss is that of the last stage, told to all ranks of the pipeline."""
+        """See the base. The loss is that of the last stage, on all ranks of the pipeline."""
         completes = self.completes and not self.faults_are_own
         with self._gradients.of_pass(self._complete, completes=completes):
             return self._pass(inputs, targets, loss_function, weight)
@@ -128,7 +128,7 @@ class PipelineLayout(Layout):
             runner = self._runner_for(step_inputs)
             loss = runner.forward_backward(step_inputs, self._way_of(runner))
         except BaseException:
-            # What was under way is still in the schedule's books.
+            # The schedule still has records of the pass in progress.
             self._forget_runners()
             if self._room is not None:
                 self._room.memory.cut("a pass has failed")
@@ -138,7 +138,7 @@ class PipelineLayout(Layout):
         return loss
 
     def _told(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """The loss of the last stage, which tells it to all. Behind it all have made the pass."""
+        """Return the last stage's loss, which it sends to all. Then all have made the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)

@@ -1,9 +1,9 @@
-"""Buffers that a pass changes, where a stage runs it once for each micro-batch.
+"""Buffers that a pass changes, if a stage runs the pass once for each micro-batch.
 
-One process changes them once. So each micro-batch begins with what they held when the pass began.
-Where all of them leave the same behind, as power iterations of the weights do (spectral norm), that
-is what one process has. Where it depends on the samples, or on how many there are, no order of
-micro-batches gives that.
+One process changes them once. So each micro-batch begins with the values from before the pass. If
+all micro-batches leave the same values, as power iterations of the weights do (spectral norm),
+these equal those of one process. If the values depend on the samples, or on their number, no order
+of micro-batches equals one process.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,11 +19,11 @@ from shoal.torch_private.tensors import all_writes, num_writes
 from shoal_proto.errors import InvalidSpec
 
 FORWARD, BACKWARD = "forward", "backward"
-"""What a micro-batch does; in a backward pass, activation checkpointing computes layers again."""
+"""Operations of a micro-batch; in a backward, activation checkpointing recomputes layers."""
 
 _T = TypeVar("_T")
 _Values = Mapping[int, Tensor]
-"""Of the buffers that were changed, by their place."""
+"""Values of the buffers that were changed, by index."""
 
 
 class PassBuffers:
@@ -44,21 +44,21 @@ class PassBuffers:
         self._keys = [key for _, _, key in places]
         self._buffers: list[Tensor | None] = [None] * len(places)
         self._copies: list[Tensor] = []
-        """What each held when the pass began."""
+        """The value of each buffer when the pass began."""
         self._writes: list[int] = [-1] * len(places)
-        """How often each had been written to, at some time before."""
+        """Number of writes to each buffer when `begin` last noted it."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
-        """The same of those whose writes are counted at all, for a quick look."""
+        """The same for buffers whose writes torch counts, for a quick check."""
         self._changing: set[int] = set()
-        """Those that passes are known to change, be it unseen by that number."""
+        """Indices of buffers that passes are known to change, even if no write was counted."""
         self._left: dict[str, _Values] = {}
-        """What the first micro-batch of the pass has left behind each of its deeds."""
+        """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """Behind which of them the buffers are as they are now; None: as when the pass began."""
+        """The operation whose values the buffers have now; None: those of the pass' beginning."""
 
     def begin(self) -> None:
-        """A pass begins."""
+        """Note the values of the buffers when a pass begins."""
         self._left, self._at = {}, None
         if not self._keys:
             return
@@ -88,7 +88,7 @@ class PassBuffers:
         left, first = self._changed(), self._left.get(deed)
         if first is None:
             passed = self._left.get(FORWARD)
-            # Without layers that are computed again there is nothing to go back to.
+            # If no layer is computed again, there is nothing to restore.
             first = left if passed is None or self._differing(passed, left) else passed
             self._left[deed] = first
         else:
@@ -96,9 +96,9 @@ class PassBuffers:
         self._at = FORWARD if first is self._left[FORWARD] else deed
 
     def probe(self, of_one: Callable[[], _T], of_two: Callable[[], object]) -> _T:
-        """Find what a pass changes, by one over the samples of a micro-batch; returns what that
-        does. Raises InvalidSpec where one over those of two leaves something else behind. Changes
-        are not undone."""
+        """Find the buffers that a pass changes, by a pass over one micro-batch, and return that
+        pass' result. Raises InvalidSpec if a pass over two micro-batches leaves other values.
+        Changes are not undone."""
         self.begin()
         returned = of_one()
         left = self._changed(closely=True)
@@ -119,8 +119,8 @@ class PassBuffers:
         return returned
 
     def _go_to(self, deed: str | None) -> None:
-        """Let the buffers hold what the first micro-batch has left behind this deed, or what they
-        held when the pass began."""
+        """Restore the values that the first micro-batch had after this operation, or those from
+        before the pass."""
         if self._at != deed:
             self._put({} if deed is None else self._left[deed])
             self._at = deed

@@ -176,7 +176,7 @@ class PipelineRunner:
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
         """Tensors of the shapes that come in and go out, found by one pass over zeros.
 
-        What a forward pass leaves behind (statistics in buffers, random numbers drawn) is undone.
+        Side effects of a forward pass (statistics in buffers, random numbers drawn) are undone.
         """
         stage, near = self._stage, self._near
         given: list[Tensor] = []

@@ -50,12 +50,12 @@ class SharedRoom:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Of each rank two: what the stage before it has sent is there, and what the next has."""
+        """Two for each rank: a message of the stage before it has arrived, and one of the next."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
         memory.wake_from(self._semaphores[2 * memory.rank : 2 * memory.rank + 2])
-        # Nobody posts before.
+        # No rank posts earlier.
         memory.meet()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
@@ -172,11 +172,11 @@ _SENT = _Sent()
 
 
 class StageLanes:
-    """The messages of one rank in the passes of one schedule. It may stand for the group where
+    """The messages of one rank in the passes of one schedule. It can replace the group in which
     torch's pipelining sends and receives, as `AbortableP2P` does."""
 
     group_name = "shared memory"
-    """By it torch's pipelining (since 2.14) tells apart where it sends."""
+    """Identifies a destination in torch's pipelining (since 2.14)."""
     takes_batches = False
     """No message waits for another."""
 

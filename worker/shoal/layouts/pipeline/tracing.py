@@ -156,8 +156,8 @@ def _creators_traced() -> Iterator[None]:
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Take back what a forward pass assigns to attributes of modules: behind the trace it would
-    stand there for good. Raises InvalidSpec if there was any, as it is done in no pass of a stage.
+    """Undo assignments of a forward pass to attributes of modules, which would outlast the trace.
+    Raises InvalidSpec if there were any, as no pass of a stage would make them.
     """
     tables = ("_parameters", "_buffers", "_modules")
     before = [

@@ -2,9 +2,9 @@
 
 torch's fully_shard takes a list of modules for a chain: it gathers in backward when the last of
 them begins, and reduces when the first one ends. Modules of a list need not be a chain: branches
-run side by side, and one module may run twice. Freed then are weights that others still need, and
-gradients that come later are reduced by nobody. Here the group gathers when any of its modules
-begins and reduces when all of them have ended.
+run side by side, and one module may run twice. Then torch frees weights that others still need, and
+does not reduce gradients that come later. Here the group gathers when any of its modules begins and
+reduces when all of them have ended.
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ class GroupPasses:
             module.register_forward_hook(self._leave)
 
     def begin(self) -> None:
-        """Forget passes whose backward never came, such as those to outputs that nobody used."""
+        """Forget passes without a backward pass, such as those whose outputs were not used."""
         self._num_open = 0
         self._blind = False
 

@@ -16,16 +16,16 @@ from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""In place of a deed: forward passes end here that nothing follows for which ranks would meet."""
+"""In place of an operation: the end of forward passes that no meeting of ranks follows."""
 
 
 def to_gather(number: int) -> int:
-    """The deed of gathering the weights of the group of parameters with this number."""
+    """Return the operation that gathers the weights of this group of parameters."""
     return 2 * number
 
 
 def to_sum(number: int) -> int:
-    """The deed of summing the gradients of the group of parameters with this number."""
+    """Return the operation that sums the gradients of this group of parameters."""
     return 2 * number + 1
 
 
@@ -43,11 +43,11 @@ class LayerOrder:
         self._group, self._names, self._tell = group, names, tell
 
     def check(self, deed: int) -> None:
-        """Collective: return if all ranks are about to do this. Raises InvalidSpec, on all ranks,
-        if they are not.
+        """Collective: return if all ranks are about to run this operation. Raises InvalidSpec, on
+        all ranks, if they are not.
 
-        Each sends its word to each of the others, which takes one way: a ring takes as many as
-        there are ranks.
+        Each rank sends its operation to each other rank, which takes one message latency: a ring
+        takes one for each rank.
         """
         own = torch.full((self._group.size(),), deed, dtype=torch.int64)
         words = torch.empty_like(own)

@@ -1,19 +1,19 @@
-"""All-gathers and sums of fully_shard in memory that all ranks share, where one machine has them.
+"""All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
-Over Gloo each rank sends its rows to every other one, through the kernel and back. Here it writes
-them where all can read: into its place of a slot for what is gathered, which is then there for all
-ranks at once, or into its own slot for what is summed up, of which each rank adds up its part. No
-byte is sent, and a collective takes one meeting, or none: what is gathered ahead of its use, as
-torch does in backward, is there behind the meeting of the sum in between.
+Over Gloo each rank sends its rows to every other rank, through the kernel and back. Here it writes
+them where all can read: for an all-gather into its part of a common slot, which all ranks then have
+at once; for a sum into its own slot, and each rank adds up its part of all slots. No byte is sent,
+and a collective takes one meeting, or none: weights that torch gathers ahead of their use, as in
+backward, are complete after the meeting of the sum in between.
 
-A slot is written anew only when no rank has a use for it any more. What was gathered may stay with
-torch for longer than the next collective: so each rank tells at each meeting which slots are still
-in use with it, and all of them choose the next one by that. What is summed up has been read by
-everybody at the meeting after it.
+A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
+the next collective: so each rank announces at each meeting which slots it still uses, and all ranks
+choose the next slot by that. A slot of a sum has been read by all ranks at the meeting after the
+sum.
 
-Layers are gathered and summed one group after the other, and nothing in a slot says whose rows they
-are. So at each meeting ranks also tell what they have gathered and summed so far: where a rank has
-left a layer out, all of them know at their next meeting, before any computes with another's rows.
+Layers are gathered and summed one group after the other, and a slot does not say whose rows it has.
+So at each meeting ranks also compare what they have gathered and summed so far: if a rank has left
+a layer out, all know at their next meeting, before any computes with rows of another layer.
 """
 
 import weakref
@@ -33,15 +33,15 @@ from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_g
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""One that is copied from, one that is gathered behind it, and one that torch keeps until then."""
+"""One slot that is copied from, one that is gathered next, and one that torch still keeps."""
 NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
 _LAST_BITS = 16
-"""For what was done last: a deed of `layer_order`."""
+"""Bits of the last operation, as numbered in `layer_order`."""
 _SO_FAR = (1 << 44) - 1
-"""Of what was done so far, as much as goes into a word beside the last deed and slots in use."""
+"""Mask of the digest that fits into a message beside the last operation and the slots in use."""
 _ODD = 1_000_003
-"""What was done so far stays different, whatever follows, once it is."""
+"""Odd factor of the digest: digests that differ stay different under equal operations."""
 
 
 class SharedSlots:
@@ -52,7 +52,7 @@ class SharedSlots:
         self.names: Sequence[str] = ()
         """Names of the groups of parameters, by their numbers."""
         self.ranks: Sequence[int] = range(memory.world_size)
-        """Of these among all ranks, for what they are told."""
+        """Their numbers among all ranks, for error messages."""
         self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
         """See `LayerExchanges.tell`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
@@ -117,8 +117,8 @@ class SharedSlots:
         return None
 
     def to_sum(self, num_bytes: int) -> Tensor | None:
-        """Bytes for what this rank adds to a sum. They are its own until `reduce_scatter`, and are
-        not to be read behind it. None: the sum is too large."""
+        """Return the bytes for this rank's addend of a sum. They are its own until `reduce_scatter`
+        and must not be read afterwards. None: the sum is too large."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)

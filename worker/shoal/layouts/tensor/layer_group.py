@@ -28,7 +28,7 @@ from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
 PLACE_BYTES = 4 * 1024 * 1024
-"""Of what one rank writes; larger values go over Gloo. A page that nobody writes to is none."""
+"""Bytes for the values of one rank; larger ones go over Gloo. Unwritten pages take no memory."""
 NUM_SETS = 2
 _SIZE_BITS = 40
 
@@ -84,7 +84,7 @@ class TensorGroup:
         return memory.num_met if memory is not None else 0
 
     def comes_for(self, deed: int) -> None:
-        """The next collective is for this: a number of `Site`."""
+        """Set the exchange that the next collective is for: a number of `Site`."""
         self._deed = deed
 
     def all_reduce(self, value: Tensor) -> Tensor:

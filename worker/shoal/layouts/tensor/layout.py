@@ -103,7 +103,7 @@ def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mappin
 
     Returns along which dimension each of them is to be cut, by name.
     """
-    # A dropout may have been keyed, which its class tells.
+    # A keyed dropout is of a subclass.
     made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = made, entry.style
     _APPLY[kind](module, ranks.of_layer(entry.module), entry)

@@ -123,7 +123,7 @@ class _Stand(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_stands_for"][1], name)
         if isinstance(value, Tensor | nn.Module) or callable(value):
-            # Used behind the module's back: it could not be split without being seen.
+            # Used without a call of the module: a split would go unnoticed.
             raise AttributeError(name)
         return value
 

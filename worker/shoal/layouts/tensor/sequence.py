@@ -185,7 +185,7 @@ class SequenceDropout(nn.Dropout):
 def spread_positions(
     model: nn.Module, entries: Sequence[SequenceEntry], ranks: TensorGroup
 ) -> None:
-    """Let the modules compute so, behind `parallelise`; outside of the blocks all is as it was."""
+    """Spread positions over ranks in the blocks of the entries. Called after `parallelise`."""
     by_block: dict[str, Positions] = {}
     for entry in entries:
         if entry.block not in by_block:
