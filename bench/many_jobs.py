@@ -46,6 +46,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_server.coordinator.persistence import codec
+from shoal_server.coordinator.persistence.stored_generations import record_to_json
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.driver.job_write import StateRecord
@@ -139,7 +140,7 @@ def job_that_is_over(name: str) -> list[Operation]:
             digest=codec.digest_of(roster),
             decided_s=now_s,
         )
-        operations.append(Put(keys.generation(name, number), codec.record_to_json(record)))
+        operations.append(Put(keys.generation(name, number), record_to_json(record)))
     return operations
 
 

@@ -37,9 +37,9 @@ class Kind(IntEnum):
     """The same, at `at` of the shared memory. The sender leaves them alone until it is answered."""
     ROOM = 6
     """At `at` of the shared memory, `num_bytes` are free for the values of a shard. From a server
-    that is told of shards: what lay there has been taken."""
+    that was announced for shards: its content has been taken."""
     END = 7
-    """Nothing more comes of this call from this end."""
+    """This end sends nothing more of this call."""
     MESSAGE = 8
     """Of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest or
     FollowReply."""

@@ -243,7 +243,7 @@ class SnapshotRestorer:
             log.error("half_restored", job=job, reason=str(error))
 
     async def _call_lost(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Servers have let go of what they had of the job: that is told by name, unless somebody
+        """Servers have dropped their shards of the job: report that by name, unless somebody
         has restored it once more."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, run=secrets.token_hex(8))

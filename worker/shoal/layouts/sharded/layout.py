@@ -367,7 +367,7 @@ class ShardedLayout(Layout):
 
     def reduce(self) -> None:
         """Raise InvalidSpec if a pass has written to weights while they were gathered. What it has
-        written to is let go of with the pass, and never was the model's."""
+        written to is released with the pass, and never was the model's."""
         changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
