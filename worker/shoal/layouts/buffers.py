@@ -15,8 +15,8 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Of a generation: what members have computed is compared in these. In the first one they may still
-have what the model was made with."""
+"""Number of steps of a generation in which members' buffers are compared. In the first step they
+may still have their initial values."""
 
 
 class BuffersBySamples:

@@ -68,9 +68,9 @@ class _Word:
     of: str
     """Shape of a row, and dtype."""
     trains: bool
-    """Whether gradients will come."""
+    """True if a backward pass will follow."""
     outputs: int = 0
-    """Of a call of torch's: what it is to fill, by rank, as a checksum."""
+    """Checksum of the outputs to fill, by rank, in a call of torch's collectives."""
 
 
 class RowGathers:

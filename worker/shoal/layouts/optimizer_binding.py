@@ -84,7 +84,7 @@ class MetaModel:
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
         self.tied = tied(model)
-        """For each further name of a parameter or buffer, its first."""
+        """The first name of each further name of a parameter or buffer."""
         held = {**dict(model.named_parameters()), **persistent_buffers(model)}
         refuse_tensors(held)
         self.without_elements = {
@@ -195,7 +195,7 @@ class OptimizerBinding:
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         self._placed: dict[str, Tensor] = {}
         self._outlines: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        """Of the tensors of the optimizer's state, as they were first."""
+        """Initial shapes and dtypes of the tensors of the optimizer's state."""
         self.group_names = meta_model.groups
         self._tied = meta_model.tied
         self._model_names = names_in(meta_model.model)

@@ -36,9 +36,8 @@ def forget_ddp_forward() -> None:
 
 
 def compiled_in_place(model: Any) -> nn.Module:
-    """Compile the module in the wrapper in place, with the wrapper's compiler; return the module.
-
-    Its parameters have no prefix, and another wrapper around it needs no new compilation."""
+    """Compile the wrapped module in place with the wrapper's compiler; return it. Its parameters
+    have no prefix, and another wrapper around it needs no new compilation."""
     original: nn.Module = model._orig_mod
     original._compiled_call_impl = model.dynamo_ctx(_call_of(original))
     return original

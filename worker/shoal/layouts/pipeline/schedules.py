@@ -84,9 +84,9 @@ class PipelineRunner:
         on_host = near.device.type == "cpu"
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
-        """What the next stage is sent in a pass, in memory that they share."""
+        """Bytes sent to the next stage in a pass through shared memory."""
         self.way: AbortableP2P | StageLanes | None = None
-        """How messages go, once that is agreed on."""
+        """The transport of messages, once agreed on."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
             _Part(self),

@@ -41,7 +41,7 @@ class Stage:
         self._functions = {mode: outline.function(mode, stage_of, index) for mode in modes}
         self._called = {mode: _called(outline.graph(mode, stage_of, index)) for mode in modes}
         self._runs: dict[tuple[bool, Any], Callable[..., Any]] = {}
-        """By mode, and by what the user has compiled the model with."""
+        """Functions to call, by mode and by the compiled call of the user's model."""
         self._inputs = outline.parameters
         self._signature = inspect.signature(model.forward)
         uses = [
@@ -67,7 +67,7 @@ class Stage:
 
     @property
     def buffers(self) -> dict[str, Tensor]:
-        """The same of persistent buffers."""
+        """Persistent buffers of this stage, by their names in the user's model."""
         return {self.names[name]: buffer for name, buffer in persistent_buffers(self.model).items()}
 
     def run(self, inputs: Mapping[str, Any], activations: Sequence[Tensor]) -> Any:

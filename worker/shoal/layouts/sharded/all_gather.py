@@ -20,7 +20,7 @@ class SharedMemoryAllGather(DefaultAllGather):
         """`number`: of the group of parameters, among those of the model."""
         self._slots, self._number = slots, number
         self.order: LayerOrder | NotedOrder | None = None
-        """Where ranks gather over Gloo, or on a device."""
+        """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
         """Hold the slots no longer: modules keep this in circles, and with it the memory, until

@@ -113,7 +113,7 @@ class ShardedLayout(Layout):
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
-        """By one of the modules that are gathered together."""
+        """Reductions, by one module of each group that is gathered together."""
         self._losses = UnseenLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)

@@ -29,26 +29,26 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
-        """The first one whose gradients it reduces."""
+        """Name of the first parameter whose gradients it reduces."""
         self.blind = False
-        """Whether this rank holds no rows of some of them, but what fills up its part."""
+        """True if this rank holds only padding, no rows, of some parameters."""
         self.slots: SharedSlots | None = None
-        """Where all ranks have memory in common."""
+        """Slots in shared memory; None: the ranks share none."""
         self.number = 0
-        """Of the group of parameters, among those of the model."""
+        """Number of the group of parameters in the model."""
         self.orders: list[LayerOrder | NotedOrder] = []
-        """Of the ranks that it sums over."""
+        """Order checks of the ranks that it sums over."""
         self.copies: dist.ProcessGroup | None = None
         """The ranks that hold the same rows as this one; None: there are no others."""
         self.losses = UnseenLosses()
         """Losses of this rank in the step: one that is not finite makes all elements NaN too."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
-        """Whether gradients that come now are of a pass that they may come of; None: of any."""
+        """True if the pass in progress may produce gradients; None: any pass may."""
         self.forget()
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for whole gradients, and next for this rank's part of the sum of those."""
+        """Return memory for whole gradients, and next for this rank's part of their sum."""
         if self.ours is not None and not self.ours():
             raise bare_backward()
         whole = self._filled() if self._filled is not None else None
@@ -63,13 +63,13 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         return empty
 
     def forget(self) -> None:
-        """A new step begins."""
+        """Drop the results of the last step."""
         self.own = False
-        """Whether this rank's own gradients were not finite; not known on a GPU, which would have
-        to be waited for."""
+        """True if this rank's own gradients were not finite; not known on a GPU, as that would
+        wait for the GPU."""
         self.given_finite: list[Tensor] = []
-        """Flags of a blind rank, one a pass: True if its rows are finite. On its device, where a
-        look waits for all that was begun."""
+        """Flags of a blind rank, one a pass: True if its rows are finite. On its device: a
+        read waits for all work queued there."""
 
     def __call__(
         self,

@@ -67,7 +67,7 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
         self._so_far = self._last = 0
-        """What this rank has gathered and summed, in which slots: the same on all ranks when they
+        """Digest of the operations of this rank and their slots: the same on all ranks when they
         meet."""
 
     @property

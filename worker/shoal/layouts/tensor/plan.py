@@ -8,9 +8,9 @@ from enum import StrEnum
 from shoal_proto.errors import InvalidSpec
 
 COLUMN = "column"
-"""By outputs: nn.Linear by rows of its weight, nn.Embedding by columns."""
+"""Split by outputs: nn.Linear by rows of its weight, nn.Embedding by columns."""
 ROW = "row"
-"""nn.Linear by inputs."""
+"""Split nn.Linear by inputs."""
 VOCAB = "vocab"
 """nn.Embedding by rows."""
 HEADS = "heads"
@@ -61,9 +61,9 @@ class PlanEntry:
     parts."""
     why: str
     parts: Mapping[str, ParameterSplit]
-    """By the parameter's name in the module; without those that an earlier entry has too."""
+    """Splits by the parameter's name in the module; without those of an earlier entry."""
     width: int = 0
-    """Of a mask: how many values the ranks have together in the last dimension."""
+    """For a mask: size of the last dimension over all ranks."""
 
     def bytes_on(self, rank: int, degree: int) -> int:
         return sum(part.bytes_on(rank, degree) for part in self.parts.values())

@@ -24,8 +24,8 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 DIM = -2
-"""Of the sequence, or of whatever stands before the features: what is computed of one does not
-depend on the others."""
+"""The dimension of the sequence, or the last one before the features: positions are computed
+independently of each other."""
 
 
 class Positions:
