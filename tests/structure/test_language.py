@@ -31,7 +31,7 @@ LEFT = {
     "worker/shoal/backends": 1,
     "worker/shoal/launcher": 2,
 }
-"""Docstrings by folder that open with such a word: texts of option groups, and a parameter's name."""
+"""Docstrings by folder that open so: texts of option groups, and the name of a parameter."""
 LEFT_PHRASES = {"let go of": 1, "is told of": 1}
 """Lines by phrase that have it: a reason that the wire carries, and the text of an option group."""
 

@@ -54,7 +54,7 @@ class ReplicatedModule(DistributedDataParallel):
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
         """True if a forward pass with gradients communicates: it broadcasts buffers, if there are
-        any, and in the first step ranks agree on the order of buckets."""
+        any, and in the second pass of all ranks agree on the order of buckets."""
         syncs: bool = self.will_sync_module_buffers()  # type: ignore[no-untyped-call]
         return is_first_step or syncs
 

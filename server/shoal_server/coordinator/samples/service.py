@@ -2,7 +2,7 @@
 
 The books live in memory; etcd gets what changed in them at most four times a second (less often
 with more than eight jobs, so that these are no more than 32 writes a second), and the whole of them
-now and then and at the end (`stored_ledger`). A member that holds a reserve gets a notice of a range once
+now and then and at the end (`stored_ledger`). A member that holds a reserve gets a range once
 etcd has it, for which it need not wait; and it says what it completed again until etcd has that. So
 a coordinator's death costs nothing. Who holds no reserve is answered from memory: its leases and
 reports of the last quarter of a second may be repeated, never lost, for etcd never says that a
