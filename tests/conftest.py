@@ -1,6 +1,8 @@
 """What holds for all tests."""
 
+import os
 import signal
+import time
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -13,10 +15,21 @@ from shoal_proto.tls import identity
 settings.register_profile("shoal", deadline=None)
 settings.load_profile("shoal")
 
+BEGUN_S = time.monotonic()
+WITHIN_S = float(os.environ.get("SHOAL_TESTS_WITHIN_S", "0"))
+"""Seconds after which no further test begins; 0: no limit. `make test-long` sets it."""
+
 # A shell that starts the tests in its background has them ignore Ctrl-C, and with them all that
 # they start: what Ctrl-C does there could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Skip the remaining tests once the time is over: a slow machine says what it left out."""
+    if WITHIN_S and time.monotonic() - BEGUN_S > WITHIN_S:
+        pytest.skip(f"not run: the {WITHIN_S:.0f} s for further combinations were over")
 
 
 @pytest.fixture(autouse=True)
