@@ -269,7 +269,7 @@ class Peer:
         return float(one), float(other)
 
     def end(self) -> None:
-        """With its own children."""
+        """CPU seconds of the process and its children."""
         children = psutil.Process(self.process.pid).children(recursive=True)
         self.process.kill()
         self.process.wait()
@@ -355,7 +355,7 @@ def let_go() -> None:
 
 
 class BareSocket:
-    """On loopback: one process sends the bytes, this one takes them into its memory."""
+    """Transfer on loopback: one process sends the bytes, this one receives them into its memory."""
 
     def __init__(self, stack: ExitStack, mb: int) -> None:
         self._num_bytes = mb << 20
@@ -657,7 +657,7 @@ def over_link(options: argparse.Namespace) -> list[Any]:
 
 
 def torn_reads(seconds: float = 20.0) -> list[Any]:
-    """What TorchStore's readers get while one writer overwrites the key."""
+    """Reads of TorchStore's readers while one writer overwrites the key."""
     from rows import Row  # noqa: PLC0415
 
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""What faults do to published weights, in bench/results/weights_faults.json.
+"""Effects of faults on published weights, in bench/results/weights_faults.json.
 
     make bench NAME=weights_faults
     .venv/bin/python bench/weights_faults.py --faults 1000 --seed 2
 
-Two members of a job publish behind each step, and four readers install what is newest, two of them
+Two members of a job publish after each step, and four readers install what is newest, two of them
 through the memory of a server's host and two over TCP. Etcd, the coordinator, three parameter
 servers, the members' host and two readers have network namespaces of their own. It takes root.
 

@@ -88,7 +88,7 @@ async def _call(method: Any, *arguments: object) -> list[Any]:
 
 
 def ray_store(mb: int, count: int) -> None:
-    """As arrays: tensors are pickled one by one."""
+    """Arrays of the tensors, which would be pickled one by one."""
     import ray  # noqa: PLC0415
 
     ray.init(

@@ -34,13 +34,13 @@ LOOKS_S = 0.0003
 sleeps. A sleeping thread is woken on the processor of the server that wakes it, and both share it
 while another is idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""In calls with fewer bytes the answer comes before polling would pay."""
+"""Size in bytes below which an answer comes before polling would pay."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
 class Connection:
-    """One bulk connection. For one thread at a time, except `close`. An error in a call ends the
+    """Bulk connection, for one thread at a time, except `close`. An error in a call ends the
     connection."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:

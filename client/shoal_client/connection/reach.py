@@ -25,7 +25,7 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, Roster, RosterEntry
 log = structlog.get_logger(__name__)
 
 MAX_PEERS = 64
-"""With more peers, each member checks only some: see `ring`."""
+"""Number of peers above which each member checks only some: see `ring`."""
 BACKLOG = 256
 PAUSE_S = 0.1
 CHOICES = ("auto", "always", "never")

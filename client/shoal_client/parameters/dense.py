@@ -53,9 +53,9 @@ class PushResult:
 
     sequence: int
     versions: dict[int, int] = field(default_factory=dict)
-    """For each shard, its version right after this push."""
+    """Version of each shard right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """For each shard, the number of others' updates that the gradient did not include."""
+    """Number, by shard, of others' updates that the gradient did not include."""
     retries: int = 0
     """Attempts beyond the first."""
     duplicates: int = 0

@@ -73,11 +73,11 @@ class ShardServers(Generic[Stub]):
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
         self._made_of: dict[str, Material | None] = {}
-        """For each address, the certificate that its channel uses."""
+        """Certificate of the channel to each address."""
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
-        """For each address, the connection that is opened before the first call."""
+        """Connection to each address that is opened before the first call."""
         self._was_let_in = False
         """True once a server has answered: then a refused certificate is waited for until it is
         renewed."""

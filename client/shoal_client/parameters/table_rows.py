@@ -67,13 +67,13 @@ class TablePushResult:
 
     sequence: int
     versions: dict[Where, int] = field(default_factory=dict)
-    """For each shard, its version right after this push."""
+    """Version of each shard right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """For each shard, the number of others' updates that the gradients did not include."""
+    """Number, by shard, of others' updates that the gradients did not include."""
     fates: dict[Where, bytes] = field(default_factory=dict)
-    """For each shard, a RowFate for each pushed row; empty: all were applied."""
+    """RowFate of each pushed row, by shard; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
-    """For each shard, the steps of the table that it knows of."""
+    """Steps of the table that each shard knows of."""
     retries: int = 0
     """Attempts beyond the first."""
     duplicates: int = 0

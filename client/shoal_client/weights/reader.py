@@ -45,7 +45,7 @@ class Base:
 
     record: pb.VersionRecord
     segments: Mapping[int, Segment]
-    """By index."""
+    """Segments by index."""
 
 
 @dataclass(frozen=True, slots=True)

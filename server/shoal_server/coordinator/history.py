@@ -51,7 +51,7 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """For each job, the value in etcd."""
+        """Value in etcd of each job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""

@@ -50,7 +50,7 @@ class KeySpace:
     num_bytes: int = 0
     _gatherings: dict[tuple[str, ...], Gathering] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
-    """For each missing key, the gatherings that wait for it."""
+    """Gatherings that wait for each missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
     """The last packed reply and its keys; empty after a change."""
 

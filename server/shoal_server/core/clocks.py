@@ -71,7 +71,7 @@ class ClockStatus:
     slowest: int
     """The lowest clock of all members. It never falls. 0: not known yet."""
     reason: str = ""
-    """What the member waits for; empty if it is allowed."""
+    """Reason for which the member waits; empty if it is allowed."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -28,7 +28,7 @@ class Location:
     protocol: str
     """Kind of storage, by one name for each: file, s3, gs, az."""
     path: str
-    """For local files: absolute path with symbolic links resolved. Else bucket/prefix."""
+    """Absolute path of local files, with symbolic links resolved; otherwise bucket/prefix."""
 
     @classmethod
     def parse(cls, url: str) -> "Location":

@@ -69,7 +69,7 @@ class JobSummary(View):
     """Share of its life in which it trained: the time that generations ran, less the pauses between
     them. Null before its first member came."""
     last_ending: str = ""
-    """How the last member of an interrupted job went; empty for one with members."""
+    """End of the last member of an interrupted job; empty for one with members."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""From this number of values on, a sample shows which values need not be examined."""
+"""Number of values from which a sample shows which values need not be examined."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ ASK_AGAIN_S = 0.5
 TALK_EACH_S = 2.0
 """Interval of requests without news: members may have joined that lack samples held here."""
 MAX_HELD_RANGES = 96
-"""At this number the trainer waits until some are acknowledged. Coordinators refuse 128."""
+"""Number at which the trainer waits until some are acknowledged. Coordinators refuse 128."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 

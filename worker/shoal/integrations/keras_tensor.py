@@ -144,7 +144,7 @@ class _Split:
         self._part, self._size, self._paired = part, size, paired
         self._before = type(layer), layer.input_spec
         self.cuts: list[tuple[Any, int]] = []
-        """Its variables, and the dimension along which each is cut."""
+        """Variables, and the dimension along which each is cut."""
 
     def begin(self, group: dist.ProcessGroup) -> None:
         layer, own = self.layer, type(self.layer)

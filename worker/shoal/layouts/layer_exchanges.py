@@ -22,9 +22,9 @@ from shoal.backends.abortable.gather import gather, let_all_hear
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""In place of a layer: the rank has finished its passes and notifies the others."""
+"""Stands for a layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""In place of a layer, from here down: the number of elements of a value."""
+"""Stands for a layer, from here down: the number of elements of a value."""
 MAX_KEPT = 4096
 """Number of the newest exchanges that are kept one by one."""
 MAX_TOLD = 64

@@ -109,7 +109,7 @@ class ScriptCalls:
 
 
 _watching: WeakKeyDictionary[Any, ScriptCalls | OwnCounts] = WeakKeyDictionary()
-"""By optimizer and by model, for all sessions of this process."""
+"""Entries by optimizer and by model, for all sessions of this process."""
 
 
 def _forget(owners: Sequence[Any], calls: ScriptCalls | OwnCounts) -> None:

@@ -43,7 +43,7 @@ class TrainingPause:
 
     generation: int
     paused_s: float
-    """From commit to commit, less the usual time of a step."""
+    """Time from commit to commit, less the usual time of a step."""
     lost_steps: int
     """Steps that had been committed, and are taken again."""
 

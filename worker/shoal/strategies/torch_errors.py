@@ -87,4 +87,4 @@ _REFUSALS: dict[str, Callable[[StepState], InvalidSpec]] = {
     "Trying to backward through the graph a second time": _second_backward,
     "has been modified by an inplace operation": _written_in_place,
 }
-"""By a part of the text of torch's error."""
+"""Entries by a part of the text of torch's error."""

@@ -174,7 +174,7 @@ class _Sink:
         self._name = type(tracker).__name__
         self._max_kept = max_kept
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
-        """By step: the time of its first value, and all values."""
+        """Time of the first value, and all values, by step."""
         self._open: OpenRun | None = None
         self._written = WrittenUpTo()
         self.busy = False

@@ -44,7 +44,7 @@ class PublishedRows:
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
         """Take the columns of each shard. Raises MalformedMessage if one is missing."""
         self.shards: dict[int, ShardRows] = {}
-        """By index the rows of each shard of the table."""
+        """Rows of each shard of the table, by index."""
         for index, columns in sorted(shards.items()):
             if set(columns) != {IDS, BIRTHS, VALUES}:
                 raise MalformedMessage(

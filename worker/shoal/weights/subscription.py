@@ -71,9 +71,9 @@ class Weights(Mapping[str, Tensor]):
         self.version = version
         self._tensors = tensors
         self.tables: Mapping[str, PublishedRows] = tables or {}
-        """By name the rows of embedding tables, of a subscription with `tables`."""
+        """Rows of embedding tables by name, of a subscription with `tables`."""
         self.changes: Mapping[str, RowChanges] = changes or {}
-        """By name the rows that differ from the version that this subscription had installed: all
+        """Rows, by name, that differ from the version that this subscription had installed: all
         of them if there was none."""
 
     def __getitem__(self, name: str) -> Tensor:

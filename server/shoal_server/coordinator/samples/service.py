@@ -76,7 +76,7 @@ class _Book:
         self.stored = stored
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
-        """For each member, the sequence number of its latest request that etcd has."""
+        """Sequence number of each member's latest request that etcd has."""
         self.heard_s: dict[str, float] = {}
         """Time of each member's last request, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}

@@ -38,7 +38,7 @@ class AutomaticRestores:
         self._tasks = SupervisedTasks()
         self._slots = asyncio.Semaphore(RESTORES_AT_ONCE)
         self._wanted: dict[str, RestoreAttempt | None] = {}
-        """For each job, the reason why it is not restored, once known."""
+        """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
         """Why the job is not restored; None as long as it may be. It is tried from the first call

@@ -81,7 +81,7 @@ class ShardController:
         self._loads: defaultdict[str, AbandonedLoads] = defaultdict(AbandonedLoads)
         self._last: dict[str, JobAssignments] = {}
         self._troubles: dict[str, str] = {}
-        """For each job, the reason why its shards are left unchanged, which is logged once."""
+        """Reason why the shards of each job are left unchanged, which is logged once."""
         self._due: set[str] = set()
         """Jobs to be looked at."""
         self._again: set[str] = set()

@@ -66,7 +66,7 @@ class _WithoutServers:
 
     def __init__(self) -> None:
         self._refused: dict[str, dict[str, tuple[str, float, float]]] = {}
-        """By job and member: the reason, and the times of the first and last refusal."""
+        """Refusals by job and member: the reason, and the times of the first and last refusal."""
 
     def refused(self, token: Token, why: str) -> None:
         now_s = time.time()

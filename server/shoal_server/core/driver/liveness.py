@@ -18,7 +18,7 @@ from shoal_server.core.limits import Limits
 WINDOW = 32
 """Intervals remembered of each member: at heartbeats of half a second, the last 16 s."""
 MIN_INTERVALS = 4
-"""With fewer intervals, their spread is unknown."""
+"""Number of intervals below which their spread is unknown."""
 DEVIATIONS = 8.0
 """For intervals that scatter normally this is about 5 standard deviations."""
 

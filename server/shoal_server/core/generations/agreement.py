@@ -19,11 +19,11 @@ class Agreement:
     unready: set[str] = field(default_factory=set)
     """Members that have not passed their first collective in it."""
     unoffered: set[str] = field(default_factory=set)
-    """In a planned change: members of the old generation that have not offered a step to stop."""
+    """Members of the old generation in a planned change that have not offered a step to stop."""
     unreachable: dict[str, Mapping[str, str]] = field(default_factory=dict)
-    """By member: the peers that it could not reach, each with the error."""
+    """Peers that each member could not reach, with the error."""
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
-    """By member: the complete checkpoints that it sees, if the roster starts from one."""
+    """Complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
     """The step whose state its members start from, once one of them has reported it."""
     stop_at: Step | None = None

@@ -95,7 +95,7 @@ class Proposal:
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Each must be the same for all members that state it: a release may add fields."""
     listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
-    """By field: the content of which the value is a digest. Not compared."""
+    """Content by field, of which the value is a digest. Not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +153,7 @@ class Conflict:
     field: str
     values: tuple[tuple[str, tuple[str, ...]], ...]
     fix: str = ""
-    """What to do about this difference, if known."""
+    """Advice on this difference, if known."""
 
     def __str__(self) -> str:
         held = " but ".join(f"{value!r} in {', '.join(who)}" for value, who in self.values)

@@ -111,7 +111,7 @@ class End:
 
     completing: bool = False
     lost: Refusal | None = None
-    """For a job whose state is lost: the refusal that every member gets."""
+    """Refusal that every member gets once the job's state is lost."""
     stopping: str = ""
     """For a job that was stopped, or is over once its members have left: the reason."""
 

@@ -30,9 +30,9 @@ class Saved:
     reason: str
     progress: Progress = field(default_factory=Progress)
     lost: str | None = None
-    """For a job whose state is lost: where the state was looked for."""
+    """Places searched for the state of a job that has lost it."""
     stopping: str = ""
-    """For a job that was stopped, or is to be: the reason."""
+    """Reason of a job's stop, past or to come."""
     failed: bool = False
     tally: Tally = field(default_factory=Tally)
     ended_s: float = 0.0

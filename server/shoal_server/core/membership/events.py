@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """With `now`: true if no generation follows without it."""
+    """True, with `now`, if no generation follows without it."""
 
 
 class RefusalKind:

@@ -59,7 +59,7 @@ class Member:
     info: MemberInfo
     joined_s: float
     proposal: Proposal | None = None
-    """What the member would train; without a proposal it cannot be in a roster."""
+    """Training that the member proposes; without a proposal it cannot be in a roster."""
     settled: bool = True
     """True if it has stopped and can be in the next roster; false while it trains
     synchronously."""

@@ -34,7 +34,7 @@ class Pauses:
 
     _paused: dict[str, tuple[Member, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[Member, int]] = field(default_factory=dict)
-    """By member id: the number of its newest pause that is over, if it states numbers."""
+    """Number, by member id, of its newest pause that is over, if it states numbers."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
     """Time up to which pauses have last held the limits."""

@@ -14,7 +14,7 @@ FIRST_PAUSE_S = 1.0
 PAUSE_GROWTH = 3.0
 MAX_PAUSE_S = 300.0
 REMEMBERED_S = 600.0
-"""After this time, failures are forgotten, and a member that was left out may join again."""
+"""Time after which failures are forgotten, and a member that was left out may join again."""
 MAX_NAMES_KEPT = 10_000
 
 

@@ -70,7 +70,7 @@ class PublicationPart:
     step: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     tables_cut: bytes = b""
-    """Of a version with tables: the cut that the parts are of; the same on all of them."""
+    """Cut that the parts of a version with tables are of; the same on all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +141,7 @@ class VersionsChanged:
     """Changes of the kept versions on the servers."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
-    """By version number the same segments, with other holders."""
+    """Same segments with other holders, by version number."""
     durable: frozenset[int] = frozenset()
     lost: frozenset[int] = frozenset()
 

@@ -51,7 +51,7 @@ class AssignmentMirror:
         self._assignments: dict[Run, dict[int, ShardAssignment]] = {}
         self._changed: dict[str, set[int]] = {}
         self._unsettled: dict[str, StoredShard] = {}
-        """By key: records for which a write of unknown outcome was sent."""
+        """Records, by key, for which a write of unknown outcome was sent."""
 
     async def __aenter__(self) -> "AssignmentMirror":
         await self._records.__aenter__()

@@ -14,7 +14,7 @@ from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
 
 LARGE_BYTES = 64 * 1024
-"""From this size on, the GIL is released while data are copied."""
+"""Size from which the GIL is released while data are copied."""
 
 
 class SharedArena:

@@ -44,7 +44,7 @@ class DigestRange:
     """Start of the range: in a tensor, in bytes; in sessions, their number before it."""
     stop: int = 0
     row_ids: bytes = b""
-    """For rows: their ids, as int64."""
+    """Ids of rows, as int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

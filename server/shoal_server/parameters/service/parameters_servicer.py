@@ -66,7 +66,7 @@ from shoal_server.serving.rpc import Context
 
 MAX_WAIT_S = 60.0
 FORMING_S = 10.0
-"""How long `Create` waits until the first backup has the values."""
+"""Time for which `Create` waits until the first backup has the values."""
 
 
 class ParametersServicer:

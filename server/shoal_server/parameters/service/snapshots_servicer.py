@@ -40,7 +40,7 @@ MAX_LIMIT_S = 60.0
 WRITE_WITHIN_S = 30.0
 """Longest time between the cut through the shards and the call that writes them."""
 FORMING_S = 10.0
-"""How long `Load` waits until backups have the shards."""
+"""Time for which `Load` waits until backups have the shards."""
 
 
 class SnapshotsServicer(ShardSnapshotsServicer):

@@ -19,7 +19,7 @@ from shoal_server.parameters.tables.shard import TableShard, is_table, new_table
 log = structlog.get_logger(__name__)
 
 FORMING_S = 10.0
-"""How long a call that makes shards waits until the first backup has them."""
+"""Time for which a call that makes shards waits until the first backup has them."""
 
 
 class TableMaker:

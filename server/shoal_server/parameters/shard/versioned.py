@@ -59,7 +59,7 @@ class PushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
-    """For a table: a RowFate for each row in the push's order; empty: all were applied."""
+    """RowFate of each row of a table in the push's order; empty: all were applied."""
     is_duplicate: bool = False
     values: T | None = None
     """The result of `read`, if it was given."""

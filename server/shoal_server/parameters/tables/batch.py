@@ -35,7 +35,7 @@ class RowBatch:
     gradient_rc: Tensor
     """One row for each id; read-only."""
     places: Rows | None
-    """For each row in the push's order, its position in `ids`; None: the order is the same."""
+    """Position in `ids` of each row in the push's order; None: the order is the same."""
 
     def as_they_came(self, fates: Fates) -> bytes:
         """Return one byte for each row in the push's order; empty if every byte would be 0."""

@@ -33,7 +33,7 @@ class PlannedSegment:
 
     num_bytes: int
     described: pb.CutSegment
-    """Without the segment's digest."""
+    """Description that lacks the segment's digest."""
     fill: Callable[[memoryview], None]
     """Writes the shard into the segment's memory, which is zero before. Waits for the shard's lock:
     not for the event loop."""

@@ -34,7 +34,7 @@ from shoal_client.bulk.transport import transport_of
 log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
-"""If the ranks do not have the memory within this time, none of them uses it."""
+"""Time within which all ranks must have the memory, or none of them uses it."""
 MAX_SILENT = 256
 """Connections that have not greeted yet; the oldest goes. A rank greets as it connects."""
 _PLACE_BYTES, _NAME_BYTES = 32, 32

@@ -63,7 +63,7 @@ class PlanEntry:
     parts: Mapping[str, ParameterSplit]
     """Splits by the parameter's name in the module; without those of an earlier entry."""
     width: int = 0
-    """For a mask: size of the last dimension over all ranks."""
+    """Size of a mask's last dimension over all ranks."""
 
     def bytes_on(self, rank: int, degree: int) -> int:
         return sum(part.bytes_on(rank, degree) for part in self.parts.values())

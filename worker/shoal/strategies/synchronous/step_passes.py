@@ -29,7 +29,7 @@ class EarlyUpdates:
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity: a tensor that is held, and its content before."""
+        """Tensors by identity, each with its content before."""
         self._states: dict[Optimizer, dict[Tensor, dict[str, Any]]] = {}
         self._state_tensors: dict[int, tuple[Tensor, Tensor]] = {}
 

@@ -18,7 +18,7 @@ EVERY_STEPS, NUM_TURNS = 4, 7
 """Every so many steps, the elements of one in so many parameters are compared. The number of turns
 is a prime, since scripts do things every so many steps."""
 NUM_ELEMENTS = 4
-"""At most so many elements of each parameter."""
+"""Maximum number of elements of each parameter."""
 EVERY_STEPS_ON_GPU = 64
 """The interval for devices on which a comparison waits."""
 

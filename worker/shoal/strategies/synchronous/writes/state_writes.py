@@ -31,7 +31,7 @@ class StateWrites:
         self._num_writes: list[int] = []
         """The tensors in it, the name of each in the state, and the number of writes to each."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """By identity: a tensor, and its content when the step began."""
+        """Tensors by identity, each with its content when the step began."""
         self._written: set[str] = set()
         """Names of state that the script has written to in place. Over all generations."""
         self._is_open = self._are_counted = False
