@@ -16,7 +16,7 @@ import httpx
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 NUM_WORKERS = 4
 START_S = 120.0
@@ -71,7 +71,7 @@ class ShoalJob:
         """Start another `shoal run` on this host."""
         number = len(list(self._directory.glob("launcher-*.log")))
         return self._supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=f"launcher-{number}",
                 arguments=(
                     *(sys.executable, "-m", "shoal_client", "run"),
@@ -105,7 +105,7 @@ def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
 
     def start(name: str, *arguments: str) -> Process:
         return supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=name,
                 arguments=(python, script, *arguments),
                 environment=environment(),
@@ -143,9 +143,9 @@ def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> 
         yield Steps(directory)
 
 
-def torchrun_node(directory: Path, port: int, number: int, script: str) -> Command:
+def torchrun_node(directory: Path, port: int, number: int, script: str) -> ChildCommand:
     is_host = "true" if number == 0 else "false"
-    return Command(
+    return ChildCommand(
         name=f"node-{number}",
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),
