@@ -372,7 +372,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen="automatic_optimization = False",
             expected="True",
             fix="Train in a loop of your own: with session.step(): ... For several optimizers see"
-            " 'Several models and optimizers' in docs/strategies.md.",
+            " 'Several models and optimizers' in docs/models.md.",
         )
     plugin = trainer.precision_plugin
     is_bf16 = type(plugin) is MixedPrecision and plugin.scaler is None
@@ -426,7 +426,7 @@ def _refuse_callbacks(trainer: Trainer) -> None:
                 seen=type(callback).__name__,
                 expected="a Trainer without it",
                 fix="An average of the weights is given to session.register:"
-                " docs/strategies.md#state-of-the-scripts-own.",
+                " docs/loop.md#state-of-the-scripts-own.",
             )
 
 

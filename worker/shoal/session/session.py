@@ -225,7 +225,7 @@ class Session:
         the statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form;
-        `backward` and others then take the optimizers that they are for. See docs/strategies.md.
+        `backward` and others then take the optimizers that they are for. See docs/models.md.
 
         A compiled Keras model with its own optimizer is still trained by `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
@@ -269,7 +269,7 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec for state that cannot be carried: docs/strategies.md.
+        Raises InvalidSpec for state that cannot be carried: docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful

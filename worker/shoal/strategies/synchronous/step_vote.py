@@ -300,6 +300,6 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
         expected="the same on every member in every step, also when it is taken again",
         fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
         " them from batch.step before each step. What counts its own calls starts over on a member"
-        " that joins, and counts a step that is taken again twice (docs/strategies.md).",
+        " that joins, and counts a step that is taken again twice (docs/loop.md).",
         **parts,
     )
