@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape
 
-from rows import RESULTS
+from rows import RESULTS, told
 
 DOCS = Path(__file__).parents[1] / "docs"
 ON_GPU = DOCS / "benchmarks" / "results" / "gpu.json"
@@ -113,13 +113,6 @@ def gpu_section(ran: Mapping[str, Any]) -> str:
     return "\n".join([*parts, ""])
 
 
-def told(value: object) -> str:
-    """A figure in few digits; of several, each."""
-    if isinstance(value, list):
-        return " / ".join(map(told, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def plot(rows: Rows) -> str:
     """Two bars for each figure, each pair to its own scale, as units differ."""
     height = len(rows) * (2 * BAR + 16) + 10
@@ -139,8 +132,8 @@ def plot(rows: Rows) -> str:
                 f'<rect x="{LABEL}" y="{y}" width="{length:.1f}"'
                 f' height="{BAR - 4}" fill="{colour}"/>'
             )
-            told = escape(f"{who}: {value:.3g} {row['unit']}")
-            parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + BAR - 7}">{told}</text>')
+            label = escape(f"{who}: {value:.3g} {row['unit']}")
+            parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + BAR - 7}">{label}</text>')
     return "\n".join([*parts, "</svg>", ""])
 
 
