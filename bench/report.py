@@ -14,14 +14,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
+from charts import Bar, bars
 from rows import RESULTS, told
 
 DOCS = Path(__file__).parents[1] / "docs"
 ON_GPU = DOCS / "benchmarks" / "results" / "gpu.json"
-WIDTH, BAR, LABEL, FIGURE = 720, 18, 250, 110
-SHOAL, PEER = "#00796b", "#9e9e9e"
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -114,27 +112,16 @@ def gpu_section(ran: Mapping[str, Any]) -> str:
 
 
 def plot(rows: Rows) -> str:
-    """Two bars for each figure, each pair to its own scale, as units differ."""
-    height = len(rows) * (2 * BAR + 16) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        ' font-family="sans-serif" font-size="12" fill="#808080">'
-    ]
-    room = WIDTH - LABEL - FIGURE
-    for index, row in enumerate(rows):
-        top = 10 + index * (2 * BAR + 16)
-        most = max(row["value"], row["peer_value"]) or 1.0
-        parts.append(f'<text x="0" y="{top + BAR + 4}">{escape(row["metric"])}</text>')
-        bars = (("Shoal", row["value"], SHOAL), (row["peer"], row["peer_value"], PEER))
-        for place, (who, value, colour) in enumerate(bars):
-            y, length = top + place * BAR, max(1.0, room * value / most)
-            parts.append(
-                f'<rect x="{LABEL}" y="{y}" width="{length:.1f}"'
-                f' height="{BAR - 4}" fill="{colour}"/>'
-            )
-            label = escape(f"{who}: {value:.3g} {row['unit']}")
-            parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + BAR - 7}">{label}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Two bars for each figure."""
+    return bars(
+        {
+            row["metric"]: [
+                Bar(label=name, value=row[key], unit=row["unit"], is_own=key == "value")
+                for name, key in (("Shoal", "value"), (row["peer"], "peer_value"))
+            ]
+            for row in rows
+        }
+    )
 
 
 if __name__ == "__main__":

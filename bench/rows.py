@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -87,9 +88,12 @@ def told(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
-def record(
-    name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[str], command: str
-) -> Path:
+def command_line() -> str:
+    """The command by which this script was started, from the root of the repository."""
+    return " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def record(name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[str]) -> Path:
     """Write docs/benchmarks/results/NAME.json, for docs/report.md.
 
     Entries that agree with an older one in all keys replace it; the others stay, so that several
@@ -99,7 +103,7 @@ def record(
     stamp = {
         "day": time.strftime("%Y-%m-%d", time.gmtime()),
         "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
-        "command": f"bench/{name}.py {command}".strip(),
+        "command": command_line(),
     }
     older = json.loads(path.read_text()) if path.exists() else []
     merged = {tuple(each.get(key) for key in keys): each for each in older}

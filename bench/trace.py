@@ -24,15 +24,12 @@ steps. With `--record` they go to docs/benchmarks/results/trace.json, for docs/r
 """
 
 import argparse
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from exactness import difference, result
@@ -48,54 +45,14 @@ from training.changes import (
     starting,
 )
 from training.effective import checkpoint_every, effective
-from training.exactness import (
-    new_loader,
-    new_model,
-    new_optimizer,
-    new_schedule,
-    one_process_at,
-    save_checkpoint,
-    train_step,
-)
-from training.jobs import START_S, logs_in
-from training.machines import ONE_PROCESS, SYSTEMS, Launch, Machines, Plan
+from training.exactness import checkpoint_and_step_s, one_process_at
+from training.jobs import START_S
+from training.machines import ONE_PROCESS, SYSTEMS, Machines, NotTraining, Plan
 
 PAUSE_S = 0.03
 REPLACED_AFTER_MIN = 5.0
 STEPS_BEFORE = 30
-NUM_CHECKPOINTS, NUM_STEPS = 9, 30
 KEYS = ("trace", "mtbf_min", "speed", "seed", "system")
-
-
-def checkpoint_and_step_s() -> tuple[float, float]:
-    """Seconds that a checkpoint of the compared training takes, and a step without its pause."""
-    model = new_model()
-    optimizer = new_optimizer(model)
-    schedule = new_schedule(optimizer)
-    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    loader = new_loader()
-    with tempfile.TemporaryDirectory() as name:
-        steps_s = [
-            timed(lambda: train_step(model, optimizer, schedule, loader.synchronous(0, 0, 1)))
-            for _ in range(NUM_STEPS)
-        ]
-        costs_s = [
-            timed(lambda: save_checkpoint(Path(name), parts, 0)) for _ in range(NUM_CHECKPOINTS)
-        ]
-    return median(costs_s), median(steps_s)
-
-
-def timed(work: Callable[[], object]) -> float:
-    began_s = time.monotonic()
-    work()
-    return time.monotonic() - began_s
-
-
-def await_all(machines: Machines, directory: Path, num_machines: int) -> None:
-    """Return once all machines of the start train together."""
-    steps = machines.steps
-    if not steps.await_true(lambda: bool(steps.training(num_machines, STEPS_BEFORE)), START_S):
-        raise Stuck(f"no {num_machines} workers train:\n{logs_in(directory)}")
 
 
 def replay(
@@ -106,11 +63,10 @@ def replay(
     first, later = starting(changes)
     if system == ONE_PROCESS:
         first, later = first[:1], []
-    opened = cast(AbstractContextManager[Launch], SYSTEMS[system](plan))
-    with opened as launch, Machines(plan, launch) as machines:
+    with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
         for name in first:
             machines.join(name)
-        await_all(machines, plan.directory, len(first))
+        machines.await_training(len(first), STEPS_BEFORE, START_S)
         start_s = time.monotonic()
         num_changes = 0
         for change in later:
@@ -165,7 +121,7 @@ def measure(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str,
             )
             try:
                 figures, *end = replay(system, plan, changes, length_s, asked.notice)
-            except Stuck as error:
+            except (NotTraining, Stuck) as error:
                 print(f"{system} is left out: {error}", flush=True)
                 continue
             entries.append({**entry, **figures})
@@ -233,7 +189,7 @@ def main() -> None:
         ),
     )
     if asked.record:
-        record("trace", entries, keys=KEYS, command=" ".join(sys.argv[1:]))
+        record("trace", entries, keys=KEYS)
 
 
 if __name__ == "__main__":

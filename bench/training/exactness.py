@@ -1,8 +1,11 @@
 """The training whose result must not depend on who took part in it."""
 
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -117,6 +120,30 @@ def load_checkpoint(directory: Path, parts: Mapping[str, Any]) -> int:
     for name, part in parts.items():
         part.load_state_dict(state[name])
     return int(state["step"])
+
+
+def checkpoint_and_step_s(num_checkpoints: int = 9, num_steps: int = 30) -> tuple[float, float]:
+    """Seconds that a checkpoint takes, and a step without its pause."""
+    model = new_model()
+    optimizer = new_optimizer(model)
+    schedule = new_schedule(optimizer)
+    parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    loader = new_loader()
+    with tempfile.TemporaryDirectory() as name:
+        steps_s = [
+            timed(lambda: train_step(model, optimizer, schedule, loader.synchronous(0, 0, 1)))
+            for _ in range(num_steps)
+        ]
+        costs_s = [
+            timed(lambda: save_checkpoint(Path(name), parts, 0)) for _ in range(num_checkpoints)
+        ]
+    return median(costs_s), median(steps_s)
+
+
+def timed(work: Callable[[], object]) -> float:
+    began_s = time.monotonic()
+    work()
+    return time.monotonic() - began_s
 
 
 def stops_at(directory: Path) -> int | None:

@@ -11,14 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from torch.distributed import TCPStore
-from training.jobs import await_file, python_script, shoal_launcher, torchrun_agent
+from training.jobs import await_file, logs_in, python_script, shoal_launcher, torchrun_agent
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -43,76 +43,95 @@ class Plan:
     max_machines: int
     checkpoint_every: int
     """Steps between two checkpoints of a system that goes on from one after each change."""
+    max_restarts: int = 3
+    """Restarts of a worker whose launcher is not lost."""
 
 
-Launch = Callable[[str], Command]
-"""The command of the machine of that name."""
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A system, ready for machines."""
 
-
-@contextmanager
-def shoal_ddp(plan: Plan) -> Iterator[Launch]:
-    with _shoal(plan, "ddp") as launch:
-        yield launch
-
-
-@contextmanager
-def shoal_fsdp(plan: Plan) -> Iterator[Launch]:
-    with _shoal(plan, "fsdp") as launch:
-        yield launch
+    command: Callable[[str], Command]
+    """The command of the machine of that name."""
+    services: Mapping[str, int] = field(default_factory=dict)
+    """Process ids of what the machines meet at, by name."""
 
 
 @contextmanager
-def _shoal(plan: Plan, strategy: str) -> Iterator[Launch]:
+def shoal_ddp(plan: Plan) -> Iterator[Running]:
+    with _shoal(plan, "ddp") as running:
+        yield running
+
+
+@contextmanager
+def shoal_fsdp(plan: Plan) -> Iterator[Running]:
+    with _shoal(plan, "fsdp") as running:
+        yield running
+
+
+@contextmanager
+def _shoal(plan: Plan, strategy: str) -> Iterator[Running]:
     config = LocalClusterConfig(directory=plan.directory / "cluster", num_parameter_servers=0)
+    numbers = {"-n": 1, "--desired": 1, "--min": 1, "--max": plan.max_machines}
     with LocalCluster(config) as cluster:
-        yield lambda name: shoal_launcher(
-            cluster.coordinator,
-            plan.directory,
-            name=name,
-            job=plan.directory.name,
-            options={"-n": 1, "--desired": 1, "--min": 1, "--max": plan.max_machines},
-            script=("on_exactness.py", str(plan.directory), strategy, str(plan.pause_s)),
+        yield Running(
+            command=lambda name: shoal_launcher(
+                cluster.coordinator,
+                plan.directory,
+                name=name,
+                job=plan.directory.name,
+                options={**numbers, "--max-restarts": plan.max_restarts},
+                script=("on_exactness.py", str(plan.directory), strategy, str(plan.pause_s)),
+            ),
+            services={name: process.pid for name, process in cluster.processes.items()},
         )
 
 
 @contextmanager
-def torchrun(plan: Plan) -> Iterator[Launch]:
+def torchrun(plan: Plan) -> Iterator[Running]:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    yield lambda name: torchrun_agent(
-        plan.directory,
-        name=name,
-        port=store.port,
-        max_nodes=plan.max_machines,
-        conf=RDZV_CONF,
-        script=(
-            *("on_exactness_torchrun.py", str(plan.directory)),
-            *(str(plan.pause_s), str(plan.checkpoint_every)),
-        ),
+    yield Running(
+        command=lambda name: torchrun_agent(
+            plan.directory,
+            name=name,
+            port=store.port,
+            max_nodes=plan.max_machines,
+            conf=RDZV_CONF,
+            script=(
+                *("on_exactness_torchrun.py", str(plan.directory)),
+                *(str(plan.pause_s), str(plan.checkpoint_every)),
+            ),
+        )
     )
 
 
 @contextmanager
-def torchft(plan: Plan) -> Iterator[Launch]:
+def torchft(plan: Plan) -> Iterator[Running]:
     here = (TORCHFT_PYTHON, plan.directory)
     with Supervisor(grace_s=0.5) as supervisor:
         arguments = ("on_torchft.py", "lighthouse", str(plan.directory))
-        supervisor.spawn(python_script(*here, "lighthouse", *arguments))
+        lighthouse = supervisor.spawn(python_script(*here, "lighthouse", *arguments))
         await_file(plan.directory / "lighthouse")
-        yield lambda name: python_script(
-            *(*here, name, "on_exactness_torchft.py"),
-            *(str(plan.directory), str(plan.pause_s), name),
+        yield Running(
+            command=lambda name: python_script(
+                *(*here, name, "on_exactness_torchft.py"),
+                *(str(plan.directory), str(plan.pause_s), name),
+            ),
+            services={"lighthouse": lighthouse.pid},
         )
 
 
 @contextmanager
-def one_process(plan: Plan) -> Iterator[Launch]:
-    yield lambda name: python_script(
-        *(sys.executable, plan.directory, name, "on_exactness_alone.py"),
-        *(str(plan.directory), str(plan.pause_s)),
+def one_process(plan: Plan) -> Iterator[Running]:
+    yield Running(
+        command=lambda name: python_script(
+            *(sys.executable, plan.directory, name, "on_exactness_alone.py"),
+            *(str(plan.directory), str(plan.pause_s)),
+        )
     )
 
 
-SYSTEMS: Mapping[str, Callable[[Plan], object]] = {
+SYSTEMS: Mapping[str, Callable[[Plan], AbstractContextManager[Running]]] = {
     "shoal-ddp": shoal_ddp,
     "shoal-fsdp": shoal_fsdp,
     "torchrun": torchrun,
@@ -122,11 +141,16 @@ SYSTEMS: Mapping[str, Callable[[Plan], object]] = {
 ONE_PROCESS = "one-process"
 
 
+class NotTraining(RuntimeError):
+    """The machines do not train within the time that is given."""
+
+
 class Machines:
     """The machines that are there now; all are stopped at the end of the `with` block."""
 
-    def __init__(self, plan: Plan, launch: Launch) -> None:
-        self._launch = launch
+    def __init__(self, plan: Plan, running: Running) -> None:
+        self._command = running.command
+        self._directory = plan.directory
         self._present: dict[str, Process] = {}
         self._lock = threading.Lock()
         self._closing = False
@@ -155,7 +179,7 @@ class Machines:
     def join(self, name: str) -> Process:
         """Start a machine."""
         with self._lock:
-            process = self._present[name] = self._supervisor.spawn(self._launch(name))
+            process = self._present[name] = self._supervisor.spawn(self._command(name))
             return process
 
     def lose(self, name: str, notice_s: float = 0.0) -> None:
@@ -167,6 +191,18 @@ class Machines:
             threading.Timer(notice_s, kill_machine, (process,)).start()
         else:
             kill_machine(process)
+
+    def await_training(self, num_machines: int, num_steps: int, within_s: float) -> None:
+        """Return once all of so many machines have trained so many steps together."""
+        if not self.steps.await_true(
+            lambda: bool(self.steps.training(num_machines, num_steps)), within_s
+        ):
+            raise NotTraining(f"no {num_machines} train:\n{logs_in(self._directory)}")
+
+    def pid(self, name: str) -> int:
+        """Process id of a machine's launcher, or of its worker if it has none."""
+        with self._lock:
+            return self._present[name].pid
 
     @property
     def names(self) -> list[str]:
@@ -182,7 +218,7 @@ class Machines:
             if self._closing or self._present.get(process.name) is not process:
                 return
             self.num_relaunches += 1
-            command = self._launch(process.name)
+            command = self._command(process.name)
             self._present[process.name] = self._supervisor.spawn(command)
 
 
