@@ -2,6 +2,8 @@
 
     make report
 
+And the tables and figures of docs/report.md from docs/benchmarks/results.
+
 What the page has of others, with the day on which they were measured, stays. The section `gpu` is
 that of docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a machine with a GPU.
 """
@@ -15,6 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import peer_report
 from charts import Bar, bars
 from rows import RESULTS, told
 
@@ -25,7 +28,8 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 def main() -> None:
-    """Write the page, and a plot for each benchmark that has figures of others beside Shoal's."""
+    """Write the pages, and a plot for each benchmark that has figures of others beside Shoal's."""
+    write_peer_report()
     found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
     if not found and not ON_GPU.exists():
         raise SystemExit(f"no results in {RESULTS}; run one first: make bench NAME=recovery")
@@ -45,6 +49,23 @@ def main() -> None:
     print(
         f"written to {page}: {', '.join(sorted({*found, *(['gpu'] if ON_GPU.exists() else [])}))}"
     )
+
+
+def write_peer_report() -> None:
+    """Write the blocks of docs/report.md, and its figures."""
+    page = DOCS / peer_report.PAGE
+    if not page.exists():
+        return
+    results = results_of_record()
+    page.write_text(peer_report.page_with(page.read_text(), results))
+    for name, figure in peer_report.figures(results).items():
+        (DOCS / "benchmarks" / f"{name}.svg").write_text(figure)
+
+
+def results_of_record() -> dict[str, Rows]:
+    """The committed results of the benches that docs/report.md shows, by name."""
+    paths = ((name, ON_GPU.parent / f"{name}.json") for name in peer_report.BLOCKS)
+    return {name: json.loads(path.read_text()) for name, path in paths if path.exists()}
 
 
 def sections_of(page: str) -> dict[str, str]:

@@ -13,8 +13,8 @@ values. `worker_rows` are rows that one worker looks up and pushes in a second, 
 distinct ids of 10 million, with a parameter server on this machine: by shared memory, and by a
 socket (`_tcp`) and gRPC (`_grpc`), which take turns with it and with `raw-socket`: the same bytes
 over TCP, which nobody looks at; and with a table behind torch's RPC and, where `ray` is installed,
-behind an actor of Ray (`exchange/row_peers.py`). `worker_wide_rows` are the same with rows of 256 floats, of 20,000
-ids that nearly all have their row.
+behind an actor of Ray (`exchange/row_peers.py`). `worker_wide_rows` are the same with rows of 256
+floats, of 20,000 ids that nearly all have their row.
 """
 
 import importlib.util

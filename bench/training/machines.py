@@ -223,6 +223,9 @@ class Machines:
 
 
 def kill_machine(process: Process) -> None:
+    """SIGKILL a machine's launcher and all that it started, unless it has ended."""
+    if process.exit_code is not None:
+        return
     family = descendants(process.pid)
     process.kill()
     kill(family)
