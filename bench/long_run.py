@@ -63,15 +63,15 @@ def kill_steps(seed: int, num_steps: int) -> list[int]:
     """Steps at which a machine is killed."""
     drawn = random.Random(seed)
     steps = accumulate(drawn.randint(*BETWEEN_KILLS) for _ in range(num_steps))
-    return [step for step in steps if step < num_steps][: num_steps // BETWEEN_KILLS[0]]
+    return [step for step in steps if step < num_steps]
 
 
 def run_steps(
-    system: str, plan: Plan, kills: Sequence[int], num_steps: int, seed: int
+    system: str, plan: Plan, kills: Sequence[int], asked: argparse.Namespace
 ) -> tuple[dict[str, Any], int, Any]:
     """Figures of a run of so many steps, and the steps and weights that it ended with."""
     plan.directory.mkdir()
-    drawn = random.Random(seed)
+    drawn = random.Random(asked.seed)
     first = 1 if system == ONE_PROCESS else NUM_WORKERS
     with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
         for number in range(first):
@@ -84,7 +84,7 @@ def run_steps(
             machines.lose(victim)
             machines.join(f"machine-{first + number}")
             print(f"{system}: {victim} lost after {step} steps", flush=True)
-        await_step(machines, begun + num_steps)
+        await_step(machines, begun + asked.steps)
         end_s = time.monotonic()
         steps = [step for own in machines.steps.by_pid.values() for step in own]
         figures = {**asdict(effective(steps, start_s, end_s)), "kills": len(kills)}
@@ -111,15 +111,16 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
     with tempfile.TemporaryDirectory() as name:
         for system in systems:
             try:
-                seen = {}
-                for how, own in (("without", []), ("with", [] if system == ONE_PROCESS else kills)):
-                    plan = plan_of(Path(name) / f"{system}-{how}")
-                    seen[how] = run_steps(system, plan, own, asked.steps, asked.seed)
+                without = run_steps(system, plan_of(Path(name) / f"{system}-whole"), [], asked)
+                figures, *end = (
+                    without
+                    if system == ONE_PROCESS
+                    else run_steps(system, plan_of(Path(name) / system), kills, asked)
+                )
             except (NotTraining, Stuck) as error:
                 print(f"{system} is left out: {error}", flush=True)
                 continue
-            figures, num_steps, weights = seen["with"]
-            without_s = seen["without"][0]["wall_s"]
+            without_s = without[0]["wall_s"]
             entry = {
                 "system": system,
                 "seed": asked.seed,
@@ -130,7 +131,7 @@ def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dic
                 "checkpoint_s": cost_s if system == "torchrun" else None,
                 **{key: figures[key] for key in ("kills", "steps_twice", "steps_lost", "step_s")},
             }
-            found.append((entry, num_steps, weights))
+            found.append((entry, *end))
     return with_distances(found)
 
 

@@ -87,7 +87,8 @@ def changes_of(levels: Sequence[Level], seed: int) -> list[Change]:
     for level in levels:
         while len(since) < level.machines:
             name, number = f"machine-{number}", number + 1
-            since[name] = level.at_s
+            # The first machines train when the clock starts.
+            since[name] = level.at_s or -SETTLED_S
             found.append(Change(at_s=level.at_s, machine=name, joins=True))
         while len(since) > level.machines:
             candidates = expendable(since, level.at_s)

@@ -65,6 +65,18 @@ def test_a_trace_and_a_seed_give_the_same_changes(changes: Any) -> None:
     assert any(each != others[0] for each in others)
 
 
+def test_machines_of_the_start_are_settled(changes: Any) -> None:
+    """They train when the clock starts: one of two may go at once, and then the other stays."""
+    levels = [changes.Level(at_s=at, machines=n) for at, n in ((0.0, 2), (1.0, 1), (2.0, 2))]
+    found = changes.changes_of([*levels, changes.Level(at_s=3.0, machines=1)], 1)
+    assert [(change.at_s, change.joins) for change in found[2:]] == [
+        (1.0, False),
+        (2.0, True),
+        (3.0, False),
+    ]
+    assert found[-1].machine == found[-2].machine
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_the_last_settled_machine_is_never_lost(changes: Any, seed: int) -> None:
     """Machines of the start are settled: they train when the clock starts."""
