@@ -137,8 +137,9 @@ def changes_asked(asked: argparse.Namespace) -> tuple[list[Change], float]:
     """The changes, and for how long they are replayed."""
     if asked.trace:
         with Path(asked.trace).open() as lines:
-            levels = scaled(read_trace(lines, asked.speed), asked.max)
-        return changes_of(levels, asked.seed), asked.seconds or levels[-1].at_s
+            levels = read_trace(lines, asked.speed)
+        whole_s = levels[-1].at_s - levels[0].at_s
+        return changes_of(scaled(levels, asked.max), asked.seed), asked.seconds or whole_s
     length_s = asked.seconds or 600.0
     changes = poisson(
         seed=asked.seed,
