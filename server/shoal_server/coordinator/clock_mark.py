@@ -69,7 +69,8 @@ class ClockMark:
                 "clock_doubted",
                 ahead_s=round(now_s - noted_s),
                 removes_nothing_for_s=round(wait_s),
-                reason="nobody led for that long, or the clock of this coordinator or of the last"
+                reason="no coordinator led for that long, or the clock of this coordinator or"
+                " of the last"
                 " leader is wrong: check it",
             )
 

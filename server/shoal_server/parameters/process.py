@@ -145,7 +145,7 @@ async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
             reason="; ".join(f"{peer.server_id}: {why}" for peer, why in sorted(full.items()))
             or "no other server took them",
             fix="They are lost unless a snapshot is restored. Before a server is stopped, start"
-            " another one that has room for what it has.",
+            " another one with enough memory for its shards.",
         )
 
 

@@ -110,7 +110,8 @@ def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
         log.warning(
             "ports_open_to_others",
             **found,
-            reason="no TLS and no password: anyone who reaches these ports can read parameters"
+            reason="no TLS and no password: every process that reaches these ports can read"
+            " parameters"
             " and end jobs; let only machines of this cluster reach them",
         )
     elif not found and not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):

@@ -89,7 +89,8 @@ class ServingOptions(TlsOptions):
                 "an address that others reach is served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
-                fix="If everybody who reaches it may read parameters and end jobs: --insecure.",
+                fix="Or give --insecure, if every process that reaches it may read parameters"
+                " and end jobs.",
             )
 
 

@@ -82,7 +82,7 @@ class AllowedRoots:
         if any(Location.parse(root).holds(location) for root in self.urls):
             return location
         raise AccessDenied(
-            "no snapshots may lie there",
+            "snapshots are not allowed there",
             seen=url,
             expected=f"a place below {', '.join(self.urls)}" if self.urls else "no place at all",
             fix="Start the coordinators with --snapshot-root URL to allow another one.",
@@ -111,7 +111,7 @@ def _bucket_path(url: str, path: str) -> str:
 def _check_segments(url: str, segments: Iterable[str]) -> None:
     for segment in segments:
         if segment == "":
-            raise _bad(url, "a directory of their own, and no empty name on the way to it")
+            raise _bad(url, "a directory of their own, and no empty name in its path")
         if segment in (".", ".."):
             raise _bad(url, f"a path without {segment!r}")
 
@@ -119,5 +119,5 @@ def _check_segments(url: str, segments: Iterable[str]) -> None:
 def _bad(url: str, expected: str) -> InvalidSpec:
     fix = "" if url else "Name one, or start the coordinator with --snapshot-url."
     return InvalidSpec(
-        "that is not a place for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
+        "that is no location for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
     )

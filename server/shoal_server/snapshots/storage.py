@@ -140,7 +140,7 @@ class Storage:
             is_inside = is_below(os.path.realpath(full), self.location.path)
         if not is_inside:
             raise AccessDenied(
-                "a file of a snapshot would lie outside the place for snapshots",
+                "a file of a snapshot would lie outside its location",
                 seen=path,
                 expected=f"a path below {self.url}, with no link that leads out of it",
             )

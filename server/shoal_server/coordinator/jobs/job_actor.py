@@ -394,7 +394,7 @@ class JobActor:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.story is not None:
             board.runs(job, effect.story)
-            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.tell_due, job)
+            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(
             effect.kind,

@@ -282,13 +282,13 @@ def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
     job, member = actor.job.spec.job, actor.job.members.get(member_id)
     if member is None:
         return UnknownMember(
-            f"nobody has what {member_id} of job {job} printed",
+            f"no output of {member_id} of job {job} is kept",
             seen="no member of that id, and no launcher that answers for one",
-            expected="a member, or one whose launcher is still there or left its last lines",
+            expected="a member, or a former member whose launcher runs or left its last lines",
             fix=f"`shoal status --job {job}` lists the members.",
         )
     return UnknownMember(
-        f"nobody hands on what {member_id} prints",
+        f"no launcher passes on the output of {member_id}",
         seen=f"a process of {member.info.host or 'some host'} that no launcher answers for",
         expected="a worker that `shoal run` has started",
         fix="Look where its own output goes: a terminal, or the log of what started it.",

@@ -176,7 +176,7 @@ class SeriesActor:
                 InternalError(
                     f"the record of series {name} was changed by somebody else",
                     seen="another head in etcd",
-                    expected="the one that this coordinator has written",
+                    expected="the head that this coordinator has written",
                     fix="Ask again: it is read anew.",
                 )
             )

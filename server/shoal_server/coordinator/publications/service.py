@@ -230,7 +230,7 @@ class WeightSeriesService(WeightSeriesServicer):
             raise UnknownSeries(
                 f"there is no series {name}",
                 seen=f"{len(known)} series",
-                expected=f"one of {', '.join(known[:20])}" if known else "one that was published",
+                expected=f"one of {', '.join(known[:20])}" if known else "a published series",
                 fix="`shoal weights list` shows all.",
             )
         return actor

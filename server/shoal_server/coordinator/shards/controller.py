@@ -247,7 +247,7 @@ class ShardController:
 
     def _seen(self, assignments: JobAssignments, present: Collection[Holder]) -> None:
         last = self._last.get(assignments.job)
-        self._losses.tell(last, assignments, present)
+        self._losses.log_changes(last, assignments, present)
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:

@@ -61,7 +61,7 @@ class LossLog:
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
-    def tell(
+    def log_changes(
         self,
         before: JobAssignments | None,
         after: JobAssignments,
@@ -79,7 +79,7 @@ class LossLog:
             for old, new in zip(before.shards, after.shards, strict=False)
             if old.shard_id == new.shard_id and old.content is not new.content
         ]
-        for kind, told in moves.told(before, after, present):
+        for kind, told in moves.changes_between(before, after, present):
             self._note(after.job, kind, told)
         self._moves.add(after.job, moves.moved(before, after, present))
         gone = [new for _, new in changed if new.content is ShardContent.LOST]

@@ -50,7 +50,7 @@ class SnapshotPolicy:
             raise InvalidSpec("bad --snapshot-keep", seen=str(self.num_kept), expected="1 or more")
         if self.every_s and not self.url:
             raise InvalidSpec(
-                "--snapshot-every-s without a place for the snapshots",
+                "--snapshot-every-s without a location for the snapshots",
                 seen=f"every {self.every_s:g} s, no URL",
                 expected="a directory or URL",
                 fix="Give --snapshot-url.",

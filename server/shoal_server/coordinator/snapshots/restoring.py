@@ -164,7 +164,7 @@ class SnapshotRestorer:
             raise JobFinished(
                 f"job {job} is finished: its restored shards would be dropped at once",
                 seen="a finished job",
-                expected="one that can be trained on",
+                expected="a job that can train on",
                 fix=f"`shoal rm {job}` makes room for a new run of it, and leaves its snapshots;"
                 " then restore.",
             )

@@ -193,7 +193,7 @@ class SnapshotService(SnapshotsServicer):
         where = url or self._policy.url
         if not where:
             raise InvalidSpec(
-                "no place for snapshots was given, and the coordinator has none",
+                "no location for snapshots was given, and the coordinator has no default",
                 expected="a directory or URL",
                 fix="Name one, or start the coordinator with --snapshot-url.",
             )

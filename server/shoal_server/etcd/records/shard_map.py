@@ -170,8 +170,7 @@ def _filled(
         assignment = holders.get(shard.shard_id)
         if assignment is None:
             raise InternalError(
-                f"the records of who holds the shards of job {layout.job} have no shard"
-                f" {shard.shard_id}",
+                f"the shard assignments of job {layout.job} have no shard {shard.shard_id}",
                 seen=f"{len(holders)} shards",
                 expected=f"all {len(layout.shards)} of the shard map",
             )

@@ -49,5 +49,5 @@ class EtcdConnection:
         await self.channel.close()
 
     @property
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY

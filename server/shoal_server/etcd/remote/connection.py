@@ -69,7 +69,7 @@ class Connections:
         address = self.config.endpoints[self._index]
         credentials = self.load_credentials()
         found = self._open.get(address)
-        if found is not None and found.credentials is not credentials and not found.stands:
+        if found is not None and found.credentials is not credentials and not found.is_connected:
             # It would show the certificate of before its renewal for as long as it lives.
             self.replace(found)
             found = None
@@ -154,7 +154,7 @@ class Connections:
     async def _at_most_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         retry = _Retry(self)
         while True:
-            if not self.current.stands:
+            if not self.current.is_connected:
                 await self.call(_probe)
             connection = self.current
             try:

@@ -237,7 +237,7 @@ async def _check_history(
         raise CorruptError(
             "etcd has lost history",
             seen=f"revision {now.revision}",
-            expected=f"at least {told}, which it has already told",
+            expected=f"at least {told}, which it reported before",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
             " found through it, those in journals too. Then restart Shoal's servers.",
         )

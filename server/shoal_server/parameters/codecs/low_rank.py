@@ -99,6 +99,6 @@ def _check(part: LowRankRows, columns: Sequence[int], size: int) -> None:
     if part.lead + part.rows * columns[part.matrix] > size:
         raise ShapeMismatch(
             "rows of a compressed gradient do not lie in their block",
-            seen=f"{part.rows} x {columns[part.matrix]} values behind {part.lead}",
+            seen=f"{part.rows} x {columns[part.matrix]} values after {part.lead}",
             expected=f"at most {size} values in all",
         )

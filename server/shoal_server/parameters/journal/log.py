@@ -186,7 +186,7 @@ class Journal:
             return
         if pending_bytes > self._config.max_pending_bytes:
             raise Overloaded(
-                "the disk of the journal is behind",
+                "the disk of the journal is too slow",
                 seen=f"{pending_bytes} bytes waiting for it",
                 expected=f"at most {self._config.max_pending_bytes}",
                 fix="Retry a little later; give the journal a faster disk.",

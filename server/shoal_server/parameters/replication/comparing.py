@@ -7,8 +7,8 @@ import structlog
 
 from shoal_proto.errors import ShoalError
 from shoal_server.parameters.comparison.digest import PieceWalk
-from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
+from shoal_server.parameters.replication.run_and_rest import LARGE
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.workers import Runner

@@ -44,7 +44,7 @@ class CoreDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def tell(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
+    def submit_event(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
         """Handle an event. If called from a handler, the event is handled right after the current
         one."""
         self._waiting.append((event, arrived))
@@ -86,4 +86,4 @@ class CoreDriver:
 
     def _wake(self) -> None:
         self._timer = None
-        self.tell(WakeTimeReached())
+        self.submit_event(WakeTimeReached())

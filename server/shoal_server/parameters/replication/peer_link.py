@@ -76,7 +76,9 @@ class LinkOwner(Protocol):
         """Return the data of a chunk. Raises InternalError if the image is closed."""
         ...
 
-    def tell(self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived) -> None: ...
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None: ...
 
 
 class PeerLink:
@@ -136,7 +138,7 @@ class PeerLink:
             return False
         if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
-            self._owner.tell(RecordDelivered(self._to, self._number, key, epoch, version))
+            self._owner.submit_event(RecordDelivered(self._to, self._number, key, epoch, version))
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
@@ -157,7 +159,7 @@ class PeerLink:
         except Exception:
             log.exception("replication_link_failed", to=self._to.server_id)
             broke = LinkBroken(self._to, self._number, is_gone=False)
-        self._owner.tell(broke)
+        self._owner.submit_event(broke)
 
     async def _carried(self) -> LinkBroken:
         """Run the link, and return how it broke."""
@@ -170,7 +172,7 @@ class PeerLink:
                 stream = WatchedStream(opened, address, self._timeouts)
                 try:
                     await stream.greet(self._hello(for_images=False))
-                    self._owner.tell(LinkOpened(self._to, self._number))
+                    self._owner.submit_event(LinkOpened(self._to, self._number))
                     stream.deliver(self._replied)
                     images = self._carry_images(address)
                     await stream.carry(self._write(stream), self._read(stream), images)
@@ -182,7 +184,7 @@ class PeerLink:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
         gone = await _refuses(address)
-        return LinkBroken(self._to, self._number, is_gone=gone, was_heard=heard)
+        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=heard)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(
@@ -232,7 +234,7 @@ class PeerLink:
             self._replied(message)
 
     def _replied(self, message: pb.FollowReply) -> None:
-        self._owner.tell(ReplyReceived(self._to, self._number, replies.decode(message)))
+        self._owner.submit_event(ReplyReceived(self._to, self._number, replies.decode(message)))
 
     # --- images ---
 

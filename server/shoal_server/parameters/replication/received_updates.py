@@ -15,8 +15,8 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
+from shoal_server.parameters.replication.run_and_rest import LARGE
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest, RequestAssembler
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -160,7 +160,7 @@ class ReceivedUpdates:
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
         """Give up a backup that is not equal to its primary, for whatever reason."""
         if self._catalog.find(*key) is replica:
-            self._driver.tell(CopyFailed(key))
+            self._driver.submit_event(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
         seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, digest))
@@ -179,7 +179,7 @@ class ReceivedUpdates:
             )
             if self._catalog.find(*key) is replica:
                 # The backup is made anew; until then the primary goes on without it.
-                self._driver.tell(CopyFailed(key))
+                self._driver.submit_event(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
         num_bytes = _work_bytes(replica, arrived)
@@ -195,7 +195,7 @@ class ReceivedUpdates:
             await self._links.read_to_end(last)
         await self.settle(replica)
         if self._catalog.find(*key) is replica:
-            self._driver.tell(CopySettled(key, replica.state.version))
+            self._driver.submit_event(CopySettled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
         """Return once every update that was received for a backup is applied."""

@@ -55,10 +55,10 @@ class RecordWriter:
             # Tried again later: an operator may change what etcd allows this server.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
-                self._driver.tell(ShardRecordNotWritten((job, shard_id)))
+                self._driver.submit_event(ShardRecordNotWritten((job, shard_id)))
             await asyncio.sleep(AGAIN_S)
         for shard_id in sorted(shard_ids):
-            self._driver.tell(ShardRecordWritten((job, shard_id)))
+            self._driver.submit_event(ShardRecordWritten((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         now_s = asyncio.get_running_loop().time()
@@ -73,4 +73,4 @@ class RecordWriter:
         except ShoalError as error:
             # The core answers waiting calls from what it knows.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
-        self._driver.tell(ShardRecordRefreshed(key))
+        self._driver.submit_event(ShardRecordRefreshed(key))

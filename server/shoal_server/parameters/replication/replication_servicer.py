@@ -204,7 +204,7 @@ class ReplicationServicer:
         # The same server may have given up an earlier link: what came over that is read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(way)
-        self._driver.tell(IncomingLinkOpened(*caller))
+        self._driver.submit_event(IncomingLinkOpened(*caller))
         if way.reads_to_end:
             answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
@@ -223,7 +223,7 @@ class ReplicationServicer:
     def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
         if self._callers.get(caller) is answers:
             del self._callers[caller]
-            self._driver.tell(IncomingLinkEnded(*caller, is_torn=is_torn))
+            self._driver.submit_event(IncomingLinkEnded(*caller, is_torn=is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -235,7 +235,7 @@ class ReplicationServicer:
             raise MalformedMessage(
                 "a stream of images that belongs to no link",
                 seen=f"link {caller[1]} of server {caller[0].server_id}",
-                expected="a link whose first stream is open",
+                expected="a link with an open first stream",
             )
         beats = _Answers(_BY_GRPC)
         try:
@@ -322,7 +322,7 @@ class ReplicationServicer:
                 has_room = answers.queue.has_room and self._received.has_room
                 if not (has_room and _is_of_push(request)):
                     return False
-                silence.heard()
+                silence.note_message()
                 arrived = assembly.take(request)
                 if arrived is not None:
                     way.has_read(may_wait=_may_wait(arrived))
@@ -349,7 +349,7 @@ class ReplicationServicer:
             # send.
             silence.expect()
             request = await anext(requests, None)
-            silence.heard()
+            silence.note_message()
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
@@ -378,7 +378,7 @@ class ReplicationServicer:
                 )
                 self._answer(SendReply(*caller, refusal))
                 return
-        self._driver.tell(RequestReceived(*caller, request), arrived)
+        self._driver.submit_event(RequestReceived(*caller, request), arrived)
 
     def _answer(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))

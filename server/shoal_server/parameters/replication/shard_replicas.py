@@ -129,11 +129,11 @@ class ShardReplicas:
     def lease_renewed(self, sent_s: float) -> None:
         """Note that etcd has renewed this server's registration, as requested at `sent_s` on the
         loop's clock."""
-        self._driver.tell(ev.LeaseRenewed(sent_s))
+        self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
         """Acknowledge nothing from now on: the registration is about to be removed."""
-        self._driver.tell(ev.LeaseEnded())
+        self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
         """Never return; raise what ended the watch of the record."""
@@ -215,12 +215,14 @@ class ShardReplicas:
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
             if assignment is not None and replica.epoch < assignment.epoch:
-                self._driver.tell(ev.ShardRetired((job, replica.shard_id)))
+                self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
 
     def _changed(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
             assignment = self.assignment(job, shard_id)
-            self._driver.tell(ev.ShardAssigned((job, shard_id), assignment, self._record.run(job)))
+            self._driver.submit_event(
+                ev.ShardAssigned((job, shard_id), assignment, self._record.run(job))
+            )
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _tell_if_older(job, assignment)
         self._trim_journal(job)
@@ -228,7 +230,7 @@ class ShardReplicas:
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
         for key in self._driver.core.known(job):
-            self._driver.tell(ev.ShardAssigned(key, None))
+            self._driver.submit_event(ev.ShardAssigned(key, None))
         self._trim_journal(job)
 
     # --- shards that come and go ---
@@ -237,11 +239,11 @@ class ShardReplicas:
         """Lead a shard that has got its first values here, or has been loaded. It takes pushes once
         its backup has the values and the record says that the shard has content."""
         key = replica.job, replica.shard_id
-        self._driver.tell(ev.ShardCreated(key, replica.epoch, replica.state.version))
+        self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
         """Lead a shard as `created` does, in place of any replica of it."""
-        self._driver.tell(ev.ShardRetired((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
@@ -257,7 +259,7 @@ class ShardReplicas:
         """Drop all shards of a job, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
-            self._driver.tell(ev.ShardRetired((job, replica.shard_id)))
+            self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
         log.info("shards_dropped", job=job, num_shards=len(shards))
         return len(shards)
 
@@ -310,10 +312,10 @@ class ShardReplicas:
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
             return  # It was dropped while it was written.
-        self._driver.tell(ev.VersionJournaled((replica.job, replica.shard_id), version))
+        self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
-        self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.DiskFailed((replica.job, replica.shard_id)))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
         """True if this server's journal has a shard that is not led here."""
@@ -336,9 +338,11 @@ class ShardReplicas:
                 _tell_foreign(key, found.run, self._record.run(key[0]))
                 # This is less than the disk had of this run: the shard waits until the right
                 # journal is back.
-                self._driver.tell(ev.JournalShardFound(key, 0, 0))
+                self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
-                self._driver.tell(ev.JournalShardFound(key, found.epoch, found.state.version))
+                self._driver.submit_event(
+                    ev.JournalShardFound(key, found.epoch, found.state.version)
+                )
         for job in {job for job, _ in recovered}:
             if job in known:
                 self._trim_journal(job)
@@ -369,7 +373,7 @@ class ShardReplicas:
     ) -> None:
         """Note the servers that etcd listed when it was asked at `asked_s`, by the clock of the
         event loop, and the processes that are known to have ended."""
-        self._driver.tell(ev.ServersListed(present, asked_s, ended))
+        self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
         """Drop the journal's shards for which the record names another disk, or none."""
@@ -377,7 +381,7 @@ class ShardReplicas:
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()
             mine = {shard_id for shard_id, a in known if may_be_put_on_disk(a, self.me)}
-            shard_journal.let_go(job, but=mine)
+            shard_journal.release_job(job, but=mine)
             claimed = set(self.open_claims)
             for key in [k for k in self._roles.recovered if k not in claimed]:
                 del self._roles.recovered[key]
@@ -393,7 +397,7 @@ class ShardReplicas:
         is_there = address is not None and await answers(
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )
-        self._driver.tell(ev.PeerProbed(peer, is_there))
+        self._driver.submit_event(ev.PeerProbed(peer, is_there))
 
 
 def _tell_if_older(job: str, assignment: ShardAssignment) -> None:

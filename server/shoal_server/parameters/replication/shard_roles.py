@@ -56,7 +56,7 @@ class _Led:
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
-    tell_applied: Callable[[], None]
+    report_applied: Callable[[], None]
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return self.acknowledgements.is_there(self.replica, version, level)
@@ -163,9 +163,9 @@ class ShardRoles:
             else:
                 replica.log.skip(record.push.version)
             if self.shard_journal is not None:
-                self.shard_journal.tell(replica, record)
+                self.shard_journal.append_update(replica, record)
             key, version = (replica.job, replica.shard_id), record.push.version
-            self._driver.tell(PushApplied(key, version, is_kept))
+            self._driver.submit_event(PushApplied(key, version, is_kept))
             if record.is_lent and replica.log is not None:
                 replica.log.give_back(version, record.data)
 
@@ -198,7 +198,7 @@ class ShardRoles:
         # From here on pushes of this epoch are refused; the next epoch is the successor's.
         replica.state.enter_epoch(replica.epoch + 1)
         self._tell_all()
-        self._driver.tell(PushesStopped(effect.key, replica.state.version))
+        self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
     def _resume(self, effect: ResumePushes) -> None:
         replica = self._found(effect.key)
@@ -219,7 +219,7 @@ class ShardRoles:
         replica.role, replica.epoch = ReplicaRole.BACKUP, effect.epoch
         replica.is_handing_over = False
         log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
-        self._driver.tell(CopySettled(effect.key, replica.state.version))
+        self._driver.submit_event(CopySettled(effect.key, replica.state.version))
 
     def _adopt(self, effect: AdoptImage) -> None:
         replica = self._images.take(effect)
@@ -242,7 +242,7 @@ class ShardRoles:
             # This process has led it and dropped it since it was started.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
-            self._driver.tell(JournalShardMissing(effect.key, effect.epoch))
+            self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return
         self._load_found(effect, found)
 
@@ -250,7 +250,7 @@ class ShardRoles:
         replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
         found.state.enter_epoch(effect.epoch)
-        self._driver.tell(ShardRetired(effect.key))
+        self._driver.submit_event(ShardRetired(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
@@ -259,7 +259,7 @@ class ShardRoles:
             version=found.state.version,
             num_replayed=found.num_replayed,
         )
-        self._driver.tell(ShardCreated(effect.key, effect.epoch, found.state.version))
+        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, found.state.version))
 
     # --- the end ---
 

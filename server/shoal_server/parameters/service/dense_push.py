@@ -184,7 +184,7 @@ class DensePushKind:
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)
-        on_applied = part.replica.leading.tell_applied
+        on_applied = part.replica.leading.report_applied
         applied = part.shard.push(push, self._is_live, on_applied=on_applied, read=read)
         outcome = PushOutcome(
             shard_id=item.shard_id,

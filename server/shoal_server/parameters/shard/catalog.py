@@ -141,7 +141,7 @@ class Catalog:
             seen=f"epoch {epoch} at server {self._me.server_id}",
             expected=f"epoch {route.epoch} at server {route.server_id}",
             fix=f"Retry at {route.address}, or fetch the shard map.",
-            details=routes.told([route]),
+            details=routes.as_details([route]),
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
@@ -208,7 +208,7 @@ class Catalog:
         ShardNotReady or StateLost if it had content before."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
-                f"shard {shard.shard_id} is mapped in another way",
+                f"shard {shard.shard_id} has another shard map",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
                 expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
                 if assignment is not None
@@ -233,7 +233,7 @@ class Catalog:
             )
         if shard.group != expected.group or list(shard.blocks) != list(expected.blocks):
             raise ShapeMismatch(
-                f"shard {shard.shard_id} is cut in another way",
+                f"shard {shard.shard_id} is cut differently",
                 seen=f"{len(shard.blocks)} blocks in group {shard.group}",
                 expected=f"the {len(expected.blocks)} blocks of the job's shard map"
                 f" in group {expected.group}",

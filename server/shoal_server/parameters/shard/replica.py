@@ -29,7 +29,7 @@ class ShardLeadership(Protocol):
     """Acknowledgement and replication of a shard that this server leads. Lives on the event
     loop."""
 
-    def tell_applied(self) -> None:
+    def report_applied(self) -> None:
         """Pass applied pushes on to backups at once. In another thread, do nothing: they are passed
         on soon."""
         ...
@@ -58,7 +58,7 @@ class ShardLeadership(Protocol):
 class NotLed:
     """The leadership of a shard that this server does not lead."""
 
-    def tell_applied(self) -> None:
+    def report_applied(self) -> None:
         """Do nothing: there are no backups."""
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
@@ -149,7 +149,7 @@ class ShardReplica:
                 return run(num_bytes, work)
             finally:
                 self.state.leave()
-                self.leading.tell_applied()
+                self.leading.report_applied()
         num_bytes = max(num_bytes, workers.INLINE_BYTES + 1)
         self._num_queued += 1
         queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
@@ -217,7 +217,7 @@ class ShardReplica:
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
             raise Overloaded(
-                f"a backup of shard {self.shard_id} is behind",
+                f"a backup of shard {self.shard_id} is too slow",
                 seen=f"{self.unreplicated_bytes} bytes on their way to it",
                 expected=f"at most {MAX_UNREPLICATED_BYTES}",
                 fix="Retry a little later.",

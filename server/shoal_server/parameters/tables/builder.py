@@ -233,7 +233,7 @@ def _other_layout(header: CutHeader, expected: Sequence[TensorImage]) -> Malform
         return ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in tensors)[:300]
 
     return MalformedMessage(
-        f"shard {header.shard_id} is laid out in a way that this server does not know",
+        f"shard {header.shard_id} has a layout that this server does not know",
         seen=f"{header.kind!r} in chunks of {header.chunk_bytes} bytes: {shapes(header.tensors)}",
         expected=f"dense or table: {shapes(expected)}",
         fix="Run the same version of Shoal on every server.",

@@ -220,7 +220,7 @@ class TensorLayout(Layout):
     def _complete(self) -> None:
         """Sum up the gradients of which each rank has those of its positions."""
         self.world.exchanges.completes()
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 

@@ -39,7 +39,7 @@ class Positions:
         """A whole value comes in."""
         if whole.ndim < 2:
             raise InvalidSpec(
-                "a block whose positions are spread was given a value without positions",
+                "a block with spread positions got a value without positions",
                 seen=f"shape {tuple(whole.shape)}",
                 expected="(samples, positions, features)",
             )
@@ -56,7 +56,8 @@ def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
             "positions of one pass came into another",
             seen=f"{own.shape[DIM]} of them on this rank",
             expected=f"{cut.size}",
-            fix="Sequences of several lengths in a step: one backward pass behind each forward.",
+            fix="For sequences of several lengths in a step, run one backward pass after each"
+            " forward.",
         )
     widest = max(cut.sizes)
     rows = own.movedim(DIM, 0)

@@ -254,7 +254,7 @@ class LayoutStrategy(SynchronousStrategy):
                 if layout is not None:
                     layout.cut(f"generation {generation} is over")
 
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         binding, filling = self._binding, self._filling
         self._binding, self._filling, self._copy_due = None, None, False
         with ExitStack() as releases:
@@ -437,7 +437,7 @@ class LayoutStrategy(SynchronousStrategy):
         check.look(layout.parameters)
         self._propose(is_faulty=check.is_own, idle=layout.idle())
         self._settle()
-        check.hear(agreement.faults)
+        check.note_faults(agreement.faults)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         if self._passes.training is not None:

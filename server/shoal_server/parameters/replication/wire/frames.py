@@ -336,7 +336,7 @@ class RequestAssembler:
         unfinished = self._open
         if unfinished is None or len(data) > unfinished.left_bytes:
             raise MalformedMessage(
-                "bytes that nobody announced",
+                "bytes without an announcement",
                 seen=f"{len(data)} bytes",
                 expected=f"at most {unfinished.left_bytes if unfinished else 0}",
             )

@@ -98,7 +98,7 @@ class WatchedStream:
     def _heard(self, reply: pb.FollowReply) -> None:
         self._reads_to_end |= reply.reads_to_end
         self.heard_s = asyncio.get_running_loop().time()
-        self._silence.heard()
+        self._silence.note_message()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
         """Run these tasks until one of them has ended, and end the others.
