@@ -23,7 +23,7 @@ MAX_ARENA_BYTES = 192 * 1024 * 1024
 """Of memory shared by a client and a server."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
     """The key that was given over gRPC, and `at` bytes of shared memory are wanted. In the answer
     `at` are given, whose descriptor comes with it; 0: none are."""
@@ -70,29 +70,29 @@ _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 BUFFER_BYTES = 64 * 1024
 _MAX_BODY_BYTES = {
-    Kind.HELLO: KEY_BYTES,
-    Kind.PUSH: MAX_MESSAGE_BYTES,
-    Kind.PULL: MAX_MESSAGE_BYTES,
-    Kind.PIECE: MAX_PIECE_BYTES,
-    Kind.MESSAGE: MAX_MESSAGE_BYTES,
-    Kind.ERROR: MAX_MESSAGE_BYTES,
-    Kind.TABLE_PUSH: MAX_MESSAGE_BYTES,
-    Kind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
-    Kind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
-    Kind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
-    Kind.CHUNK: CHUNK_BYTES,
+    FrameKind.HELLO: KEY_BYTES,
+    FrameKind.PUSH: MAX_MESSAGE_BYTES,
+    FrameKind.PULL: MAX_MESSAGE_BYTES,
+    FrameKind.PIECE: MAX_PIECE_BYTES,
+    FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
+    FrameKind.ERROR: MAX_MESSAGE_BYTES,
+    FrameKind.TABLE_PUSH: MAX_MESSAGE_BYTES,
+    FrameKind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
+    FrameKind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
+    FrameKind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
+    FrameKind.CHUNK: CHUNK_BYTES,
 }
 _MESSAGES = frozenset(
     {
-        Kind.HELLO,
-        Kind.PUSH,
-        Kind.PULL,
-        Kind.MESSAGE,
-        Kind.ERROR,
-        Kind.TABLE_PUSH,
-        Kind.TABLE_LOOKUP,
-        Kind.SEGMENT_PUT,
-        Kind.SEGMENT_FETCH,
+        FrameKind.HELLO,
+        FrameKind.PUSH,
+        FrameKind.PULL,
+        FrameKind.MESSAGE,
+        FrameKind.ERROR,
+        FrameKind.TABLE_PUSH,
+        FrameKind.TABLE_LOOKUP,
+        FrameKind.SEGMENT_PUT,
+        FrameKind.SEGMENT_FETCH,
     }
 )
 _EMPTY = memoryview(b"")
@@ -101,7 +101,7 @@ _EMPTY = memoryview(b"")
 class Frame(NamedTuple):
     """Header and body of a frame. A message's checksum is verified, a piece's is not yet."""
 
-    kind: Kind
+    kind: FrameKind
     shard_id: int
     offset_bytes: int
     num_bytes: int
@@ -111,7 +111,7 @@ class Frame(NamedTuple):
 
 
 def header(
-    kind: Kind,
+    kind: FrameKind,
     *,
     shard_id: int = 0,
     offset_bytes: int = 0,
@@ -124,7 +124,7 @@ def header(
     return head + _CHECK.pack(crc32(head))
 
 
-def message(kind: Kind, serialized: bytes, *, shard_id: int = 0, at: int = 0) -> bytes:
+def message(kind: FrameKind, serialized: bytes, *, shard_id: int = 0, at: int = 0) -> bytes:
     """A whole frame around a message."""
     size, checksum = len(serialized), crc32(serialized)
     head = header(kind, shard_id=shard_id, num_bytes=size, at=at, checksum=checksum)
@@ -140,7 +140,7 @@ class FrameReader:
     `received()`, then take frames from `next()` until there is none."""
 
     def __init__(
-        self, allocate: Callable[[int], memoryview] = _new, *, first: Kind | None = None
+        self, allocate: Callable[[int], memoryview] = _new, *, first: FrameKind | None = None
     ) -> None:
         """`allocate` gives the memory for the body of a piece or chunk of so many bytes. `first`:
         the kind that the first frame has to have. Nobody is known before it: a stranger's header of
@@ -204,10 +204,10 @@ class FrameReader:
             )
         number, shard_id, offset_bytes, num_bytes, at, checksum = _HEADER.unpack_from(head)
         try:
-            kind = Kind(number)
+            kind = FrameKind(number)
         except ValueError:
             raise MalformedMessage(
-                "a frame of unknown kind", seen=str(number), expected=f"1 to {max(Kind)}"
+                "a frame of unknown kind", seen=str(number), expected=f"1 to {max(FrameKind)}"
             ) from None
         if self._first is not None and kind is not self._first:
             raise MalformedMessage(
@@ -222,7 +222,7 @@ class FrameReader:
                 expected=f"at most {limit}",
             )
         self._first = None
-        if kind is Kind.PIECE or kind is Kind.CHUNK:
+        if kind is FrameKind.PIECE or kind is FrameKind.CHUNK:
             body = self._allocate(num_bytes)
         else:
             body = _new(num_bytes) if kind in _MESSAGES and num_bytes else _EMPTY

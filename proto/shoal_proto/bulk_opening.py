@@ -5,7 +5,7 @@ import os
 import socket
 
 from shoal_proto import bulk
-from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameReader, Kind
+from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameKind, FrameReader
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
@@ -40,7 +40,7 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX
     at = arena_bytes if is_local else 0
-    connected.sendall(bulk.message(Kind.HELLO, key, at=at))
+    connected.sendall(bulk.message(FrameKind.HELLO, key, at=at))
     descriptors: list[int] = []
     reader = FrameReader()
     try:
@@ -55,7 +55,7 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
                 )
             reader.space()[: len(data)] = data
             reader.received(len(data))
-        if frame.kind is not Kind.HELLO or frame.at > MAX_ARENA_BYTES:
+        if frame.kind is not FrameKind.HELLO or frame.at > MAX_ARENA_BYTES:
             raise MalformedMessage(
                 "the server's answer to a bulk connection is not as it should be",
                 seen=f"{frame.kind.name} with {frame.at} bytes",

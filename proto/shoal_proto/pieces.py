@@ -98,7 +98,7 @@ def encode(
 Whole = TypeVar("Whole", bound=Message)
 
 
-class Decoder(Generic[Whole]):
+class PieceDecoder(Generic[Whole]):
     """Reads messages of one type; those that are a piece and nothing else, in place."""
 
     def __init__(self, field: int, parse: Callable[[bytes], Whole]) -> None:

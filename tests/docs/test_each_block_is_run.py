@@ -172,14 +172,14 @@ TABLE = {
         "tests/worker/planning/test_plan_in_docs.py::test_the_table_shown_is_the_table_printed"
     ),
     (
-        "docs/strategies.md",
+        "docs/loop.md",
         "for part in batch.parts(4)",
     ): "tests/worker/session/test_micro_batches.py",
-    ("docs/strategies.md", "model, optimizer = session.distribute(torch.compile("): (
+    ("docs/models.md", "model, optimizer = session.distribute(torch.compile("): (
         "tests/worker/strategies/test_compiled_models.py"
     ),
-    ("docs/strategies.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
-    ("docs/strategies.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
+    ("docs/loop.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
+    ("docs/models.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
     (
         "docs/strategies.md",
         "model, optimizer = shoal.distribute",

@@ -18,7 +18,7 @@ incarnation.
                                it has been in the script's own code, by the same clock: an odd
                                number where it waits for a batch to be loaded, an even one elsewhere
     48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
-    944     8      both        how the membership ended, an `Ending`
+    944     8      both        how the membership ended, an `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
 The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
@@ -74,7 +74,7 @@ _HEAD_FORM = struct.Struct("=II")
 _CLAIM_FORM = struct.Struct("=Idd")
 
 
-class Ending(enum.IntEnum):
+class MembershipEnding(enum.IntEnum):
     """End of a membership, as far as it decides if the worker is started again."""
 
     UNKNOWN = 0
@@ -91,7 +91,7 @@ class Ending(enum.IntEnum):
     """A time limit passed, or a part was away: a fresh process may do better."""
 
     @classmethod
-    def of(cls, error: ShoalError) -> "Ending":
+    def of(cls, error: ShoalError) -> "MembershipEnding":
         """Ending for the error that ended a membership, as it matters to the next process of that
         name."""
         if isinstance(error, JobFinished):
@@ -165,7 +165,7 @@ class BeatSlot:
         hangs for good.
         """
         self._put(_BEATEN, 0)
-        self._put(_ENDING, Ending.UNKNOWN)
+        self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.runs()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > _ENDING:
@@ -183,9 +183,12 @@ class BeatSlot:
         """End heartbeats; the lifeline still shows the end of the process."""
         self._put_head(_HEAD_FORM.pack(0, 0))
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: MembershipEnding) -> None:
         """The membership ended like this. What says more than that it was fenced stands."""
-        if ending is not Ending.UNKNOWN and self.ending in (Ending.UNKNOWN, Ending.FENCED):
+        if ending is not MembershipEnding.UNKNOWN and self.ending in (
+            MembershipEnding.UNKNOWN,
+            MembershipEnding.FENCED,
+        ):
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
@@ -258,7 +261,7 @@ class BeatSlot:
         if isinstance(error, RetryError):
             return  # it may be accepted the next time: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
-            self.end(Ending.of(error))
+            self.end(MembershipEnding.of(error))
 
     def has_left(self, pid: int) -> bool:
         """True if process `pid` was a member, and has ended that by itself."""
@@ -266,13 +269,13 @@ class BeatSlot:
         return claimant == pid and self.claim_of(pid) is None
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> MembershipEnding:
         """Ending of the membership of the slot's newest process."""
-        return Ending(self._get(_ENDING))
+        return MembershipEnding(self._get(_ENDING))
 
     def has_joined(self, pid: int) -> bool:
         """True if process `pid` is or was a member, or was refused as one."""
-        ended = self.ending is not Ending.UNKNOWN
+        ended = self.ending is not MembershipEnding.UNKNOWN
         return ended or self.claim_of(pid) is not None or self.has_left(pid)
 
     def clear(self) -> None:

@@ -104,7 +104,7 @@ class Lifeline:
         _PID.pack_into(self._memory, self._offset, pid)
 
 
-class Watch:
+class ExitWatch:
     """Calls `on_exit` with the exit code, on a thread of its own, as soon as the process of a
     lifeline begins to exit in the midst of holding it."""
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shoal_client.membership.member_events import Over, WaitUntil
+from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class HeldClock:
@@ -63,11 +63,11 @@ class HeldClock:
 
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
-    ) -> Over | WaitUntil:
+    ) -> GenerationOver | WaitUntil:
         """Decide if a member that has done its work is still needed by others.
 
         Over with False after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
         """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s
-        return Over(over=is_over) if done else WaitUntil(until_s=until_s)
+        return GenerationOver(over=is_over) if done else WaitUntil(until_s=until_s)

@@ -16,7 +16,7 @@ def drained(identity: Identity, reason: str) -> MemberDrained:
     return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
-class Leaving:
+class LeaveState:
     """State of a member's leave."""
 
     def __init__(self) -> None:
@@ -54,11 +54,14 @@ class Leaving:
             return []
         fields = {"member": member_id, "reason": str(error)}
         if not isinstance(error, (Fenced, MemberDrained)):
-            return [ev.Log(event="leave_failed", fields=fields, is_warning=True)]
+            return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
         self.was_told = self._drained or isinstance(error, MemberDrained)
         if self.was_told:
             return []  # it was let go: the word that it leaves came second, as it mostly does
-        return [ev.TellEnding(error=error), ev.Log(event="leave_not_needed", fields=fields)]
+        return [
+            ev.ReportEnding(error=error),
+            ev.LogMessage(event="leave_not_needed", fields=fields),
+        ]
 
     # --- staying, with nothing left to do ---
 

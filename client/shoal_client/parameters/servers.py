@@ -32,7 +32,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.status import from_rpc_error, is_explained
 from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
@@ -72,7 +72,7 @@ class ShardServers(Generic[Stub]):
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        self._made_of: dict[str, Material | None] = {}
+        self._made_of: dict[str, TlsMaterial | None] = {}
         """Certificate of the channel to each address."""
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""

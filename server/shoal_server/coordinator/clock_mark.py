@@ -15,7 +15,7 @@ from shoal_proto.errors import RetryError
 from shoal_server.core.retention import held_s
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 
 log = structlog.get_logger(__name__)
@@ -77,6 +77,6 @@ class ClockMark:
 def _noted(value: bytes) -> float | None:
     try:
         return Fields.parsed(value).seconds("unix_s")
-    except Unreadable as error:
+    except UnreadableRecord as error:
         log.warning("clock_unreadable", key=keys.CLOCK, reason=str(error))
         return None

@@ -188,7 +188,7 @@ class Keyspace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
+class ConfirmedRenewal:
     """A renewal that the store confirmed: when it was sent, by `time.monotonic`, and for how long
     the lease lasts since."""
 
@@ -200,7 +200,7 @@ class Renewal(Protocol):
     """Renewals of a lease that do not wait for the event loop."""
 
     @property
-    def confirmed(self) -> Confirmed | None:
+    def confirmed(self) -> ConfirmedRenewal | None:
         """The newest one."""
         ...
 

@@ -29,8 +29,8 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.leader_key import (
     RETRY_PAUSE_S,
-    Candidate,
     Leader,
+    LeaderCandidate,
     delete_unleased,
     end_term,
     follow,
@@ -147,7 +147,7 @@ class Election:
     """One candidate's view of the election. Works on every KeyValueStore."""
 
     def __init__(
-        self, store: KeyValueStore, candidate: Candidate, *, ttl_s: float = DEFAULT_TTL_S
+        self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:
         """`ttl_s`: a silent leader is succeeded after so long (etcd: at least 2)."""
         if not ttl_s > 0:

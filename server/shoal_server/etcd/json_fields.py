@@ -1,7 +1,8 @@
 """JSON that lies in etcd, taken apart without trust.
 
-A person, another version or a broken disk may have written it. Each reader raises `Unreadable` for
-whatever it cannot use, and ignores fields that it does not know: a newer version has written them.
+A person, another version or a broken disk may have written it. Each reader raises
+`UnreadableRecord` for what it cannot use, and ignores fields that it does not know: a newer
+version has written them.
 What an older release must not read by ignoring fields, a newer one writes with a higher `format`.
 """
 
@@ -16,11 +17,11 @@ MAX_COUNT = 2**53 - 1
 """JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
 
 
-class Unreadable(ValueError):
+class UnreadableRecord(ValueError):
     """The bytes are not what is to lie at their key; the text says what was seen."""
 
 
-class LaterFormat(Unreadable):
+class LaterFormat(UnreadableRecord):
     """A later release has written it, in a way that this one must not guess at."""
 
 
@@ -29,17 +30,17 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
     does not say has the first."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise Unreadable(f"format is {_shown(found)}; expected an integer from 1")
+        raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
     if found > newest:
         raise LaterFormat(f"format {found}, of a later release; this one reads up to {newest}")
 
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Turns whatever the reading of foreign bytes may raise into `Unreadable`."""
+    """Turns whatever the reading of foreign bytes may raise into `UnreadableRecord`."""
     try:
         yield
-    except Unreadable:
+    except UnreadableRecord:
         raise
     except (
         ValueError,  # UnicodeDecodeError and JSONDecodeError are some
@@ -50,7 +51,7 @@ def taken_apart() -> Iterator[None]:
         RecursionError,
         ParseError,
     ) as error:
-        raise Unreadable(f"{type(error).__name__}: {str(error)[:200]}") from error
+        raise UnreadableRecord(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 class Fields:
@@ -66,14 +67,14 @@ class Fields:
         with taken_apart():
             value = json.loads(data)
         if not isinstance(value, dict):
-            raise Unreadable(f"JSON {type(value).__name__}; expected an object")
+            raise UnreadableRecord(f"JSON {type(value).__name__}; expected an object")
         check_format(value, newest_format)
         return cls(value)
 
     def text(self, name: str, default: str | None = None) -> str:
         found = self._get(name, default)
         if not isinstance(found, str):
-            raise Unreadable(f"{name} is {_shown(found)}; expected a string")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a string")
         return found
 
     def has(self, name: str) -> bool:
@@ -90,33 +91,35 @@ class Fields:
     def flag(self, name: str) -> bool:
         found = self._get(name)
         if not isinstance(found, bool):
-            raise Unreadable(f"{name} is {_shown(found)}; expected true or false")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected true or false")
         return found
 
     def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
         found = self._get(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
-            raise Unreadable(f"{name} is {_shown(found)}; expected an integer from 0 to {most}")
+            raise UnreadableRecord(
+                f"{name} is {_shown(found)}; expected an integer from 0 to {most}"
+            )
         return found
 
     def seconds(self, name: str) -> float:
         found = self._get(name, 0.0)
         if not isinstance(found, int | float) or isinstance(found, bool) or abs(found) > MAX_COUNT:
-            raise Unreadable(f"{name} is {_shown(found)}; expected a number of seconds")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a number of seconds")
         if not math.isfinite(found):
-            raise Unreadable(f"{name} is {found}; expected a finite number of seconds")
+            raise UnreadableRecord(f"{name} is {found}; expected a finite number of seconds")
         return float(found)
 
     def texts(self, name: str) -> tuple[str, ...]:
         found = self._get(name)
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-            raise Unreadable(f"{name} is {_shown(found)}; expected a list of strings")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a list of strings")
         return tuple(found)
 
     def object(self, name: str) -> "Fields":
         found = self._get(name)
         if not isinstance(found, dict):
-            raise Unreadable(f"{name} is {_shown(found)}; expected an object")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected an object")
         return Fields(found)
 
 

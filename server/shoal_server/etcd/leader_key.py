@@ -20,7 +20,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.mirror import follow_key
 
 log = structlog.get_logger(__name__)
@@ -29,7 +29,7 @@ RETRY_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
+class LeaderCandidate:
     """Contents of the leader's key."""
 
     address: str
@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leader(Candidate):
+class Leader(LeaderCandidate):
     """The leader, and the revision since which it leads."""
 
     create_revision: Revision
@@ -103,7 +103,7 @@ def _parse(value: bytes, created: Revision) -> Leader:
         record = Fields.parsed(value)
         address, http_url = record.text("address"), record.text("http_url")
         host = record.text("host", "")
-    except Unreadable as error:
+    except UnreadableRecord as error:
         # Somebody leads, or the key would not be there; we only cannot tell where.
         log.error("leader_record_unreadable", value=value[:200], error=str(error))
         address = http_url = host = ""

@@ -33,7 +33,7 @@ RESYNC_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class MirroredKey:
     """A key that is there: its value, and the revision that wrote it."""
 
     key: str
@@ -60,7 +60,7 @@ async def list_and_watch(
 
 async def follow_key(
     store: Keyspace, key: str, after: Revision | None = None
-) -> AsyncGenerator[Item | None, None]:
+) -> AsyncGenerator[MirroredKey | None, None]:
     """Yield one key (None: it does not exist), and again after every change, for ever.
 
     With `after`, only changes after that revision.
@@ -85,7 +85,7 @@ class PrefixMirror(Generic[T]):
         self,
         store: Keyspace,
         prefix: str,
-        parse: Callable[[Item], T | None],
+        parse: Callable[[MirroredKey], T | None],
         *,
         on_put: Callable[[str, T, T | None], object] = lambda name, new, old: None,
         on_delete: Callable[[str, T], object] = lambda name, old: None,
@@ -163,13 +163,13 @@ class PrefixMirror(Generic[T]):
             self.note(found)
         return self.get(name)
 
-    def note(self, item: Item | KeyValue) -> None:
+    def note(self, item: MirroredKey | KeyValue) -> None:
         """Take in what was read or written apart from the watch, unless newer is known."""
         self.note_all([item])
 
-    def note_all(self, items: Iterable[Item | KeyValue]) -> None:
+    def note_all(self, items: Iterable[MirroredKey | KeyValue]) -> None:
         """The same, of several."""
-        changed = [self._put(Item(i.key, i.value, i.mod_revision)) for i in items]
+        changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in items]
         if any(changed):
             self._on_change()
 
@@ -217,7 +217,7 @@ class PrefixMirror(Generic[T]):
         if changed:
             self._on_change()
 
-    def _put(self, item: Item) -> bool:
+    def _put(self, item: MirroredKey) -> bool:
         name = item.key.removeprefix(self._prefix)
         if self._revisions.get(name, 0) >= item.mod_revision:
             return False
@@ -241,5 +241,5 @@ class PrefixMirror(Generic[T]):
         return True
 
 
-def _item(event: WatchEvent) -> Item:
-    return Item(event.key, event.value, event.mod_revision)
+def _item(event: WatchEvent) -> MirroredKey:
+    return MirroredKey(event.key, event.value, event.mod_revision)

@@ -23,8 +23,8 @@ from shoal_server.serving.options import (
     AdvertisedAddress,
     ListenAddress,
     MetricsAddress,
+    ParameterServerServing,
     ReadyFile,
-    ServerReach,
 )
 
 
@@ -59,7 +59,7 @@ class WorkLimits:
 class ParameterServerConfig:
     """Holds shards of parameters and applies pushed gradients, until SIGTERM."""
 
-    reach: Annotated[ServerReach, FLAT] = field(default_factory=ServerReach)
+    reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
     """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC.

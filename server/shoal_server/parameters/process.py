@@ -31,7 +31,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened
 from shoal_server.parameters.allocator import keep_freed_memory
-from shoal_server.parameters.bulk.offers import Offers
+from shoal_server.parameters.bulk.offers import BulkOffers
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
@@ -171,7 +171,7 @@ async def running(
         replicas = ShardReplicas(
             store, driver, catalog, memory=memory, run=run, timeouts=config.timeouts
         )
-        offers = Offers()
+        offers = BulkOffers()
         replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
@@ -277,7 +277,7 @@ async def _weights(
     replicas: ShardReplicas,
     *,
     memory: Memory,
-    offers: Offers,
+    offers: BulkOffers,
     directory: Path | None,
 ) -> AsyncIterator[WeightsServicer]:
     """Published weights, held as the series' records say while the block runs; also on disk, if

@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import TlsOptions
 from shoal_server.serving.listening import LOOPBACK, opened
 
@@ -65,7 +65,7 @@ ReadyFile = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach(TlsOptions):
+class ServingOptions(TlsOptions):
     """Address and certificate with which a process serves. Without a certificate only this machine
     can reach it, unless `--insecure` is given."""
 
@@ -93,13 +93,13 @@ class Reach(TlsOptions):
             )
 
 
-class CoordinatorReach(Reach):
+class CoordinatorServing(ServingOptions):
     """A coordinator's."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.COORDINATOR,)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.COORDINATOR,)
 
 
-class ServerReach(Reach):
+class ParameterServerServing(ServingOptions):
     """A parameter server's."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.SERVER,)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.SERVER,)

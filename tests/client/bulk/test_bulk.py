@@ -10,7 +10,7 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import arena as client_arena
-from shoal_client.bulk import opening, way
+from shoal_client.bulk import bulk_transport, opening
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
@@ -191,6 +191,6 @@ def test_a_connection_made_while_the_client_is_closed_is_not_waited_at(
         client.close()
         return connection
 
-    monkeypatch.setattr(way, "connect", connect_amid_close)
+    monkeypatch.setattr(bulk_transport, "connect", connect_amid_close)
     with pytest.raises(Unavailable):
         client.pull(zeros())

@@ -17,7 +17,7 @@ from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.nccl import NcclGroup
 from shoal.backends.process_group.interface import Seat
 from shoal.backends.process_group.transports import can_be_cut, is_gloo
-from shoal.backends.shared_memory.words import Words
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.checkpoint.peers import GroupPeers
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -72,7 +72,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
     group = _group(path, rank)
     whole = group.open()
     subgroup = dist.new_group([0, 1])
-    words = Words(whole, 1)
+    words = SharedMessages(whole, 1)
     words.share()
     words.tell([10 + rank])
     report(

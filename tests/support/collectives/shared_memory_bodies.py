@@ -16,8 +16,8 @@ from support.processes.worlds import LaidOutTraining, train_rank
 from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.backends.shared_memory.words import Words
 from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.layout import ShardedLayout
@@ -60,7 +60,7 @@ def met(num_meetings: int) -> int:
 def words_told(num_rounds: int, *, shares: bool) -> str:
     """Run rounds in which each rank receives all ranks' words. Returns the error after a round that
     no rank received."""
-    words = Words(whole_world(), 3)
+    words = SharedMessages(whole_world(), 3)
     if shares:
         words.share()
     assert words.is_shared is shares
@@ -82,7 +82,7 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
 def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
     """Return what a rank receives after a cut, of words that all, or all but the last, sent before
     it; and the error for sending more."""
-    words = Words(whole_world(), 1)
+    words = SharedMessages(whole_world(), 1)
     words.share()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(3):

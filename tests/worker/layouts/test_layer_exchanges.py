@@ -11,8 +11,8 @@ from shoal.layouts.layer_exchanges import (
     MAX_KEPT,
     MAX_TOLD,
     WORD_BITS,
+    ExchangeRecord,
     LayerExchanges,
-    Told,
     difference,
     ranks_that_differ,
 )
@@ -31,7 +31,7 @@ def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchan
     return exchanges
 
 
-def told(exchanges: LayerExchanges) -> Told:
+def told(exchanges: LayerExchanges) -> ExchangeRecord:
     found = exchanges.told()
     assert found is not None
     return found

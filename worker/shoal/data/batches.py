@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.loading import BatchLoader, Loading, Span
-from shoal.data.order import Order, Position, share
+from shoal.data.order import Order, SamplePosition, share
 from shoal.data.parts import of_step
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
@@ -118,7 +118,7 @@ class Loader:
         """Number of tensors that batches are rows of; None if samples are collated."""
         return None if self._columns is None else len(self._columns)
 
-    def begin_at(self, origin: Position) -> None:
+    def begin_at(self, origin: SamplePosition) -> None:
         """The first batches of this size are those from here on. Free to call again."""
         now = self._origin
         if origin is not now:

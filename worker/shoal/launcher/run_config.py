@@ -16,7 +16,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.secrets import job_secret
 from shoal_proto.tls.identity import files_at, without_tls
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
 
 KEPT_MEMORY = {
@@ -223,7 +223,9 @@ def _job_of(target: str, module: bool) -> str:
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
     """The environment of one worker, whose index on its host is given."""
-    files = config.tls.files_of(Role.WORKER) or files_at(config.coordinators, Role.WORKER)
+    files = config.tls.files_of(CertificateRole.WORKER) or files_at(
+        config.coordinators, CertificateRole.WORKER
+    )
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

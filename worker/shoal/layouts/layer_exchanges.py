@@ -35,7 +35,7 @@ WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ExchangeRecord:
     """Record of a rank's exchanges in a step; it may still wait for the last one."""
 
     step: int
@@ -50,7 +50,7 @@ class Told:
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
-class Site:
+class ExchangeSite:
     """A layer for which ranks meet."""
 
     __slots__ = ("_gradient", "_note", "_value")
@@ -103,12 +103,12 @@ class LayerExchanges:
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
-    def site(self, name: str, *, what: str = "outputs") -> Site:
+    def site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
         """Add the layer of this name; all ranks add the same layers in the same order.
         `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
         self._met_for.append(what)
-        return Site(self, len(self._names) - 1)
+        return ExchangeSite(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add the parameters that each rank has whole. Ranks meet for their gradients after the
@@ -169,16 +169,16 @@ class LayerExchanges:
             words, found = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(words):
                 let_all_hear(group)
-            check_told(words, [each and Told(**each) for each in found])
+            check_told(words, [each and ExchangeRecord(**each) for each in found])
 
-    def told(self) -> Told | None:
+    def told(self) -> ExchangeRecord | None:
         """Return the record that other ranks compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
         last = [self._in_words(deed) for deed in done[-MAX_TOLD:]]
-        return Told(step=self._steps, count=count, last=last)
+        return ExchangeRecord(step=self._steps, count=count, last=last)
 
     def word(self) -> int:
         """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
@@ -207,7 +207,7 @@ class LayerExchanges:
 
 
 def check_told(
-    words: Sequence[int], told: Sequence[Told | None], members: Sequence[str] = ()
+    words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Return if ranks that split layers with each other have met for the same ones, by the
     `LayerExchanges.word` and `LayerExchanges.told` of each rank. Raises InvalidSpec if they have
@@ -236,7 +236,7 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
     return next(differ, ())
 
 
-def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
+def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     """Find the first known position at which members in the same step differ, and what each did
     there. A member that has not got there yet is left out: it has done nothing else.
     """

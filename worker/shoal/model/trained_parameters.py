@@ -24,7 +24,7 @@ _MAX_NAMED = 5
 TRAINED_LATER = (
     "Give the optimizer all parameters that are ever trained before session.distribute, and "
     "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
-    " parameter.grad = None (docs/strategies.md, 'Layers that are trained later')."
+    " parameter.grad = None (docs/models.md, 'Layers that are trained later')."
 )
 """The fix named to a script that wants to train parameters from some step on."""
 

@@ -103,7 +103,7 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
                 " the samples",
                 expected="session.backward(loss, weight=...), with what they count together",
                 fix="weight=(targets != -100).sum(), or class_weights[targets].sum(): see 'Losses"
-                " by token' in docs/strategies.md. Under strategies that support no weights: a mean"
+                " by token' in docs/loop.md. Under strategies that support no weights: a mean"
                 " for each sample first, and then the mean of these.",
             )
 

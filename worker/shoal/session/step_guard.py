@@ -260,7 +260,7 @@ class StepGuard:
                 f"the script called optimizer.step() itself, after {self._step()} committed steps",
                 seen="optimizer.step(), or GradScaler.step(optimizer) or another call of it",
                 expected="session.step() alone, which steps the optimizer when its block ends",
-                fix="Leave out the call (and GradScaler, see docs/strategies.md): each gradient"
+                fix="Leave out the call (and GradScaler, see docs/loop.md): each gradient"
                 " would be applied twice.",
             )
 

@@ -27,7 +27,7 @@ from shoal_proto.v1.outputs_pb2_grpc import OutputsServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.proofs import check_asker
 from shoal_server.coordinator.jobs.registry import Registry
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.serving.rpc import Context
 from shoal_server.status.views import OutputView
 
@@ -61,14 +61,14 @@ class _Launcher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _PendingRequest:
     launcher: _Launcher
     member: MemberKey
     answer: asyncio.Future[pb.OutputPart]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _LastLines:
     """The last lines of a member whose launcher has ended."""
 
     launcher: _Launcher
@@ -87,8 +87,8 @@ class OutputsService(OutputsServicer):
         self._serving: dict[MemberKey, list[_Launcher]] = {}
         """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
         self._num_served = 0
-        self._asked: dict[str, _Asked] = {}
-        self._kept: OrderedDict[MemberKey, _Kept] = OrderedDict()
+        self._asked: dict[str, _PendingRequest] = {}
+        self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
         self._kept_bytes = 0
 
     # --- from launchers ---
@@ -152,10 +152,10 @@ class OutputsService(OutputsServicer):
                     seen="a launcher that does not serve it",
                     expected="its launcher, while its stream is open",
                 )
-            self._keep(member, _Kept(launcher=found[-1], part=last.part))
+            self._keep(member, _LastLines(launcher=found[-1], part=last.part))
         return pb.KeepOutputReply()
 
-    def _keep(self, member: MemberKey, kept: _Kept) -> None:
+    def _keep(self, member: MemberKey, kept: _LastLines) -> None:
         self._drop(member)
         self._kept[member] = kept
         self._kept_bytes += len(kept.part.data)
@@ -169,7 +169,7 @@ class OutputsService(OutputsServicer):
     # --- from readers ---
 
     async def output(
-        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+        self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         """Lines of a member. `after`, `before`: positions from an earlier answer; neither: the
         newest lines.
@@ -224,7 +224,7 @@ class OutputsService(OutputsServicer):
             raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
         ticket = secrets.token_hex(16)
         answer = asyncio.get_running_loop().create_future()
-        asked = _Asked(launcher=launcher, member=member, answer=answer)
+        asked = _PendingRequest(launcher=launcher, member=member, answer=answer)
         self._asked[ticket] = asked
         wanted = pb.OutputWanted(ticket=ticket, member_id=member[1], max_bytes=PART_BYTES)
         if after is not None:
@@ -303,7 +303,7 @@ def _position(position: str) -> int:
     return int(position.rpartition("-")[2])
 
 
-def _cut(kept: _Kept, after: str | None, before: str | None) -> pb.OutputPart:
+def _cut(kept: _LastLines, after: str | None, before: str | None) -> pb.OutputPart:
     """The requested part of the kept lines."""
     part = kept.part
     start, stop = part.start, part.stop

@@ -403,7 +403,7 @@ class Registry:
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
         """Declare the member lost. Raises Fenced if it is no longer a member, UnknownJob,
         NotLeader."""
-        await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
+        await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property
     def clock(self) -> Callable[[], float]:

@@ -13,8 +13,8 @@ from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
 from shoal_server.core.publications.coverage import (
     NotCovered,
     PublishedLayout,
-    Slice,
-    Tensor,
+    PublishedSlice,
+    PublishedTensor,
     check_cover,
 )
 from shoal_server.core.publications.coverage import merged as merge
@@ -35,9 +35,9 @@ def layout_from_pb(message: pb.Layout) -> PublishedLayout:
                 seen=repr(spec.dtype),
                 expected=f"one of {', '.join(ITEM_BYTES)}",
             )
-        tensors.append(Tensor(spec.name, spec.dtype, tuple(spec.shape), item_bytes))
+        tensors.append(PublishedTensor(spec.name, spec.dtype, tuple(spec.shape), item_bytes))
     slices = tuple(
-        Slice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
+        PublishedSlice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
         for each in message.slices
     )
     return PublishedLayout(tuple(tensors), slices, tuple(message.segment_bytes))

@@ -13,7 +13,7 @@ from shoal_server.core.publications.holders import HoldsAnswer, StoreServer
 from shoal_server.core.publications.records import PublishedSegment
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records.servers import Server
 
@@ -104,5 +104,5 @@ class Stores:
         )
 
 
-def _parsed(item: Item) -> Server:
+def _parsed(item: MirroredKey) -> Server:
     return registered.parse(item.key, item.value)

@@ -11,7 +11,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.samples import stored_ledger
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValue
-from shoal_server.etcd.json_fields import LaterFormat, Unreadable
+from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
 from shoal_server.etcd.records import assignments, shard_map
 
 EXCERPT_BYTES = 120
@@ -53,7 +53,7 @@ OF_A_LATER_RELEASE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken:
+class FaultyRecord:
     """A record that cannot be read."""
 
     kind: RecordKind
@@ -104,7 +104,7 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     return [*found, runs] if runs is not None else found
 
 
-def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
+def broken(job: str, items: Sequence[KeyValue]) -> list[FaultyRecord]:
     """Records of a job that cannot be read."""
     found = []
     for item in items:
@@ -113,9 +113,9 @@ def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
             continue
         try:
             _READ[kind](job, item, items)
-        except (Unreadable, ShoalError) as error:
+        except (UnreadableRecord, ShoalError) as error:
             later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
-            found.append(Broken(kind=kind, item=item, error=str(error)[:500], is_later=later))
+            found.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
     return found
 
 

@@ -40,10 +40,10 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.samples import messages as sample_messages
 from shoal_server.coordinator.samples.stored_ledger import StoredLedger
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.rpc import Context
 
@@ -71,7 +71,7 @@ def _tell_failed(job: str, error: Exception) -> None:
 class _Book:
     """One job's ledger in memory, and the state of its copy in etcd."""
 
-    def __init__(self, ledger: Ledger, stored: StoredLedger, *, changed: bool) -> None:
+    def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
         self.stored = stored
         self.is_closed = False
@@ -228,7 +228,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 
-    async def _ledger(self, job: str) -> Ledger | None:
+    async def _ledger(self, job: str) -> SampleLedger | None:
         book = self._books.get(job)
         if book is None:
             async with self._opening:
@@ -308,7 +308,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             async with self._opening:
                 book = self._books.get(job) or await self._read(job)
                 if book is None:
-                    ledger = Ledger(dataset_size=dataset_size, num_epochs=num_epochs)
+                    ledger = SampleLedger(dataset_size=dataset_size, num_epochs=num_epochs)
                     book = _Book(ledger, self._stored(job), changed=True)
                     log.info("ledger_begun", job=job, num_samples=dataset_size, epochs=num_epochs)
                 self._keep(job, book)
@@ -356,7 +356,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         for item in items:
             try:
                 incarnation = Fields.parsed(item.value).text("incarnation")
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 raise unreadable(job, item.key, error) from error
             present.add((item.key.removeprefix(prefix), public_id(incarnation)))
         return {who for who in present if (job, *who) not in self._losses}

@@ -8,7 +8,7 @@ import grpc.aio
 
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_aio_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
@@ -24,7 +24,7 @@ class ServerCalls:
     """Keeps a connection to each server. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[str, Material | None], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
 
     async def call(
         self,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
-from shoal_server.coordinator.shards.moves_told import MovesTold
+from shoal_server.coordinator.shards.move_log import MoveLog
 from shoal_server.core.shards import losses, moves
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -30,7 +30,7 @@ class LossLog:
 
     def __init__(self, tell: Tell = _to_nobody) -> None:
         self._tell = tell
-        self._moves = MovesTold(lambda job, told: self._note(job, "shards_moved", told))
+        self._moves = MoveLog(lambda job, told: self._note(job, "shards_moved", told))
         self._versions: dict[str, dict[int, int]] = {}
         """Newest version by job and shard, as last reported by its server."""
 

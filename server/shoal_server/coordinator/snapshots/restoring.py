@@ -34,7 +34,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.servers.answering import Choose
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -54,7 +54,7 @@ from shoal_server.etcd.api import (
     unchanged_since,
     value_is,
 )
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, restored_from, shard_map
 from shoal_server.etcd.records.restored_from import RestoredFrom
@@ -69,7 +69,7 @@ MAX_TRIES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """Result of a restore."""
 
     manifest: Manifest
@@ -99,7 +99,7 @@ class SnapshotRestorer:
 
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
-    ) -> Restored:
+    ) -> RestoreResult:
         """Have the snapshot of that number take the place of what the job has; 0: the newest.
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
@@ -119,7 +119,7 @@ class SnapshotRestorer:
 
     async def _restore(
         self, library: SnapshotLibrary, number: int, *, under_members: bool
-    ) -> Restored:
+    ) -> RestoreResult:
         job = library.job
         await self._check_not_finished(job)
         manifest = await asyncio.to_thread(library.find, number)
@@ -149,7 +149,7 @@ class SnapshotRestorer:
         lost = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
-        return Restored(manifest=manifest, servers=servers, lost=lost)
+        return RestoreResult(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_not_finished(self, job: str) -> None:
         """The shards of a job that is over are dropped: it would have them for a moment only."""
@@ -158,7 +158,7 @@ class SnapshotRestorer:
             return
         try:
             finished = state_from_json(job, state.value).finished
-        except Unreadable as error:
+        except UnreadableRecord as error:
             raise unreadable(job, state.key, error) from error
         if finished:
             raise JobFinished(
@@ -300,7 +300,7 @@ def _checked(manifest: Manifest) -> ShardMap:
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
-            Ledger.from_json(manifest.cursor)
+            SampleLedger.from_json(manifest.cursor)
     except (InternalError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _damaged(manifest, repr(error)[:200], "a layout and a cursor that parse") from error
     expected = sorted(shard.shard_id for shard in layout.shards)

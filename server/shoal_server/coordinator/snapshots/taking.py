@@ -61,7 +61,7 @@ class JobPosition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class TakenSnapshot:
     manifest: Manifest
     pause_s: float
     """Time from the first server that blocked new pushes to the last that admitted them again."""
@@ -108,7 +108,7 @@ class SnapshotTaker:
         store: LeaderStore,
         calls: ServerCalls,
         state: JobPosition,
-        on_taken: Callable[[Taken], None] = lambda taken: None,
+        on_taken: Callable[[TakenSnapshot], None] = lambda taken: None,
     ) -> None:
         self._store = store
         self._calls = calls
@@ -117,7 +117,9 @@ class SnapshotTaker:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks of the jobs for which a snapshot is in progress or waiting."""
 
-    async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
+    async def take(
+        self, library: SnapshotLibrary, *, only_if_changed: bool = False
+    ) -> TakenSnapshot:
         """Take one. Raises SnapshotFailed, StateLost, Unavailable; and then nothing of it is left.
 
         With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
@@ -133,7 +135,7 @@ class SnapshotTaker:
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
                 if only_if_changed and before is not None and parts == tuple(before.parts):
-                    return Taken(manifest=before, pause_s=frozen.pause_s)
+                    return TakenSnapshot(manifest=before, pause_s=frozen.pause_s)
                 manifest = self._manifest(job, lineage, cut, frozen, parts)
 
                 def commit() -> None:
@@ -154,7 +156,7 @@ class SnapshotTaker:
             pause_s=round(frozen.pause_s, 4),
             num_partial_steps=len(manifest.partial_steps),
         )
-        taken = Taken(manifest=manifest, pause_s=frozen.pause_s)
+        taken = TakenSnapshot(manifest=manifest, pause_s=frozen.pause_s)
         self._on_taken(taken)
         return taken
 

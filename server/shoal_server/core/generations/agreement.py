@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal_server.core.generations.roster import Generation, Roster, Step
+from shoal_server.core.generations.roster import Generation, GenerationRoster, Step
 
 
 @dataclass(kw_only=True)
 class Agreement:
     """One attempt to form a generation. Members are named by id; each counts once."""
 
-    roster: Roster
+    roster: GenerationRoster
     digest: str
     """Digest of the roster, which its members have to accept."""
     unanswered: set[str] = field(default_factory=set)
@@ -34,7 +34,12 @@ class Agreement:
 
     @classmethod
     def on(
-        cls, roster: Roster, digest: str, stopping: Iterable[str] = (), *, inherited: bool = False
+        cls,
+        roster: GenerationRoster,
+        digest: str,
+        stopping: Iterable[str] = (),
+        *,
+        inherited: bool = False,
     ) -> "Agreement":
         """Begin an attempt without any answers. `stopping`: members of the old generation."""
         names = set(roster.member_ids)

@@ -9,7 +9,7 @@ from shoal_server.core.job.endings import Endings, Removal
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.running import BringUps, PauseKeeper
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.member import MemberState, names_of
 from shoal_server.core.membership.pauses import told
 from shoal_server.core.membership.phases import Phase, Trigger
 
@@ -115,7 +115,7 @@ class Timeouts:
             default=None,
         )
 
-    def _who_was_ready(self, ready: list[Member]) -> str:
+    def _who_was_ready(self, ready: list[MemberState]) -> str:
         amid = self._collecting.amid_call()
         num_needed = self._collecting.num_needed(amid)
         if not amid:
@@ -125,7 +125,7 @@ class Timeouts:
             f" takes at least {num_needed} of those who began it; members that join cannot help"
         )
 
-    def _waits_since_s(self, member: Member) -> float:
+    def _waits_since_s(self, member: MemberState) -> float:
         return max(
             member.waiting_since_s,
             self._state.stage.since_s,

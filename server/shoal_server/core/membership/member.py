@@ -7,9 +7,9 @@ from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Candidate,
     Generation,
+    GenerationRoster,
     MemberInfo,
     Proposal,
-    Roster,
 )
 
 MAX_NAMES = 10
@@ -53,7 +53,7 @@ class Wait:
 
 
 @dataclass(kw_only=True)
-class Member:
+class MemberState:
     member_id: str
     incarnation: str
     info: MemberInfo
@@ -112,7 +112,7 @@ class Member:
         """State flag and step of the member; the largest pair among the members is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
-    def is_in(self, roster: Roster | None) -> bool:
+    def is_in(self, roster: GenerationRoster | None) -> bool:
         return roster is not None and roster.holds(self.member_id, self.incarnation)
 
     def as_candidate(self) -> Candidate:
@@ -125,7 +125,7 @@ class Member:
         )
 
 
-def names_of(members: Iterable[Member]) -> str:
+def names_of(members: Iterable[MemberState]) -> str:
     """The first ten ids in order, and how many more; "nobody" for none."""
     names = sorted(m.member_id for m in members)
     shown = ", ".join(names[:MAX_NAMES])

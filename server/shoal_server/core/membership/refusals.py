@@ -1,12 +1,12 @@
 """Refusals of the membership, all worded in this file."""
 
 from shoal_server.core.generations.conflicts import in_short
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
-from shoal_server.core.membership.events import Event, Refusal, RefusalKind
+from shoal_server.core.membership.events import MemberEvent, Refusal, RefusalKind
 
 
-def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
+def not_a_member(job: str, event: MemberEvent, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} is not a member of job {job}",
@@ -25,7 +25,7 @@ def drained(job: str, member_id: str, reason: str) -> Refusal:
     )
 
 
-def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
+def replaced(event: MemberEvent, incarnation: str, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} was replaced by a newer process",
@@ -125,7 +125,7 @@ def of_an_earlier_run(job: str, seen: str) -> Refusal:
     )
 
 
-def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
+def state_lost(job: str, progress: JobProgress, seen: str) -> Refusal:
     reached = f"step {progress.reached}" if progress.reached else "its first steps"
     return Refusal(
         kind=RefusalKind.STATE_LOST,

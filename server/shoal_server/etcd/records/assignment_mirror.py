@@ -7,7 +7,7 @@ from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, Keyspace, KeyValue
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignments import Change, JobHead, StoredShard
 from shoal_server.serving.tasks import gather_bounded
@@ -174,7 +174,7 @@ class AssignmentMirror:
                 self._records.note_all(await records.settled(self._store, [shard]))
             self._unsettled.pop(shard.key, None)
 
-    def _is_known(self, shard: StoredShard, item: Item | KeyValue) -> bool:
+    def _is_known(self, shard: StoredShard, item: MirroredKey | KeyValue) -> bool:
         known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
         return known is not None and known.revision >= item.mod_revision
 

@@ -37,7 +37,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.mirror import Item
+from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
@@ -150,12 +150,12 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
     )
 
 
-def parse(entry: Item | KeyValue) -> JobHead | StoredShard:
+def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
     """The record of a key below `keys.ASSIGNMENTS`. Raises InternalError for what is none."""
     return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
 
 
-def parse_head(entry: Item | KeyValue) -> JobHead:
+def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
     """Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
@@ -170,7 +170,7 @@ def parse_head(entry: Item | KeyValue) -> JobHead:
     )
 
 
-def parse_shard(entry: Item | KeyValue) -> StoredShard:
+def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
     """Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
@@ -365,7 +365,7 @@ async def change(
     shards: Sequence[StoredShard],
     targets: Sequence[ShardAssignment],
     operations: Sequence[Operation] = (),
-) -> tuple[bool, list[KeyValue | Item]]:
+) -> tuple[bool, list[KeyValue | MirroredKey]]:
     """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if all of them are
     as they were read. `operations`, which read nothing, are made with it or not at all.
 
@@ -383,11 +383,11 @@ async def change(
             raise
         return False, await settled(store, shards)
     if result.succeeded:
-        return True, [Item(put.key, put.value, result.revision) for put in puts]
+        return True, [MirroredKey(put.key, put.value, result.revision) for put in puts]
     return False, [item for found in result.reads for item in found]
 
 
-async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | Item]:
+async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | MirroredKey]:
     """The records, as far as they are there, once a write of unknown outcome was made, or can be
     made no more. Raises what the store raises; the outcome is as unknown as before then."""
     try:
@@ -414,7 +414,7 @@ async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
         return result.reads[0]
 
 
-def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
+def _parsed(kind: type[M], entry: MirroredKey | KeyValue) -> M:
     try:
         return kind.FromString(entry.value)
     except DecodeError as error:
@@ -423,7 +423,9 @@ def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
         ) from error
 
 
-def _foreign(entry: Item | KeyValue, message: pb.JobHoldings | pb.ShardHolding) -> InternalError:
+def _foreign(
+    entry: MirroredKey | KeyValue, message: pb.JobHoldings | pb.ShardHolding
+) -> InternalError:
     return InternalError(
         f"the record of shard holders at {entry.key} does not match its key, or is of a "
         "later release",

@@ -9,7 +9,7 @@ from shoal_proto.errors import InternalError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 log = structlog.get_logger(__name__)
 
@@ -37,7 +37,7 @@ def parse(key: str, value: bytes) -> Server:
             is_leaving=record.has("leaving") and record.flag("leaving"),
             torch_version=record.text("torch", ""),
         )
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
             f"the record of parameter server {key.removeprefix(keys.SERVERS)} does not parse",
             seen=f"{value[:80]!r}, {error}",

@@ -31,7 +31,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.records import assignments
 from shoal_server.etcd.records import servers as registered
 
@@ -241,7 +241,7 @@ def _parse_head(job: str, value: bytes) -> tuple[str, int]:
         record = Fields.parsed(value)
         found = record.text("digest"), record.count("num_chunks", most=MAX_BYTES // CHUNK_BYTES)
         later = record.count("format") > FORMAT
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise _unreadable(job, f"{value[:80]!r}, {error}") from error
     if later:
         raise _unreadable(job, "one of a later release")

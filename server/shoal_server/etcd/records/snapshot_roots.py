@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shoal_proto.errors import InternalError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, Put
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 async def write(store: Keyspace, urls: Sequence[str]) -> None:
@@ -26,7 +26,7 @@ async def read(store: Keyspace) -> Sequence[str]:
         return ()
     try:
         return Fields.parsed(found.value).texts("urls")
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
             "the roots of snapshots in etcd do not parse",
             seen=f"{found.value[:80]!r}, {error}",

@@ -30,7 +30,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-class Connection:
+class EtcdConnection:
     """One endpoint's channel and stubs. It connects by itself, and again when it breaks."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:

@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.traces import tracing
 from shoal_server.etcd import keys
-from shoal_server.etcd.remote.channel import Connection
+from shoal_server.etcd.remote.channel import EtcdConnection
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
 from shoal_server.serving.tasks import SupervisedTasks
@@ -40,7 +40,7 @@ MAX_LOGINS = 3
 class Attempt:
     """Arguments of one attempt of a call."""
 
-    connection: Connection
+    connection: EtcdConnection
     metadata: Metadata
     timeout_s: float
 
@@ -50,7 +50,7 @@ class Connections:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        self._open: dict[str, Connection] = {}
+        self._open: dict[str, EtcdConnection] = {}
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
         self._stamps: list[tuple[int, int]] = []
@@ -62,7 +62,7 @@ class Connections:
         self._closed = False
 
     @property
-    def current(self) -> Connection:
+    def current(self) -> EtcdConnection:
         """The endpoint that calls go to now. Raises RefusedError after `close`."""
         if self._closed:
             raise _closed()
@@ -74,7 +74,7 @@ class Connections:
             self.replace(found)
             found = None
         if found is None:
-            found = self._open[address] = Connection(address, credentials)
+            found = self._open[address] = EtcdConnection(address, credentials)
         return found
 
     def move_on(self, failed: str) -> None:
@@ -82,7 +82,7 @@ class Connections:
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
-    def replace(self, connection: Connection) -> None:
+    def replace(self, connection: EtcdConnection) -> None:
         """Give a connection up: the next call to its endpoint makes a new one.
 
         For one that is open but carries nothing. What still runs on it gets a moment to end.
@@ -91,7 +91,7 @@ class Connections:
             del self._open[connection.address]
             self._closing.start(self._close_later(connection))
 
-    async def _close_later(self, connection: Connection) -> None:
+    async def _close_later(self, connection: EtcdConnection) -> None:
         try:
             await asyncio.sleep(self.config.attempt_timeout_s)
         finally:
@@ -105,7 +105,7 @@ class Connections:
             await connection.close()
 
     @contextmanager
-    def blaming(self, connection: Connection) -> Iterator[None]:
+    def blaming(self, connection: EtcdConnection) -> Iterator[None]:
         """Turns the end of a call that nobody has cancelled into an error.
 
         gRPC ends calls by CancelledError, as if the caller's own task were cancelled, where we
@@ -174,7 +174,7 @@ class Connections:
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
 
-    async def metadata(self, connection: Connection) -> Metadata:
+    async def metadata(self, connection: EtcdConnection) -> Metadata:
         """Metadata of each call; logs in if needed. Raises grpc.RpcError."""
         if not self.config.user:
             return REQUIRE_LEADER
@@ -197,7 +197,7 @@ class Connections:
         if self.token == token:
             self.token = None
 
-    async def _login(self, connection: Connection) -> str:
+    async def _login(self, connection: EtcdConnection) -> str:
         request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
         try:
             reply = await connection.auth.Authenticate(
@@ -248,7 +248,7 @@ class _Retry:
     def left_s(self) -> float:
         return max(self._deadline_s - self._clock(), 0.001)
 
-    async def after(self, connection: Connection, failure: Failure, token: str | None) -> None:
+    async def after(self, connection: EtcdConnection, failure: Failure, token: str | None) -> None:
         """Prepare the next attempt, or raise when there is to be none. `token`: the one used."""
         if failure.remedy is Remedy.NONE:
             raise failure.error

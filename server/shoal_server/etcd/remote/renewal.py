@@ -16,7 +16,7 @@ import structlog
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_proto.tls.channels import direct_channel
-from shoal_server.etcd.api import Confirmed, LeaseId
+from shoal_server.etcd.api import ConfirmedRenewal, LeaseId
 from shoal_server.etcd.remote.channel import CHANNEL_OPTIONS
 from shoal_server.etcd.remote.connection import Connections
 
@@ -34,7 +34,7 @@ class LeaseThread:
         self._connections = connections
         self._request = pb.LeaseKeepAliveRequest(ID=lease)
         self._ttl_s = ttl_s
-        self._confirmed: Confirmed | None = None
+        self._confirmed: ConfirmedRenewal | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
@@ -46,7 +46,7 @@ class LeaseThread:
         self._trusted_until_s = time.monotonic() + TRUSTED_TTLS * self._ttl_s
 
     @property
-    def confirmed(self) -> Confirmed | None:
+    def confirmed(self) -> ConfirmedRenewal | None:
         """See `api.Renewal`."""
         return self._confirmed
 
@@ -82,7 +82,7 @@ class LeaseThread:
             if ttl_s <= 0:
                 self._over.set()
                 return
-            self._confirmed = Confirmed(sent_s=sent_s, ttl_s=ttl_s)
+            self._confirmed = ConfirmedRenewal(sent_s=sent_s, ttl_s=ttl_s)
 
     def _renewed(self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]) -> float:
         timeout_s = self._connections.config.attempt_timeout_s

@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.segments.descriptors import receive_into
@@ -24,7 +24,7 @@ TakeFrame = Callable[[Frame], bool]
 """Handles a frame without waiting, if possible. Returns True if it did."""
 
 
-class HungUp(Exception):
+class PeerHungUp(Exception):
     """The other end has closed the connection, or it broke."""
 
 
@@ -32,7 +32,7 @@ class FrameConnection:
     """A connection that one task may read and any number may write. The socket does not block.
     Lives on the event loop."""
 
-    def __init__(self, connected: socket.socket, *, first: Kind | None = None) -> None:
+    def __init__(self, connected: socket.socket, *, first: FrameKind | None = None) -> None:
         """`first`: the kind that the first frame of the other end must have."""
         self.socket = connected
         self._bytes = bytes_of(connected)
@@ -64,9 +64,9 @@ class FrameConnection:
             try:
                 count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
         return frame
 
@@ -89,7 +89,7 @@ class FrameConnection:
         try:
             while (frame := self._reader.next()) is None:
                 descriptors += await self._receive_descriptors()
-            if frame.kind is not Kind.DESCRIPTOR or len(descriptors) != 1:
+            if frame.kind is not FrameKind.DESCRIPTOR or len(descriptors) != 1:
                 raise MalformedMessage(
                     "a segment was to come as a descriptor",
                     seen=f"{frame.kind.name} with {len(descriptors)} descriptors",
@@ -108,9 +108,9 @@ class FrameConnection:
                 await self._readiness(self._loop.add_reader, self._loop.remove_reader)
                 continue
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
             return descriptors
 
@@ -154,13 +154,13 @@ class FrameConnection:
         try:
             count = self.socket.recv_into(self._reader.space())
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
             frame = self._next_untaken()
         except BlockingIOError:
             return
         except OSError as error:
-            awaited.set_exception(HungUp(repr(error)))
+            awaited.set_exception(PeerHungUp(repr(error)))
         except Exception as error:  # noqa: BLE001 - whoever waits for a frame is to have it
             awaited.set_exception(error)
         else:
@@ -195,7 +195,7 @@ class FrameConnection:
                 for run in _runs([rest, *parts] if rest else parts):
                     await self._bytes.send_all(run)
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
         """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
@@ -203,7 +203,7 @@ class FrameConnection:
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
-            head = bulk.header(Kind.DESCRIPTOR)
+            head = bulk.header(FrameKind.DESCRIPTOR)
             try:
                 if rest:
                     await self._bytes.send_all(rest)
@@ -216,7 +216,7 @@ class FrameConnection:
                 if count < len(head):
                     await self._bytes.send_all(head[count:])
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
         """Send a frame whose body is part of a file that nobody changes any more; else like
@@ -228,7 +228,7 @@ class FrameConnection:
                 await self._bytes.send_all(b"".join((rest, head)))
                 await self._bytes.send_file(descriptor, start, num_bytes)
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
         """Send a frame without a turn of the event loop. False, with nothing sent, while another
@@ -283,7 +283,7 @@ class FrameConnection:
     async def _send_rest(self, *frames: bytes) -> None:
         try:
             await self.send(*frames)
-        except HungUp as hung_up:
+        except PeerHungUp as hung_up:
             log.debug("frame_not_flushed", reason=str(hung_up))
 
     @property

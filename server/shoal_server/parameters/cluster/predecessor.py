@@ -14,7 +14,7 @@ import structlog
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.records import ended_servers
 
 log = structlog.get_logger(__name__)
@@ -93,6 +93,6 @@ async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> No
 def _parsed(key: str, value: bytes) -> ProcessRecord | None:
     try:
         return ProcessRecord.parsed(value)
-    except Unreadable as error:
+    except UnreadableRecord as error:
         log.error("process_record_unreadable", key=key, reason=str(error))
         return None

@@ -18,7 +18,7 @@ from shoal_server.parameters.codecs.quantised import Int8Decoder, OneBitDecoder
 from shoal_server.parameters.codecs.sparse import SparseDecoder
 
 
-class Decoder(Protocol):
+class GradientDecoder(Protocol):
     """Decodes the gradient of one push to one shard. Used from any thread."""
 
     @property
@@ -34,7 +34,7 @@ class Decoder(Protocol):
         ...
 
 
-_DECODERS: Mapping[str, Callable[[GradientCodec, Sequence[int]], Decoder]] = {
+_DECODERS: Mapping[str, Callable[[GradientCodec, Sequence[int]], GradientDecoder]] = {
     "fp16": half_decoder,
     "bf16": half_decoder,
     "int8": Int8Decoder,
@@ -47,7 +47,7 @@ CODECS = tuple(_DECODERS)
 
 def new_decoder(
     codec: GradientCodec, sizes: Sequence[int], *, plain_bytes: int, shard_id: int
-) -> Decoder:
+) -> GradientDecoder:
     """Make the decoder for a gradient of blocks of these sizes, which has `plain_bytes`
     uncompressed.
 

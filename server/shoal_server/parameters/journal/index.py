@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal_server.parameters.journal.images import Kept
+from shoal_server.parameters.journal.images import StoredImage
 from shoal_server.parameters.journal.segment_format import JournalEntry
 
 Key = tuple[str, int]
@@ -40,13 +40,13 @@ class JournalIndex:
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
-        self._images: dict[Key, Kept] = {}
+        self._images: dict[Key, StoredImage] = {}
         self._ended: dict[Key, int] = {}
         self._only: Key | None = None
         """The only shard of this index; None: all shards."""
 
     @property
-    def images(self) -> Mapping[Key, Kept]:
+    def images(self) -> Mapping[Key, StoredImage]:
         """The newest images, by shard."""
         return self._images
 
@@ -63,7 +63,7 @@ class JournalIndex:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
-    def note(self, number: int, entry: JournalEntry) -> Kept | None:
+    def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
         """Add an entry of the newest segment. Returns the image that it made superfluous, if
         any."""
         version = 0 if entry.record is None else entry.record.push.version
@@ -76,7 +76,7 @@ class JournalIndex:
             return None
         return self._images.pop(entry.key)
 
-    def put(self, image: Kept) -> Kept | None:
+    def put(self, image: StoredImage) -> StoredImage | None:
         """Add an image. Returns the image that is superfluous now, which may be this one."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
@@ -111,5 +111,5 @@ class JournalIndex:
         return [key for key, place in oldest.last.items() if self.is_needed(key, place)]
 
 
-def _order(image: Kept) -> tuple[int, int]:
+def _order(image: StoredImage) -> tuple[int, int]:
     return image.epoch, image.version

@@ -39,9 +39,9 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure
-from shoal_server.parameters.journal.images import JournalImages, Kept
+from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import JournalSegment, Key
-from shoal_server.parameters.journal.replay import Recovered, read_index, replay
+from shoal_server.parameters.journal.replay import RecoveredShard, read_index, replay
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
@@ -120,7 +120,7 @@ class Journal:
             fix = "Make room there, or mend the disk, and start this server again."
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
-    def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
+    def recover(self, make: Callable[[Image], State]) -> Sequence[RecoveredShard[State]]:
         """Return every shard as it was when the last process ended. Call this before `append`.
         `make` makes the shard of an image. Raises JournalDamaged, naming the file.
         """
@@ -128,7 +128,7 @@ class Journal:
 
     def read(
         self, job: str, shard_id: int, make: Callable[[Image], State]
-    ) -> Recovered[State] | None:
+    ) -> RecoveredShard[State] | None:
         """Read one shard from disk, to which nothing is appended meanwhile; None: it is not there.
         Blocks. Raises JournalDamaged, naming the file."""
         with self._wake:
@@ -286,7 +286,7 @@ class Journal:
                 self._clear_failure()
         return True
 
-    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
+    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[StoredImage | None] | None:
         """Write a batch, with retries; return the images that it made superfluous. None: the
         journal was closed before the batch could be written."""
         while True:
@@ -301,7 +301,7 @@ class Journal:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
                     return None
 
-    def _write(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None]:
+    def _write(self, batch: Sequence[_Waiting]) -> Sequence[StoredImage | None]:
         assert self._file is not None
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
@@ -319,7 +319,7 @@ class Journal:
             self._pending_bytes -= sum(_num_bytes(entry) for _, entry, _ in batch)
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
-    def _tidy(self, superfluous: Sequence[Kept | None], next_number: int) -> None:
+    def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
         """Remove superfluous files, and begin a new segment if this one is full. If the disk
         refuses, this segment keeps growing, and superfluous files stay."""
         try:
@@ -352,7 +352,9 @@ class Journal:
             last.close()
         self._remove((), removable)
 
-    def _remove(self, images: Sequence[Kept | None], segments: Sequence[JournalSegment]) -> None:
+    def _remove(
+        self, images: Sequence[StoredImage | None], segments: Sequence[JournalSegment]
+    ) -> None:
         for segment in segments:
             (self._config.directory / segment.file).unlink(missing_ok=True)
         self._images.remove([kept for kept in images if kept is not None])

@@ -21,7 +21,7 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
@@ -272,7 +272,7 @@ class ShardJournal:
 
     async def read(
         self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
-    ) -> Recovered[AnyShard] | None:
+    ) -> RecoveredShard[AnyShard] | None:
         """Read a shard that is not led here from the journal; None if it is not there, or cannot be
         read."""
         loop = asyncio.get_running_loop()

@@ -8,12 +8,17 @@ import structlog
 
 from shoal_proto.errors import InternalError, Overloaded, ShoalError
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.effects import Adopt, BeginImage, DropImage, StoreChunk
+from shoal_server.core.replication.protocol.effects import (
+    AdoptImage,
+    BeginImage,
+    DropImage,
+    StoreChunk,
+)
 from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.giving_way import LARGE, giving_way
-from shoal_server.parameters.replication.wire.frames import Arrived
+from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
@@ -30,7 +35,7 @@ class _Incoming:
     key: Key
     image: int
     header: pb.CutHeader
-    chunks: "asyncio.Queue[Arrived]" = field(default_factory=asyncio.Queue)
+    chunks: "asyncio.Queue[ArrivedRequest]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
     """The shard, once all chunks have come."""
     is_adopted: bool = False
@@ -113,7 +118,7 @@ class IncomingImages:
             if coming.is_adopted:
                 claim.became(more_bytes)
 
-    def take(self, effect: Adopt) -> ShardReplica:
+    def take(self, effect: AdoptImage) -> ShardReplica:
         """Return the shard that a complete image has become, as a backup."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
@@ -122,6 +127,6 @@ class IncomingImages:
         return ShardReplica(effect.key[0], coming.state, ReplicaRole.BACKUP, effect.epoch)
 
 
-def _add(builder: ShardBuilder, arrived: Arrived) -> None:
+def _add(builder: ShardBuilder, arrived: ArrivedRequest) -> None:
     parts = arrived.parts
     builder.add(parts[0] if len(parts) == 1 else b"".join(parts))

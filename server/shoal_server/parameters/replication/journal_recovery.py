@@ -17,7 +17,7 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import ended_servers, shard_map
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.versioned import AnyShard
 
@@ -37,7 +37,7 @@ class JournalRecovery:
         self._replicas = replicas
         self._disowning = DiskDisowning(store, replicas, limits)
 
-    async def at_once(self, found: Sequence[Recovered[AnyShard]], within_s: float) -> None:
+    async def at_once(self, found: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
         """Lead the shards that this server's last process led and of which no backup in step is
         left. Such a backup would have more, and takes over by itself.
 

@@ -17,15 +17,15 @@ from shoal_server.core.replication.protocol.effects import (
     CutImage,
     OpenLink,
     ReleaseChunks,
-    Send,
+    SendRequest,
 )
 from shoal_server.core.replication.protocol.events import (
-    Held,
     ImageCut,
     ImageNotCut,
-    LinkBroke,
+    LinkBroken,
     LinkOpened,
-    Replied,
+    RecordDelivered,
+    ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.assignments import Holder
@@ -39,7 +39,7 @@ from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import RecordLog, ShardReplica
+from shoal_server.parameters.shard.replica import ShardReplica, UpdateLog
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -78,7 +78,7 @@ class OutgoingLinks:
             {
                 OpenLink: self._open,
                 CloseLink: self._close,
-                Send: self._send,
+                SendRequest: self._send,
                 CutImage: self._cut,
                 ReleaseChunks: self._release,
                 CloseImage: self._close_image,
@@ -105,7 +105,7 @@ class OutgoingLinks:
         if link is not None:
             self._tasks.start(link.close())
 
-    def _send(self, effect: Send) -> None:
+    def _send(self, effect: SendRequest) -> None:
         link = self._links.get((effect.peer, effect.link))
         if link is not None:
             link.send(effect.request)
@@ -157,7 +157,7 @@ class OutgoingLinks:
         log = self._log_of(request)
         return None if log is None else log.owned(request.version)
 
-    def _log_of(self, request: UpdateMessage) -> RecordLog | None:
+    def _log_of(self, request: UpdateMessage) -> UpdateLog | None:
         replica = self._catalog.find(*request.key)
         if replica is None or replica.epoch != request.epoch:
             return None
@@ -181,8 +181,8 @@ class OutgoingLinks:
             )
         return await giving_way(self._run, partial(kept.cut.chunk, request.index))
 
-    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None:
-        if isinstance(event, LinkBroke):
+    def tell(self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived) -> None:
+        if isinstance(event, LinkBroken):
             self._links.pop((event.peer, event.link), None)
         self._driver.tell(event)
 

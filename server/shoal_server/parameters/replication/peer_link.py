@@ -19,9 +19,14 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.events import Held, LinkBroke, LinkOpened, Replied
+from shoal_server.core.replication.protocol.events import (
+    LinkBroken,
+    LinkOpened,
+    RecordDelivered,
+    ReplyReceived,
+)
 from shoal_server.core.replication.protocol.messages import (
-    Continue,
+    CopyUpToDate,
     ImageChunk,
     ImageStart,
     Offer,
@@ -71,7 +76,7 @@ class LinkOwner(Protocol):
         """Return the data of a chunk. Raises InternalError if the image is closed."""
         ...
 
-    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None: ...
+    def tell(self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived) -> None: ...
 
 
 class PeerLink:
@@ -131,7 +136,7 @@ class PeerLink:
             return False
         if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
-            self._owner.tell(Held(self._to, self._number, key, epoch, version))
+            self._owner.tell(RecordDelivered(self._to, self._number, key, epoch, version))
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
@@ -151,14 +156,14 @@ class PeerLink:
             broke = await self._carried()
         except Exception:
             log.exception("replication_link_failed", to=self._to.server_id)
-            broke = LinkBroke(self._to, self._number, is_gone=False)
+            broke = LinkBroken(self._to, self._number, is_gone=False)
         self._owner.tell(broke)
 
-    async def _carried(self) -> LinkBroke:
+    async def _carried(self) -> LinkBroken:
         """Run the link, and return how it broke."""
         address = await self._owner.reach(self._to)
         if address is None:
-            return LinkBroke(self._to, self._number, is_gone=True)
+            return LinkBroken(self._to, self._number, is_gone=True)
         heard, reason = False, f"{address} ended the stream"
         try:
             async with open_stream(address) as opened:
@@ -177,7 +182,7 @@ class PeerLink:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
         gone = await _refuses(address)
-        return LinkBroke(self._to, self._number, is_gone=gone, was_heard=heard)
+        return LinkBroken(self._to, self._number, is_gone=gone, was_heard=heard)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(
@@ -206,7 +211,7 @@ class PeerLink:
             yield request
         elif isinstance(request, Offer):
             yield frames.of_offer(request)
-        elif isinstance(request, Continue):
+        elif isinstance(request, CopyUpToDate):
             yield frames.of_continue(request)
         elif isinstance(request, UpdateMessage):
             # Sending may have to wait. Meanwhile another follower may free the memory in which the
@@ -227,7 +232,7 @@ class PeerLink:
             self._replied(message)
 
     def _replied(self, message: pb.FollowReply) -> None:
-        self._owner.tell(Replied(self._to, self._number, replies.decode(message)))
+        self._owner.tell(ReplyReceived(self._to, self._number, replies.decode(message)))
 
     # --- images ---
 

@@ -12,17 +12,21 @@ from shoal_proto.errors import MalformedMessage, Overloaded, Unavailable
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
-from shoal_server.core.replication.protocol.effects import Answer
-from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft, Requested
+from shoal_server.core.replication.protocol.effects import SendReply
+from shoal_server.core.replication.protocol.events import (
+    IncomingLinkEnded,
+    IncomingLinkOpened,
+    RequestReceived,
+)
 from shoal_server.core.replication.protocol.messages import (
-    Received,
-    Refused,
+    BackupRefusalReason,
+    BackupRefused,
+    RecordsReceived,
     UpdateMessage,
-    Why,
 )
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.bulk.offers import Offers, Purpose
-from shoal_server.parameters.bulk.wire import HungUp
+from shoal_server.parameters.bulk.offers import BulkOffers, Purpose
+from shoal_server.parameters.bulk.wire import PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.core_driver import CoreDriver
@@ -30,7 +34,11 @@ from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
-from shoal_server.parameters.replication.wire.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.replication.wire.frames import (
+    ArrivedRequest,
+    Arriving,
+    RequestAssembler,
+)
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import cancel
@@ -51,7 +59,7 @@ TakeArriving = Callable[[Arriving], bool]
 """Handles a request without waiting, if possible. Returns True if it did."""
 
 
-class DirectWay(Protocol):
+class DirectStream(Protocol):
     """Operations of a link's stream that need no turn of the event loop."""
 
     @property
@@ -117,7 +125,7 @@ _BY_GRPC = _ByGrpc()
 class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
-    def __init__(self, way: DirectWay) -> None:
+    def __init__(self, way: DirectStream) -> None:
         self._send_now, self._send_soon = way.send_now, way.send_soon
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
@@ -144,7 +152,7 @@ class ReplicationServicer:
         received: ReceivedUpdates,
         links: IncomingLinks,
         timeouts: PeerTimeouts,
-        offers: Offers,
+        offers: BulkOffers,
     ) -> None:
         self._driver = driver
         self._received = received
@@ -153,7 +161,7 @@ class ReplicationServicer:
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
         self._warned_versions: set[str] = set()
-        driver.carry_out({Answer: self._answer})
+        driver.carry_out({SendReply: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         me = self._driver.core.me
@@ -168,7 +176,7 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self, requests: AsyncIterator[Arriving], way: DirectWay = _BY_GRPC
+        self, requests: AsyncIterator[Arriving], way: DirectStream = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Receive a primary's requests. Answers are yielded, or sent by `way` if it can. Pushes may
         come by `way` as well as in `requests`."""
@@ -188,7 +196,7 @@ class ReplicationServicer:
                 yield reply
 
     async def _link(
-        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectWay
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectStream
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
@@ -196,7 +204,7 @@ class ReplicationServicer:
         # The same server may have given up an earlier link: what came over that is read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(way)
-        self._driver.tell(CallerCame(*caller))
+        self._driver.tell(IncomingLinkOpened(*caller))
         if way.reads_to_end:
             answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
@@ -215,7 +223,7 @@ class ReplicationServicer:
     def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
         if self._callers.get(caller) is answers:
             del self._callers[caller]
-            self._driver.tell(CallerLeft(*caller, is_torn=is_torn))
+            self._driver.tell(IncomingLinkEnded(*caller, is_torn=is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -255,7 +263,7 @@ class ReplicationServicer:
         caller: Caller,
         answers: _Answers,
         requests: AsyncIterator[Arriving],
-        way: DirectWay,
+        way: DirectStream,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Yield the answers, and an empty one after each beat without any, so that the primary
         knows that this server is alive, however busy it is."""
@@ -306,7 +314,7 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        way: DirectWay,
+        way: DirectStream,
     ) -> None:
         with closing(self._received.assembly()) as assembly:
 
@@ -334,7 +342,7 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        assembly: Assembly,
+        assembly: RequestAssembler,
     ) -> None:
         while True:
             # The silence counts from here: while this server did not read, the primary could not
@@ -359,23 +367,25 @@ class ReplicationServicer:
                     await self._received.await_room()
                 self._tell(caller, arrived)
 
-    def _tell(self, caller: Caller, arrived: Arrived) -> None:
+    def _tell(self, caller: Caller, arrived: ArrivedRequest) -> None:
         request = arrived.request
         if isinstance(request, UpdateMessage):
             try:
                 self._received.check_memory(arrived)
             except Overloaded as error:
-                refusal = Refused(request.key, request.epoch, Why.FULL, str(error))
-                self._answer(Answer(*caller, refusal))
+                refusal = BackupRefused(
+                    request.key, request.epoch, BackupRefusalReason.FULL, str(error)
+                )
+                self._answer(SendReply(*caller, refusal))
                 return
-        self._driver.tell(Requested(*caller, request), arrived)
+        self._driver.tell(RequestReceived(*caller, request), arrived)
 
-    def _answer(self, effect: Answer) -> None:
+    def _answer(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
         if answers is None:
             return
         reply = effect.reply
-        if isinstance(reply, Refused):
+        if isinstance(reply, BackupRefused):
             log.warning(
                 "copy_refused",
                 job=reply.key[0],
@@ -384,7 +394,9 @@ class ReplicationServicer:
                 detail=reply.detail,
             )
         arrived = self._driver.arrived
-        may_wait = isinstance(reply, Received) and arrived is not None and arrived.answer_may_wait
+        may_wait = (
+            isinstance(reply, RecordsReceived) and arrived is not None and arrived.answer_may_wait
+        )
         answers.put(replies.encode(reply), may_wait=may_wait)
 
 
@@ -393,7 +405,7 @@ def _is_of_push(request: Arriving) -> bool:
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 
-def _may_wait(arrived: Arrived) -> bool:
+def _may_wait(arrived: ArrivedRequest) -> bool:
     """True if nobody waits for the answer, and the push is small, so that its memory is not
     missed."""
     return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
@@ -404,4 +416,4 @@ def _is_torn(reading: "asyncio.Task[None]") -> bool:
     if reading.cancelled():
         return True
     error = reading.exception()
-    return error is not None and not isinstance(error, HungUp)
+    return error is not None and not isinstance(error, PeerHungUp)

@@ -15,7 +15,7 @@ import structlog
 
 from shoal_proto.routes import Route
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.effects import Note, Probe
+from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -25,13 +25,13 @@ from shoal_server.core.shards.assignments import (
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.parameters.bulk.offers import Offers
+from shoal_server.parameters.bulk.offers import BulkOffers
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.comparing import Comparing
@@ -99,7 +99,7 @@ class ShardReplicas:
         self._tasks = SupervisedTasks()
         writer = RecordWriter(driver, self._record)
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
-        driver.carry_out({Probe: self._probe, Note: _note})
+        driver.carry_out({ProbePeer: self._probe, LogLine: _note})
         catalog.whereabouts = self
         self._empty = asyncio.Event()
 
@@ -116,7 +116,7 @@ class ShardReplicas:
             await part.close()
         await self.directory.__aexit__(*exc)
 
-    def servicer(self, offers: Offers) -> ReplicationServicer:
+    def servicer(self, offers: BulkOffers) -> ReplicationServicer:
         """Return the gRPC service on which other servers replicate to this one."""
         return ReplicationServicer(
             self._driver,
@@ -215,12 +215,12 @@ class ShardReplicas:
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
             if assignment is not None and replica.epoch < assignment.epoch:
-                self._driver.tell(ev.Forget((job, replica.shard_id)))
+                self._driver.tell(ev.ShardRetired((job, replica.shard_id)))
 
     def _changed(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
             assignment = self.assignment(job, shard_id)
-            self._driver.tell(ev.Assigned((job, shard_id), assignment, self._record.run(job)))
+            self._driver.tell(ev.ShardAssigned((job, shard_id), assignment, self._record.run(job)))
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _tell_if_older(job, assignment)
         self._trim_journal(job)
@@ -228,7 +228,7 @@ class ShardReplicas:
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
         for key in self._driver.core.known(job):
-            self._driver.tell(ev.Assigned(key, None))
+            self._driver.tell(ev.ShardAssigned(key, None))
         self._trim_journal(job)
 
     # --- shards that come and go ---
@@ -237,11 +237,11 @@ class ShardReplicas:
         """Lead a shard that has got its first values here, or has been loaded. It takes pushes once
         its backup has the values and the record says that the shard has content."""
         key = replica.job, replica.shard_id
-        self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
+        self._driver.tell(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
         """Lead a shard as `created` does, in place of any replica of it."""
-        self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
+        self._driver.tell(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
@@ -257,7 +257,7 @@ class ShardReplicas:
         """Drop all shards of a job, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
-            self._driver.tell(ev.Forget((job, replica.shard_id)))
+            self._driver.tell(ev.ShardRetired((job, replica.shard_id)))
         log.info("shards_dropped", job=job, num_shards=len(shards))
         return len(shards)
 
@@ -310,7 +310,7 @@ class ShardReplicas:
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
             return  # It was dropped while it was written.
-        self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
+        self._driver.tell(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
         self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
@@ -320,7 +320,7 @@ class ShardReplicas:
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
-    def found_in_journal(self, recovered: Mapping[Key, Recovered[AnyShard]]) -> None:
+    def found_in_journal(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
         """Take over the shards that the last process of this server left in its journal."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
@@ -336,9 +336,9 @@ class ShardReplicas:
                 _tell_foreign(key, found.run, self._record.run(key[0]))
                 # This is less than the disk had of this run: the shard waits until the right
                 # journal is back.
-                self._driver.tell(ev.JournalHas(key, 0, 0))
+                self._driver.tell(ev.JournalShardFound(key, 0, 0))
             else:
-                self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
+                self._driver.tell(ev.JournalShardFound(key, found.epoch, found.state.version))
         for job in {job for job, _ in recovered}:
             if job in known:
                 self._trim_journal(job)
@@ -369,7 +369,7 @@ class ShardReplicas:
     ) -> None:
         """Note the servers that etcd listed when it was asked at `asked_s`, by the clock of the
         event loop, and the processes that are known to have ended."""
-        self._driver.tell(ev.ServersSeen(present, asked_s, ended))
+        self._driver.tell(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
         """Drop the journal's shards for which the record names another disk, or none."""
@@ -385,7 +385,7 @@ class ShardReplicas:
 
     # --- primaries ---
 
-    def _probe(self, effect: Probe) -> None:
+    def _probe(self, effect: ProbePeer) -> None:
         self._tasks.start(self._ask(effect.peer))
 
     async def _ask(self, peer: Holder) -> None:
@@ -393,7 +393,7 @@ class ShardReplicas:
         is_there = address is not None and await answers(
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )
-        self._driver.tell(ev.Probed(peer, is_there))
+        self._driver.tell(ev.PeerProbed(peer, is_there))
 
 
 def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
@@ -420,7 +420,7 @@ def _tell_foreign(key: Key, seen: str, expected: str) -> None:
     )
 
 
-def _note(note: Note) -> None:
+def _note(note: LogLine) -> None:
     """Log a note of the core."""
     fields: dict[str, object] = {}
     if note.key is not None:

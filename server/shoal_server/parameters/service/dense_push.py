@@ -17,11 +17,11 @@ from shoal_proto.v1.parameters_pb2 import (
     PushReply,
     ShardVersion,
 )
-from shoal_server.parameters.codecs.codec import Decoder
+from shoal_server.parameters.codecs.codec import GradientDecoder
 from shoal_server.parameters.service.incoming_push import IncomingPush, check_sequence, guarded
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
-from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, is_dense
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, is_dense
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.step_scope import Scope
@@ -34,7 +34,7 @@ class DensePushPart:
     replica: ShardReplica
     shard: DenseShard
     assembler: ChunkAssembler
-    decoder: Decoder | None = None
+    decoder: GradientDecoder | None = None
     """Decodes the gradient; None: it is not compressed."""
     next_address: str = ""
     """Address of the server that the shard is being handed over to; empty: none."""
@@ -58,7 +58,7 @@ class DensePushPart:
 @dataclass(frozen=True, kw_only=True)
 class ShardAnswer:
     outcome: PushOutcome
-    values: Values | None = None
+    values: DenseValues | None = None
 
     @property
     def newest_version(self) -> int:

@@ -31,7 +31,7 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.bulk.offers import Offers, Purpose
+from shoal_server.parameters.bulk.offers import BulkOffers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.codecs.codec import CODECS
 from shoal_server.parameters.optimizers.checks import check_spec
@@ -53,7 +53,12 @@ from shoal_server.parameters.shard.chunk_assembler import (
     Reservation,
     shard_bytes,
 )
-from shoal_server.parameters.shard.dense import DenseShard, Values, bytes_to_make, new_dense_shard
+from shoal_server.parameters.shard.dense import (
+    DenseShard,
+    DenseValues,
+    bytes_to_make,
+    new_dense_shard,
+)
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
@@ -80,7 +85,7 @@ class ParametersServicer:
         run: Runner,
         budget: Budget,
         memory: Memory,
-        offers: Offers,
+        offers: BulkOffers,
         loop_lag: LoopLag,
     ) -> None:
         self._catalog = catalog
@@ -191,9 +196,9 @@ class ParametersServicer:
 
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
-    ) -> AsyncIterator[tuple[ShardReplica, Values]]:
+    ) -> AsyncIterator[tuple[ShardReplica, DenseValues]]:
         """Yield each shard's values in order; one shard is read while the one before it is sent."""
-        pending: deque[tuple[ShardReplica, Awaitable[Values]]] = deque()
+        pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense(replica)
             await reply_writer.await_room(replica.shard_id)
@@ -225,7 +230,7 @@ class ParametersServicer:
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = first.header, time.perf_counter()
-        with tracing.Ongoing("Parameters/Push", header.token) as whole:
+        with tracing.OngoingSpan("Parameters/Push", header.token) as whole:
             with whole.within():
                 session = await self._fence.check(header.token)
             kind = DensePushKind(

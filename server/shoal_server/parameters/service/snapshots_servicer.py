@@ -203,7 +203,7 @@ def _write(
     cut = frozen.cut
     path = part_file(request.number, request.cut_id, cut.shard_id)
     folder, _, name = path.rpartition("/")
-    file = image_file.Digested(image_file.pieces(cut))
+    file = image_file.DigestingReader(image_file.pieces(cut))
     library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
     # Not on the event loop: freeing much memory takes a while.
     cut.close()

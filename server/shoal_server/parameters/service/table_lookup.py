@@ -17,7 +17,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.workers import ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.shard import LookedUp, TableShard
+from shoal_server.parameters.tables.shard import LookupResult, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 """Bound on the rows that one message, or one item of a bulk call, asks for."""
@@ -25,10 +25,10 @@ MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 
 async def look_up(
     replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
-) -> LookedUp:
+) -> LookupResult:
     """Look up rows, in the order of `ids`. `num_bytes`: size of their values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
-    found: LookedUp = await replica.work(run, ROWS_COST * num_bytes, work)
+    found: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
     # A version that no backup has may still be lost: it must not be visible before.
     await replica.wait_safe(found.version)
     return found

@@ -25,7 +25,7 @@ from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
-from shoal_server.parameters.shard.versioned import PushResult
+from shoal_server.parameters.shard.versioned import ShardPushResult
 from shoal_server.parameters.shard.workers import INLINE_BYTES, ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES, gradient_row_bytes
 from shoal_server.parameters.tables.shard import TablePush, TableShard
@@ -206,7 +206,7 @@ class TablePushKind:
             step=part.shard.body.content.table_step,
         )
 
-    def _push(self, part: TablePushPart, at_unix_s: float) -> PushResult[None]:
+    def _push(self, part: TablePushPart, at_unix_s: float) -> ShardPushResult[None]:
         push = part.push(self._session, self._header.sequence, at_unix_s, self.scope)
         what = f"more rows in shard {part.shard_id} of job {part.replica.job}"
         return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))

@@ -33,7 +33,7 @@ LED_WITHIN_S = 1.0
 """Longest wait of a call that comes before this server knows that it leads a shard."""
 
 
-class Whereabouts(Protocol):
+class ShardLocations(Protocol):
     """The location of shards that this server does not lead."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
@@ -50,8 +50,8 @@ class Whereabouts(Protocol):
         ...
 
 
-class _Nowhere:
-    """The `Whereabouts` before there is a record: nothing is known."""
+class _UnknownLocations:
+    """The `ShardLocations` before there is a record: nothing is known."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
@@ -77,7 +77,7 @@ class Catalog:
         self._me = me
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
-        self.whereabouts: Whereabouts = _Nowhere()
+        self.whereabouts: ShardLocations = _UnknownLocations()
         """Set once by `ShardReplicas`, which is made after the catalog as it adds and removes
         shards."""
 

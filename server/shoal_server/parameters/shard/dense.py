@@ -17,7 +17,7 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.codecs.codec import Decoder, new_decoder
+from shoal_server.parameters.codecs.codec import GradientDecoder, new_decoder
 from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
 from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.optimizers.checks import check_spec
@@ -41,7 +41,7 @@ class DensePush(Push):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class DenseValues:
     """A shard's values as of one version."""
 
     version: int
@@ -94,7 +94,7 @@ class DenseBody:
             return data
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
-    def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> Decoder:
+    def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
         """Return the decoder of a compressed gradient of these blocks.
 
         Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
@@ -110,7 +110,7 @@ class DenseBody:
         plain_bytes = sum(sizes) * self._values.itemsize
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
-    def decode(self, decoder: Decoder, data: Buffer) -> memoryview:
+    def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
         """Decode a gradient to the bytes that it would have without a codec. Called from any
         thread.
 
@@ -137,14 +137,16 @@ class DenseBody:
     def fates(self, session: str, sequence: int) -> bytes:
         return b""
 
-    def values(self, version: int, known_version: int = 0, writer: CopyOut | None = None) -> Values:
+    def values(
+        self, version: int, known_version: int = 0, writer: CopyOut | None = None
+    ) -> DenseValues:
         """Return the values, as ShardData if no writer is given; none if the version is still
         `known_version`."""
         if known_version == version:
-            return Values(version=version, num_bytes=0, messages=())
+            return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
         messages = writer(self._shard_id, self._bytes)
-        return Values(version=version, num_bytes=self.num_bytes, messages=messages)
+        return DenseValues(version=version, num_bytes=self.num_bytes, messages=messages)
 
     def spec_message(self, spec: Shard) -> DenseSpec:
         return DenseSpec(shard=spec, optimizer=self.optimizer_spec)

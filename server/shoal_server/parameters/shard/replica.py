@@ -83,7 +83,7 @@ class NotLed:
         """Do nothing: pushes admitted earlier are refused by their epoch."""
 
 
-class RecordLog(Protocol):
+class UpdateLog(Protocol):
     """The applied pushes that may still have to be sent to a backup."""
 
     num_bytes: int
@@ -120,7 +120,7 @@ class ShardReplica:
         self.epoch = epoch
         self.leading: ShardLeadership = NotLed()
         """Set when this server first leads the shard."""
-        self.log: RecordLog | None = None
+        self.log: UpdateLog | None = None
         """The applied pushes that may still have to be sent to a backup; None: not led here."""
         self.check_disk: Callable[[], None] = _always
         """Raises Overloaded while the journal is too far behind to take more."""

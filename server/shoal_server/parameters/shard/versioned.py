@@ -55,7 +55,7 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushResult(Generic[T]):
+class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
@@ -225,7 +225,7 @@ class VersionedShard(Generic[BodyT]):
         *,
         on_applied: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
-    ) -> PushResult[T]:
+    ) -> ShardPushResult[T]:
         """Apply gradients once. Then `on_applied` is called, after the listener; then `read` reads
         the body at the version that it gets.
 
@@ -242,7 +242,7 @@ class VersionedShard(Generic[BodyT]):
                     self._refused += 1
                     raise
             on_applied()
-            return PushResult(
+            return ShardPushResult(
                 version=outcome.version,
                 staleness=outcome.staleness,
                 fates=fates,

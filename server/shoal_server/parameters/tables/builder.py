@@ -32,7 +32,7 @@ from shoal_server.parameters.cuts.tensor_bytes import from_message
 from shoal_server.parameters.shard.chunk_assembler import shard_bytes
 from shoal_server.parameters.shard.dense import VALUES, DenseBody
 from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
-from shoal_server.parameters.tables.answers import Answers
+from shoal_server.parameters.tables.answers import RememberedFates
 from shoal_server.parameters.tables.content import TableContent
 from shoal_server.parameters.tables.index import MAX_ROWS
 from shoal_server.parameters.tables.shard import TableBody
@@ -190,7 +190,7 @@ class _TableContent:
     def __init__(self, header: CutHeader) -> None:
         self._spec = TableShardSpec.FromString(header.spec)
         self._content = TableContent(self._spec.table)
-        self._answers = Answers()
+        self._answers = RememberedFates()
         num_rows = header.tensors[0].shape[0]
         if num_rows > MAX_ROWS:
             raise ValueError(f"{num_rows} rows")

@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import URI_START, Caller, Role, caller_among
+from shoal_proto.tls.names import URI_START, Caller, CertificateRole, caller_among
 from shoal_proto.v1.membership_pb2 import DrainRequest
 from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
@@ -64,9 +64,9 @@ def check_role(caller: Caller, method: str) -> None:
 def check_request(caller: Caller, message: Message) -> None:
     """Raise AccessDenied for a request about another job or series than the one that the caller is
     bound to, for what a worker may ask only for itself, and for what no reader may send."""
-    if isinstance(message, DrainRequest) and caller.role is Role.WORKER:
+    if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
-    if caller.role is Role.READER:
+    if caller.role is CertificateRole.READER:
         _check_reads(caller, message)
     if not caller.job:
         return

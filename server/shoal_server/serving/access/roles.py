@@ -6,13 +6,13 @@ two, and another makes each call in each role.
 
 from collections.abc import Mapping
 
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
-OPERATOR, VIEWER, WORKER = Role.OPERATOR, Role.VIEWER, Role.WORKER
-SERVER, COORDINATOR = Role.SERVER, Role.COORDINATOR
-READER = Role.READER
+OPERATOR, VIEWER, WORKER = CertificateRole.OPERATOR, CertificateRole.VIEWER, CertificateRole.WORKER
+SERVER, COORDINATOR = CertificateRole.SERVER, CertificateRole.COORDINATOR
+READER = CertificateRole.READER
 
-Roles = frozenset[Role]
+Roles = frozenset[CertificateRole]
 
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
@@ -22,7 +22,7 @@ _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
 """A worker bound to a job reads that job's series, a reader bound to a series that one."""
 _COMMAND: Roles = frozenset({OPERATOR})
 _LISTING: Roles = frozenset({OPERATOR, VIEWER})
-_ANY: Roles = frozenset(Role)
+_ANY: Roles = frozenset(CertificateRole)
 
 _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
     "shoal.v1.Membership": {
@@ -109,7 +109,7 @@ READS_OUTPUT: Roles = _LISTING
 
 def as_markdown() -> str:
     """The table as the docs have it: a line for each call, a column for each role."""
-    roles = tuple(Role)
+    roles = tuple(CertificateRole)
     lines = [
         "| call | " + " | ".join(role.value for role in roles) + " |",
         "|---|" + "---|" * len(roles),

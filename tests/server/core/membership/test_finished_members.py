@@ -4,7 +4,7 @@ import pytest
 from support.members.job_world import World, digest_of
 
 from shoal_server.core.generations.roster import JobSpec
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
@@ -217,7 +217,7 @@ def test_a_new_leader_waits_for_no_member_that_had_finished() -> None:
     w.run(2.0)
     w.complete("a")
     w.run(3.0)
-    saved = Saved(
+    saved = SavedJob(
         last_generation=w.job.last_generation,
         record=w.written[1][-1],
         before=None,

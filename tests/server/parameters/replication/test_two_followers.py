@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.parameters.bulk.places import NUM_PLACES
+from shoal_server.parameters.bulk.arena_slots import NUM_PLACES
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.communicators import connect_neighbours
 from shoal.backends.abortable.p2p import AbortableP2P
-from shoal.backends.shared_memory.words import Words, bits_of, number_of
+from shoal.backends.shared_memory.messages import SharedMessages, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pass_gradients import PassGradients
@@ -19,7 +19,7 @@ from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.pass_buffers import PassBuffers
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
-from shoal.layouts.pipeline.shared_messages import SharedRoom, StageLanes, room_bytes
+from shoal.layouts.pipeline.shared_messages import SharedLanes, StageLanes, room_bytes
 from shoal.layouts.pipeline.stages import Stage
 from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
@@ -67,8 +67,8 @@ class PipelineLayout(Layout):
         self.stage.pass_buffers = PassBuffers(self.stage.model, self._tell)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
-        self._words = Words(self._near.group, 1)
-        self._room: SharedRoom | None = None
+        self._words = SharedMessages(self._near.group, 1)
+        self._room: SharedLanes | None = None
         self._num_passes = 0
         self._parameters = self.stage.parameters
         self._has_passed = False
@@ -155,7 +155,7 @@ class PipelineLayout(Layout):
         self._words.share(num_bytes)
         memory = self._words.memory
         if memory is not None and num_bytes:
-            self._room = SharedRoom(memory, self._words.beside)
+            self._room = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
         """Collective: what each rank sends forward in a pass."""

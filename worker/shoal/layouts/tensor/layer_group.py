@@ -23,7 +23,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.layouts.layer_exchanges import LayerExchanges, Site
+from shoal.layouts.layer_exchanges import ExchangeSite, LayerExchanges
 from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
@@ -84,7 +84,7 @@ class TensorGroup:
         return memory.num_met if memory is not None else 0
 
     def comes_for(self, deed: int) -> None:
-        """Set the exchange that the next collective is for: a number of `Site`."""
+        """Set the exchange that the next collective is for: a number of `ExchangeSite`."""
         self._deed = deed
 
     def all_reduce(self, value: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class LayerGroup:
     """The ranks that compute one layer together."""
 
     ranks: TensorGroup
-    site: Site
+    site: ExchangeSite
 
     def all_reduce(self, value: Tensor, *, backward: bool = False) -> Tensor:
         """See `TensorGroup`; so are the others. `backward`: of gradients."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
-from shoal.layouts.tensor.plan import Role, SequenceEntry
+from shoal.layouts.tensor.plan import SequenceEntry, SequenceRole
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
@@ -198,9 +198,9 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
     found = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
-        if entry.role == Role.NORM:
+        if entry.role == SequenceRole.NORM:
             found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
-        elif entry.role == Role.ROW and parameter_table(module).get("bias") is not None:
+        elif entry.role == SequenceRole.ROW and parameter_table(module).get("bias") is not None:
             found.add(f"{entry.module}.bias")
     return frozenset(found)
 
@@ -278,11 +278,11 @@ def _made(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
     return apply
 
 
-_ROLES: Mapping[Role, Callable[[Any, SequenceEntry, Positions], None]] = {
-    Role.BLOCK: _block,
-    Role.NORM: lambda module, entry, positions: None,
-    Role.DROPOUT: _made(SequenceDropout),
-    Role.COLUMN: _made(SequenceColumnLinear),
-    Role.ROW: _made(SequenceRowLinear),
-    Role.AROUND: _around,
+_ROLES: Mapping[SequenceRole, Callable[[Any, SequenceEntry, Positions], None]] = {
+    SequenceRole.BLOCK: _block,
+    SequenceRole.NORM: lambda module, entry, positions: None,
+    SequenceRole.DROPOUT: _made(SequenceDropout),
+    SequenceRole.COLUMN: _made(SequenceColumnLinear),
+    SequenceRole.ROW: _made(SequenceRowLinear),
+    SequenceRole.AROUND: _around,
 }

@@ -74,7 +74,7 @@ class HangWatchConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerPlace:
+class TrainerThread:
     """The trainer's stage and thread."""
 
     stage: TrainerStage = TrainerStage.AWAY
@@ -94,7 +94,7 @@ class HangWatch:
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
-        self._place = TrainerPlace()
+        self._place = TrainerThread()
         """Replaced as a whole, so that the watch's thread reads consistent fields."""
         self._inside = 0
         self._loads = False
@@ -122,7 +122,7 @@ class HangWatch:
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         """Set the stage of the calling trainer. No group while one is being connected."""
-        self._place = TrainerPlace(
+        self._place = TrainerThread(
             stage=stage,
             generation=generation,
             group=group,
@@ -205,7 +205,7 @@ class HangWatch:
             limit = f"{self._config.leaderless_s:g} s"
             self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
-    def _waits_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
+    def _waits_since_s(self, place: TrainerThread, now_s: float) -> float | None:
         """The time since which the trainer has waited for others; None: it does not wait."""
         if place.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
@@ -237,7 +237,7 @@ class HangWatch:
         }
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
-    def _blocked_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
+    def _blocked_since_s(self, place: TrainerThread, now_s: float) -> float | None:
         """The time since which the trainer has stood still in code that waits for other ranks.
 
         Finds the waits that are no wait of ours: torch's own collectives, memory that ranks share,

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch.distributed as dist
 
 from shoal.backends.abortable.gather import gather, let_all_hear
-from shoal.backends.shared_memory.words import Words
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
     Values,
@@ -136,7 +136,7 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._words = Words(group, NUM_WORDS)
+        self._words = SharedMessages(group, NUM_WORDS)
         self._vote = StepVote()
         """The newest vote."""
         self._digested: tuple[tuple[object, ...], int] = ((), 0)

@@ -16,7 +16,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
 from shoal.checkpoint.interface import CheckpointStore
 from shoal.checkpoint.samples import TrainedSamples
-from shoal.data.order import Order, Position
+from shoal.data.order import Order, SamplePosition
 from shoal.membership.generation import Context, Generation
 from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.state.registered.comparison import UNTRAINED, compare
@@ -28,7 +28,7 @@ from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
-from shoal.strategies.synchronous.script_places import ScriptPlaces
+from shoal.strategies.synchronous.script_points import ScriptPoints
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
@@ -65,7 +65,7 @@ class SynchronousStrategy(Strategy):
         self._reduces = True
         """True if the passes of the step are reduced as they are made."""
         self._watch: HangWatch | None = None
-        self._places: ScriptPlaces | None = None
+        self._places: ScriptPoints | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
 
@@ -197,11 +197,11 @@ class SynchronousStrategy(Strategy):
             raise GenerationBroken("there is no running generation")
         return self._process_group
 
-    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPlaces | None:
+    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPoints | None:
         if self._watch is None or not self._stores.is_shared or len(members) == 1:
             return None
         store = self._stores.open(generation.token, STORE_S)
-        return ScriptPlaces(
+        return ScriptPoints(
             *(store, generation.number, generation.rank, members),
             exchanges=self.position.exchanges,
             limit_s=self.context.limits.collective_s,
@@ -290,7 +290,7 @@ class SynchronousStrategy(Strategy):
         self._checkpoints.trains_on(trained)
 
     @property
-    def origin(self) -> Position:
+    def origin(self) -> SamplePosition:
         """The position from which on batches have their present size."""
         return self._checkpoints.samples.origin
 

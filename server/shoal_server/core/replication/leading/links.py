@@ -8,7 +8,7 @@ from math import inf
 
 from shoal_server.core.replication.leading.outgoing_images import OutgoingImages
 from shoal_server.core.replication.protocol.effects import Effect, OpenLink
-from shoal_server.core.replication.protocol.events import LinkBroke
+from shoal_server.core.replication.protocol.events import LinkBroken
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
@@ -88,7 +88,7 @@ class ReplicationLinks:
     def came_up(self, peer: Holder) -> None:
         self._links[peer].phase = LinkPhase.OPEN
 
-    def broke(self, event: LinkBroke, now_s: float) -> bool:
+    def broke(self, event: LinkBroken, now_s: float) -> bool:
         """Note a break; returns True if the peer is given up, else the link is opened again."""
         link, limits = self._links[event.peer], self._limits
         if event.was_heard or link.give_up_s == inf:

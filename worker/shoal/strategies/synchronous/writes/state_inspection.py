@@ -22,8 +22,8 @@ class StateInspection:
     """
 
     def __init__(self) -> None:
-        self._state = _Seen()
-        self._settings = _Seen()
+        self._state = _InspectedObjects()
+        self._settings = _InspectedObjects()
         self.refusal: ShoalError | None = None
         """The error with which the state after the last step is to be refused."""
 
@@ -68,7 +68,7 @@ class StateInspection:
             raise ShoalError.from_dict(found)
 
 
-class _Seen:
+class _InspectedObjects:
     """Objects that were inspected."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ _NUM_SETS = 2
 """Two sets: a rank may write the next words while another still reads these."""
 
 
-class Words:
+class SharedMessages:
     """Words of one rank. All ranks call the same methods in order. For one thread, but for
     `cut`."""
 

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asker:
+class CallerProof:
     """Proofs that a caller has given."""
 
     is_known: bool = False
@@ -15,8 +15,8 @@ class Asker:
     job_secret: str = field(default="", repr=False)
 
 
-def asker(caller: Caller | None, job_secret: str, *, is_itself: bool = False) -> Asker:
+def asker(caller: Caller | None, job_secret: str, *, is_itself: bool = False) -> CallerProof:
     """Asker of a gRPC call. `caller`: None without TLS. `is_itself`: the caller gave the member's
     incarnation."""
-    is_operator = caller is not None and caller.role is Role.OPERATOR
-    return Asker(is_known=is_operator or is_itself, job_secret=job_secret)
+    is_operator = caller is not None and caller.role is CertificateRole.OPERATOR
+    return CallerProof(is_known=is_operator or is_itself, job_secret=job_secret)

@@ -13,7 +13,7 @@ AT_MOST_S = 20.0
 """Maximum time after the first move until moves are reported."""
 
 
-class MovesTold:
+class MoveLog:
     """Lives on the event loop of the coordinator that leads."""
 
     def __init__(self, tell: Callable[[str, str], object]) -> None:
