@@ -44,6 +44,7 @@ NOT_RUN = "not run: "
 TARGETS = NOT_RUN + "make runs itself in CI, target by target"
 NO_CODE = NOT_RUN + "shows output or a picture, nothing to type"
 CLUSTER = NOT_RUN + "needs a Kubernetes cluster and a registry; tests/deploy checks the manifests"
+BENCH = "tests/bench/test_harness.py::test_a_replay_measures_each_system"
 WAYS = NOT_RUN + "a line that the strategy's own tests in tests/worker run"
 
 TABLE = {
@@ -146,6 +147,7 @@ TABLE = {
         "docs/run.md",
         "shoal run",
     ): "tests/worker/launcher/test_launch_workers.py::test_a_module_is_run_with_m",
+    ("docs/report.md", ".venv/bin/python bench/"): BENCH,
     ("docs/run.md", "from shoal_proto.errors import JobFinished"): (
         "tests/client/membership/test_session_ending.py"
         "::test_who_comes_behind_one_of_its_scripts_jobs_has_failed"
