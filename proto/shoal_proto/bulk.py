@@ -18,7 +18,7 @@ KEY_BYTES = 32
 BEAT_S = 0.5
 """A server in a call is silent for no longer than that."""
 SILENCE_S = 3.0
-"""A server that is silent for so long is taken for gone."""
+"""A server that is silent for so long counts as gone."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
 """Of memory shared by a client and a server."""
 

@@ -26,7 +26,7 @@ class MemberSecrets:
     job: str = field(default="", repr=False)
     """Secret with which its job was begun, or is to begin; empty: none."""
     launch_digest: str = field(default="", repr=False)
-    """Of the secret by which its launcher reports on it; empty: whoever names it may."""
+    """Digest of the secret with which a launcher reports on the member; empty: none is needed."""
 
 
 def drawn() -> str:

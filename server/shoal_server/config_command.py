@@ -16,7 +16,7 @@ _CHOSEN = {
     "heartbeat_s": "How often a member says that it lives. You choose it: --heartbeat-s.",
     "join_s": "The longest wait of a newcomer for a generation before it gets an error that says"
     " why. You choose it: --join-s.",
-    "collective_s": "The longest wait in one collective before it is taken for hung, and for a"
+    "collective_s": "The longest wait in one collective before it counts as hung, and for a"
     " trainer to stop after a break. You may choose it: --collective-s.",
     "wait_for_members_s": "How long a job that has trained waits for members while fewer than its"
     " minimum are there. You may choose it: --wait-for-members-s.",

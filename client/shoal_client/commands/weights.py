@@ -1,4 +1,4 @@
-"""`shoal weights`: series of published weights, their versions, and who serves them."""
+"""`shoal weights`: series of published weights, with versions, holders and readers."""
 
 import time
 from collections.abc import Callable

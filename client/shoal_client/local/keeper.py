@@ -114,7 +114,7 @@ class Keeper:
             seen, code = self._its_end()
 
     def _its_end(self) -> tuple[str, int | None]:
-        """Wait for it; how it was, and its exit code."""
+        """Wait for the end of the part: returns its last state, and its exit code."""
         code = self._process.wait()
         assert code is not None
         return how_it_ended(code), code

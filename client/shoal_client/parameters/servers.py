@@ -154,7 +154,7 @@ class ShardServers(Generic[Stub]):
 
     def _check_process(self) -> None:
         """The sockets, the shared memory and the numbers of pushes are another process's: what is
-        answered to one would be taken for the other's, and locks are held for ever that its
+        answered to one would be mistaken for the other's, and locks are held for ever that its
         threads had."""
         if os.getpid() != self._process:
             raise InvalidSpec(

@@ -92,7 +92,7 @@ class ParameterServerConfig:
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0
-    """A server from which etcd has not heard for this long is taken for gone: no shards are placed
+    """A server from which etcd has not heard for this long counts as gone: no shards are placed
     on it."""
 
     def __post_init__(self) -> None:

@@ -63,7 +63,7 @@ class World:
 
         DTensor keeps what it has derived of a mesh by the mesh's ranks and names, and with it this
         process' place in that mesh: a mesh of as many ranks in which this process has another place
-        would be taken for the old one (seen in torch 2.13: rows of another rank).
+        would be mistaken for the old one (seen in torch 2.13: rows of another rank).
         """
         return f"{name}{self.generation}"
 

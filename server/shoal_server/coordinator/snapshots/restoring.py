@@ -2,7 +2,7 @@
 
 The assignment records are written anew, of another run and with higher epochs, in place of those
 that are there: in one transaction, so that whatever becomes of this coordinator there are records,
-and shards that somebody has or that are lost by name. Every server lets go of what it has of the
+and shards that somebody has or that are lost by name. Every server discards what it has of the
 job then, and loads what it is to lead; copies are made of it as ever. The sample ledger becomes
 that of the cut. Of servers that leave or end before they have loaded, others take the part
 (`loading`). If one that is there cannot load, all that the job had before is lost, and is told to

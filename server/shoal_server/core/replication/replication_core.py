@@ -199,7 +199,9 @@ class ReplicationCore:
 
     def _tell_of_drop(self, key: Key, old: ShardAssignment | None) -> Effects:
         if old is not None and self._copies.find(key) is not None:
-            refusal = BackupRefused(key, old.epoch, BackupRefusalReason.NO_COPY, "it was let go of")
+            refusal = BackupRefused(
+                key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
+            )
             for link in self._watch.links(old.primary):
                 yield SendReply(old.primary, link, refusal)
 
@@ -495,7 +497,7 @@ class ReplicationCore:
             yield from self._tend(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if this server may have been taken for dead."""
+        """Refuse all waiting callers if other servers may have given this one up."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

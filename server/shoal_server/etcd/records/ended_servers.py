@@ -7,7 +7,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""Time after which an ended server is taken for dead anyway."""
+"""Time after which an ended server counts as dead anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:

@@ -17,7 +17,7 @@ Roles = frozenset[CertificateRole]
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
-"""`shoal run` reports on its workers with the certificate of who runs it, or with theirs."""
+"""`shoal run` reports on its workers with a certificate of its user, or with theirs."""
 _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
 """A worker bound to a job reads that job's series, a reader bound to a series that one."""
 _COMMAND: Roles = frozenset({OPERATOR})

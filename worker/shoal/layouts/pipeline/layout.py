@@ -222,7 +222,7 @@ class PipelineLayout(Layout):
 
     def release(self) -> None:
         # Modules, schedules and this layout refer to one another in circles: what holds the group
-        # lets go of it, or that would live on until Python looks for those.
+        # drops it, or that would live on until Python looks for those.
         self._forget_runners()
         self._words.close()
         self._room = None

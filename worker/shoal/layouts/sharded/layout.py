@@ -374,7 +374,7 @@ class ShardedLayout(Layout):
             found = sorted(names[id(part.sharded_param)] for part in changed)
             raise InvalidSpec(
                 f"a forward pass has written to weights, in step {self.step} or before it",
-                seen=f"writes to {', '.join(found[:5])}, of which a pass has only a temporary copy",
+                seen=f"writes to {', '.join(found[:5])}, where a pass has only a temporary copy",
                 expected="writes between passes, when a member has its own part of the weights",
                 fix="Move or clip weights outside of forward(); or use"
                 " strategy 'ddp' or 'zero1', whose members have the whole weights.",

@@ -491,7 +491,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _write_checkpoint(self) -> None:
         binding, is_first = self._binding, self.group.rank() == 0
-        assert binding is not None, "behind a step"
+        assert binding is not None, "after a step"
 
         def writes(name: str) -> bool:
             return is_first if name.startswith(REGISTERED) else binding.writes(name)
