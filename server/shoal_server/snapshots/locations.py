@@ -32,7 +32,8 @@ class Location:
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Raises InvalidSpec for anything but one plain place in storage of a known kind."""
+        """Parse a URL. Raises InvalidSpec unless it names one location in storage of a known kind.
+        """
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL
@@ -48,7 +49,7 @@ class Location:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Location":
-        """A directory of this process' own choosing."""
+        """Location of a directory that this process chose itself."""
         return cls(LOCAL, os.path.realpath(directory))
 
     @property
@@ -76,9 +77,10 @@ class AllowedRoots:
             Location.parse(url)
 
     def locate(self, url: str) -> Location:
-        """Raises InvalidSpec for what is no place for snapshots, AccessDenied outside the roots."""
+        """The location that a caller names. Raises InvalidSpec if snapshots cannot be there,
+        AccessDenied outside the roots."""
         location = Location.parse(url)
-        # Parsed anew each time: links on the way to a root may have been changed.
+        # Parsed again each time: symbolic links in a root's path may have changed.
         if any(Location.parse(root).holds(location) for root in self.urls):
             return location
         raise AccessDenied(

@@ -14,7 +14,7 @@ _SNAPSHOTS = Group("snapshots")
 
 
 def _absolute(kind: Any, tokens: Sequence[Any]) -> str | list[str]:
-    """A relative path means one in the directory that the command was started in."""
+    """Resolve relative paths against the directory in which the command was started."""
     urls = [
         str(Path(each.value).resolve()) if each.value and "://" not in each.value else each.value
         for each in tokens
