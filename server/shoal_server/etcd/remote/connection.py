@@ -70,7 +70,7 @@ class Connections:
         address = self.config.endpoints[self._index]
         credentials = self.load_credentials()
         found = self._open.get(address)
-        if found is not None and found.credentials is not credentials and not found.stands:
+        if found is not None and found.credentials is not credentials and not found.is_connected:
             # It would present the former certificate for as long as it exists.
             self.replace(found)
             found = None
