@@ -26,7 +26,7 @@ class LowRankDecoder:
             raise ShapeMismatch(
                 "a compressed gradient has another number of blocks",
                 seen=f"rows of {len(codec.low_rank)} blocks",
-                expected=f"{len(sizes)}, with no rows for a block that is as it is",
+                expected=f"{len(sizes)}, with no rows for a block that is not compressed",
             )
         for part, size in zip(codec.low_rank, sizes, strict=True):
             _check(part, codec.columns, size)

@@ -1,4 +1,4 @@
-"""Comparison of backups with the shards that this server leads, piece by piece, all the time."""
+"""Comparison of backups with their primaries on this server, piece by piece, all the time."""
 
 import asyncio
 from collections.abc import Iterator
@@ -20,8 +20,8 @@ COMPARE_EACH_S = 0.25
 
 
 class Comparing:
-    """Has followers compare pieces. Digests are taken between two pushes. Lives on the event
-    loop."""
+    """Sends digests of pieces to the backups, which compare them. A digest is computed between two
+    pushes. Lives on the event loop."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog

@@ -11,7 +11,7 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 TIMED_WITHIN_S = 0.002
-"""Most delay of a timer that an event has just set: the timer is set once for many events."""
+"""Delay before the timer is set after an event: it is set once for many events."""
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """The handler of each kind of effect. It returns at once; the result of longer work is an event."""

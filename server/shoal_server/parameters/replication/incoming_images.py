@@ -1,4 +1,4 @@
-"""Incoming images: shards that are built from their chunks as these come in."""
+"""Incoming images: shards that are built from their chunks as these arrive."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -119,10 +119,10 @@ class IncomingImages:
                 claim.became(more_bytes)
 
     def take(self, effect: AdoptImage) -> ShardReplica:
-        """Return the shard that a complete image has become, as a backup."""
+        """Return the shard made from a complete image, as a backup."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
-            raise InternalError("an image is adopted that is not complete", seen=str(effect))
+            raise InternalError("an incomplete image is to be adopted", seen=str(effect))
         coming.is_adopted = True
         return ShardReplica(effect.key[0], coming.state, ReplicaRole.BACKUP, effect.epoch)
 

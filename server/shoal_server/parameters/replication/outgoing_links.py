@@ -144,7 +144,7 @@ class OutgoingLinks:
                 found.append(self._links[peer, link.number])
         return found
 
-    # --- what a link asks ---
+    # --- called by links: see `LinkOwner` ---
 
     async def reach(self, holder: Holder) -> str | None:
         return await self._directory.reach(holder)
@@ -201,7 +201,7 @@ class OutgoingLinks:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
         except Exception as error:
-            # This includes a lack of memory: other images to the same server wait for this one.
+            # Even a lack of memory is reported: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._cuts.pop(effect.image, None)

@@ -1,7 +1,7 @@
 """One link from this server to a server with backups of its shards, from its opening to its end.
 
-It consists of two streams: one for pushes, and one for images, opened with the first image. A shard
-may have gigabytes, and no push waits until they are sent.
+A link consists of two streams: one for pushes, and one for images, opened with the first image. So
+no push waits for an image, which may have gigabytes.
 """
 
 import asyncio
@@ -44,11 +44,11 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""Time within which a machine refuses a connection, if it is up and nobody listens."""
+"""Time within which a machine refuses a connection, if it is up and no process listens."""
 
 
 class LinkOwner(Protocol):
-    """The owner of links, which has the shards and hears of events."""
+    """The owner of a link: it has the shards, and receives the link's events."""
 
     async def reach(self, holder: Holder) -> str | None:
         """Return the address of that process; None if it is dead."""
@@ -56,7 +56,8 @@ class LinkOwner(Protocol):
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
         """Return the push, valid for this turn of the event loop: afterwards its memory may be used
-        for another push. None if the shard is no longer led here, or nobody needs the push."""
+        for another push. None if this server is no longer the primary, or no backup needs the push
+        any more."""
         ...
 
     def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
@@ -64,8 +65,8 @@ class LinkOwner(Protocol):
         ...
 
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        """Note that the data of this push lie in `data` too. Returns the function to call before
-        that memory is used for anything else."""
+        """Note that `data` has a copy of this push's data. Returns the function to call before that
+        memory is used for anything else."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -142,18 +143,18 @@ class PeerLink:
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the push that may be sent next to memory that is shared with the other
+        """Copy the data of the push that may be sent next, to memory that is shared with the other
         end. None if that cannot be done. The data stay there until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
-        """Send a digest, after what was sent before."""
+        """Send a digest, after all earlier requests."""
         self._pushes.append(digest)
         self._wake.set()
 
     async def _run(self) -> None:
-        """Run until the link breaks. The core is told whatever the reason: it opens another link,
-        and pushes do not wait forever."""
+        """Run until the link breaks, and report that to the core, whatever the reason: it opens
+        another link, and no push waits forever."""
         try:
             broke = await self._carried()
         except Exception:

@@ -81,18 +81,18 @@ class ReceivedUpdates:
 
     @property
     def has_room(self) -> bool:
-        """True if so little waits to be applied that more may be received."""
+        """True if the updates that wait to be applied are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> RequestAssembler:
-        """Return the assembly for one stream, to be closed with the stream."""
+        """Return a new assembler for one stream, to be closed with the stream."""
         return RequestAssembler(self._memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
         not fit. What was acknowledged stays here until the assignment allows dropping it."""
         if arrived.why_dropped:
-            raise Overloaded("an update found no memory", seen=arrived.why_dropped)
+            raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")

@@ -1,4 +1,4 @@
-"""Writes the changes of assignments that the core wants; those decided together in one write."""
+"""Writer of the core's changes of assignments; changes decided together are written together."""
 
 import asyncio
 from collections import defaultdict
@@ -22,7 +22,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a write that was refused for good."""
+"""Pause after a write that was refused."""
 
 
 class RecordWriter:
@@ -41,7 +41,7 @@ class RecordWriter:
     def _write(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
-            # Those that were decided on together are written together.
+            # Changes decided in this turn of the event loop are written together.
             asyncio.get_running_loop().call_soon(self._start, job)
         self._wanted[job].add(shard_id)
 

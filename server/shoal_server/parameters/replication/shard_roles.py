@@ -1,4 +1,4 @@
-"""Changes of a replica's role: who may push to it, where pushes are sent, and what is kept."""
+"""Changes of a replica's role: whether it takes pushes, where they are sent, and what is kept."""
 
 import asyncio
 import threading
@@ -97,7 +97,7 @@ class ShardRoles:
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
-        """Shards in the journal that are not led from it yet."""
+        """Shards read from the journal that may still be loaded."""
         driver.carry_out(
             {
                 LeadShard: self._lead,
@@ -131,7 +131,7 @@ class ShardRoles:
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
         """Decide where a push's data are kept; see `Keep`. On the event loop, the push is passed on
-        right after it is applied, and no follower can come in between; in a thread one can."""
+        right after it is applied, and no backup can join in between; in a thread one can."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if not self._is_needed(replica):
@@ -169,7 +169,7 @@ class ShardRoles:
             if record.is_lent and replica.log is not None:
                 replica.log.give_back(version, record.data)
 
-    # --- leading ---
+    # --- primaries ---
 
     def _lead(self, effect: LeadShard) -> None:
         replica = self._found(effect.key)
@@ -239,7 +239,7 @@ class ShardRoles:
     async def _made_of_journal(self, effect: LoadJournal) -> None:
         found = self.recovered.pop(effect.key, None)
         if found is None and self.shard_journal is not None:
-            # This process has led it and dropped it since it was started.
+            # This process was the shard's primary, and has dropped it since.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
             self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
@@ -275,7 +275,7 @@ class ShardRoles:
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """End the leading of a shard, after passing on the pushes that were applied."""
+        """End what a primary does for its shard, after passing on the applied pushes."""
         self._tell_all()
         replica.state.subscribe(None)
         replica.log = None

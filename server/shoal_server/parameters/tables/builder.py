@@ -1,4 +1,4 @@
-"""Builds a shard from the chunks of a cut, as they come.
+"""Builds a shard from the chunks of a cut, as they arrive.
 
     builder = ShardBuilder(header)
     while not builder.is_whole:
@@ -70,7 +70,7 @@ def bytes_to_build(header: CutHeader) -> int:
 
 class ShardBuilder:
     """Builds a shard, in one thread at a time and not on the event loop. Memory is allocated as
-    chunks come in."""
+    chunks arrive."""
 
     def __init__(self, header: CutHeader) -> None:
         """Raises MalformedMessage if the header describes no shard, or a layout that this release
