@@ -51,9 +51,7 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
             else:
                 data = connected.recv(HEADER_BYTES)
             if not data:
-                raise MalformedMessage(
-                    "the server refused a bulk connection", seen="it hung up"
-                )
+                raise MalformedMessage("the server refused a bulk connection", seen="it hung up")
             reader.space()[: len(data)] = data
             reader.received(len(data))
         if frame.kind is not FrameKind.HELLO or frame.at > MAX_ARENA_BYTES:

@@ -22,7 +22,7 @@ class Route:
     address: str
 
 
-def told(routes: Iterable[Route]) -> dict[str, str]:
+def as_details(routes: Iterable[Route]) -> dict[str, str]:
     """Return the routes as details of an error."""
     return {f"{_PREFIX}{r.shard_id}": f"{r.epoch} {r.server_id} {r.address}" for r in routes}
 

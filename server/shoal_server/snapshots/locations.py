@@ -32,7 +32,7 @@ class Location:
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Parse a URL. Raises InvalidSpec unless it names one location in storage of a known kind."""
+        """Parse a URL. Raises InvalidSpec unless it names one location in known storage."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL

@@ -192,5 +192,5 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """Storage at the URL that a caller names. Raises AccessDenied outside the roots, InvalidSpec."""
+    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec."""
     return Storage(roots.locate(url), url=url)

@@ -23,7 +23,7 @@ ANSWER_S = 5.0
 
 
 class Stores:
-    """The registered servers, which are followed during the block of `mirror`, and calls to them."""
+    """The registered servers, followed during the block of `mirror`, and calls to them."""
 
     def __init__(
         self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]

@@ -104,7 +104,7 @@ class ShardJournal:
         replica.check_disk = self._journal.check_room
         self._tasks.start(self._begin(led))
 
-    def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
+    def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
         """Append the record of an applied push. Call this for each push, in order."""
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica or led.why_not is not None:
@@ -285,7 +285,7 @@ class ShardJournal:
             log.error("journal_not_read", job=job, shard_id=shard_id, reason=str(error))
             return None
 
-    def let_go(self, job: str, but: Collection[int]) -> None:
+    def release_job(self, job: str, but: Collection[int]) -> None:
         """Forget the job's shards of which this server is not the primary, except those in
         `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:

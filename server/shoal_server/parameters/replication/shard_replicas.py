@@ -245,7 +245,7 @@ class ShardReplicas:
 
     def replace(self, replica: ShardReplica) -> None:
         """Do as `created` does, after dropping any other replica of the shard here."""
-        self._driver.tell(ev.ShardRetired((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
@@ -339,7 +339,7 @@ class ShardReplicas:
             if key in foreign:
                 _tell_foreign(key, found.run, self._record.run(key[0]))
                 # The right journal has more of this run: the shard waits until it is back.
-                self._driver.tell(ev.JournalShardFound(key, 0, 0))
+                self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
                 self._driver.submit_event(
                     ev.JournalShardFound(key, found.epoch, found.state.version)

@@ -29,7 +29,7 @@ class ShardLeadership(Protocol):
     """Acknowledgement and replication of a shard of which this server is the primary. Lives on the
     event loop."""
 
-    def tell_applied(self) -> None:
+    def report_applied(self) -> None:
         """Pass applied pushes on to backups at once. In another thread than the event loop's, do
         nothing: they are passed on soon."""
         ...
