@@ -306,7 +306,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not self._passes.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
-        self._tell_parts()
+        self._exchange_parts()
         first = self._agreement is not None and self._agreement.is_first_step
         if layout.meets_in_forward(is_first_step=first):
             self._announce()
