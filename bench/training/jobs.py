@@ -143,13 +143,20 @@ def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> 
         yield Steps(directory)
 
 
-def torchrun_node(directory: Path, port: int, number: int, script: str) -> Command:
+def torchrun_node(
+    directory: Path,
+    port: int,
+    number: int,
+    script: str,
+    *,
+    num_nodes: int = NUM_WORKERS,
+) -> Command:
     is_host = "true" if number == 0 else "false"
     return Command(
         name=f"node-{number}",
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{NUM_WORKERS}", "--nproc-per-node=1"),
+            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{num_nodes}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
             *(f"--rdzv-conf=last_call_timeout=1,is_host={is_host}", "--max-restarts=1000"),
             *(str(HERE / script), str(directory)),
