@@ -16,15 +16,16 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from recovery import Stuck
 from rows import Row, publish
+from torch import Tensor
 from training.exactness import one_process
 from training.jobs import NUM_WORKERS, START_S, ShoalJob, logs_in
-from training.steps import Step
+from training.steps import Step, Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
@@ -107,7 +108,7 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: i
             done = run.strike()
             print(f"{strategy}: {number + 1}: {done} by step {newest(job).step}", flush=True)
         run.await_whole()
-        num_steps, difference = end(job, directory)
+        num_steps, difference = end(job.steps, directory)
     return [
         Row(metric=f"elastic_exactness_{strategy}", value=difference, unit="", runs=1),
         Row(metric=f"elastic_steps_{strategy}", value=num_steps, unit="steps", runs=1),
@@ -115,10 +116,17 @@ def measure(cluster: LocalCluster, directory: Path, strategy: str, num_faults: i
     ]
 
 
-def end(job: ShoalJob, directory: Path) -> tuple[int, float]:
+def end(steps: Steps, directory: Path) -> tuple[int, float]:
     """Let all workers stop: the steps behind the result, and the largest difference of its weights
     from those of one process."""
-    reached = max(own[-1].step for own in job.steps.by_pid.values())
+    num_steps, weights = result(steps, directory)
+    return num_steps, difference(weights, one_process(num_steps))
+
+
+def result(steps: Steps, directory: Path) -> tuple[int, dict[str, Tensor]]:
+    """Let all workers stop a while after the last step: the steps behind the result, and its
+    weights."""
+    reached = max(own[-1].step for own in steps.by_pid.values())
     (directory / "later").write_text(str(reached + MARGIN_STEPS))
     (directory / "later").rename(directory / "stop")
     give_up_s = time.monotonic() + END_S
@@ -126,10 +134,13 @@ def end(job: ShoalJob, directory: Path) -> tuple[int, float]:
         if time.monotonic() > give_up_s:
             raise Stuck(f"no result within {END_S:g} s:\n{logs_in(directory)}")
         time.sleep(0.1)
-    result = torch.load(directory / "weights.pt", weights_only=True)
-    expected, own = one_process(result["step"]), result["weights"]
-    difference = max(float((own[name] - expected[name]).abs().max()) for name in expected)
-    return result["step"], difference
+    found = torch.load(directory / "weights.pt", weights_only=True)
+    return found["step"], found["weights"]
+
+
+def difference(own: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """The largest absolute difference over all weights."""
+    return max(float((own[name] - expected[name]).abs().max()) for name in expected)
 
 
 def newest(job: ShoalJob) -> Step:

@@ -2,6 +2,8 @@
 
     make report
 
+And the tables and figures of docs/report.md from docs/benchmarks/results.
+
 What the page has of others, with the day on which they were measured, stays. The section `gpu` is
 that of docs/benchmarks/results/gpu.json, which `make gpu-test` writes on a machine with a GPU.
 """
@@ -14,20 +16,20 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
-from rows import RESULTS
+import peer_report
+from charts import Bar, bars
+from rows import RESULTS, told
 
 DOCS = Path(__file__).parents[1] / "docs"
 ON_GPU = DOCS / "benchmarks" / "results" / "gpu.json"
-WIDTH, BAR, LABEL, FIGURE = 720, 18, 250, 110
-SHOAL, PEER = "#00796b", "#9e9e9e"
 
 Rows = Sequence[Mapping[str, Any]]
 
 
 def main() -> None:
-    """Write the page, and a plot for each benchmark that has figures of others beside Shoal's."""
+    """Write the pages, and a plot for each benchmark that has figures of others beside Shoal's."""
+    write_peer_report()
     found = {path.stem: path for path in sorted(RESULTS.glob("*.json"))}
     if not found and not ON_GPU.exists():
         raise SystemExit(f"no results in {RESULTS}; run one first: make bench NAME=recovery")
@@ -47,6 +49,23 @@ def main() -> None:
     print(
         f"written to {page}: {', '.join(sorted({*found, *(['gpu'] if ON_GPU.exists() else [])}))}"
     )
+
+
+def write_peer_report() -> None:
+    """Write the blocks of docs/report.md, and its figures."""
+    page = DOCS / peer_report.PAGE
+    if not page.exists():
+        return
+    results = results_of_record()
+    page.write_text(peer_report.page_with(page.read_text(), results))
+    for name, figure in peer_report.figures(results).items():
+        (DOCS / "benchmarks" / f"{name}.svg").write_text(figure)
+
+
+def results_of_record() -> dict[str, Rows]:
+    """The committed results of the benches that docs/report.md shows, by name."""
+    paths = ((name, ON_GPU.parent / f"{name}.json") for name in peer_report.BLOCKS)
+    return {name: json.loads(path.read_text()) for name, path in paths if path.exists()}
 
 
 def sections_of(page: str) -> dict[str, str]:
@@ -122,35 +141,17 @@ def gpu_section(ran: Mapping[str, Any]) -> str:
     return "\n".join([*parts, ""])
 
 
-def told(value: object) -> str:
-    """A figure in few digits; of several, each."""
-    if isinstance(value, list):
-        return " / ".join(map(told, value))
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
 def plot(rows: Rows) -> str:
-    """Two bars for each figure, each pair to its own scale, as units differ."""
-    height = len(rows) * (2 * BAR + 16) + 10
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"'
-        ' font-family="sans-serif" font-size="12" fill="#808080">'
-    ]
-    room = WIDTH - LABEL - FIGURE
-    for index, row in enumerate(rows):
-        top = 10 + index * (2 * BAR + 16)
-        most = max(row["value"], row["peer_value"]) or 1.0
-        parts.append(f'<text x="0" y="{top + BAR + 4}">{escape(row["metric"])}</text>')
-        bars = (("Shoal", row["value"], SHOAL), (row["peer"], row["peer_value"], PEER))
-        for place, (who, value, colour) in enumerate(bars):
-            y, length = top + place * BAR, max(1.0, room * value / most)
-            parts.append(
-                f'<rect x="{LABEL}" y="{y}" width="{length:.1f}"'
-                f' height="{BAR - 4}" fill="{colour}"/>'
-            )
-            told = escape(f"{who}: {value:.3g} {row['unit']}")
-            parts.append(f'<text x="{LABEL + length + 6:.1f}" y="{y + BAR - 7}">{told}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    """Two bars for each figure."""
+    return bars(
+        {
+            row["metric"]: [
+                Bar(label=name, value=row[key], unit=row["unit"], is_own=key == "value")
+                for name, key in (("Shoal", "value"), (row["peer"], "peer_value"))
+            ]
+            for row in rows
+        }
+    )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,22 @@
-"""Output of a benchmark: a list of rows, in bench/results/NAME.json, and a table of them."""
+"""Output of a benchmark: a list of rows in bench/results/NAME.json, or of entries of record."""
 
 import json
-from collections.abc import Sequence
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 RESULTS = Path(__file__).parent / "results"
+OF_RECORD = Path(__file__).parents[1] / "docs" / "benchmarks" / "results"
+"""Results that are committed, and that docs/report.md shows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,5 +67,49 @@ def publish(name: str, rows: Sequence[Row]) -> Path:
             cells += [row.peer or "", "" if row.peer_value is None else f"{row.peer_value:.4g}"]
         table.add_row(*cells)
     Console().print(table)
+    print(f"written to {path}")
+    return path
+
+
+def print_entries(title: str, entries: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print a table of the entries that a comparison measured."""
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
+    for entry in entries:
+        table.add_row(*(told(entry.get(column)) for column in columns))
+    Console(width=max(80, 18 * len(columns))).print(table)
+
+
+def told(value: object) -> str:
+    """A value in few digits; of several, each."""
+    if isinstance(value, list | tuple):
+        return " / ".join(map(told, value))
+    return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
+
+
+def command_line() -> str:
+    """The command by which this script was started, from the root of the repository."""
+    return " ".join([f"bench/{Path(sys.argv[0]).name}", *sys.argv[1:]])
+
+
+def record(name: str, entries: Sequence[Mapping[str, Any]], *, keys: Sequence[str]) -> Path:
+    """Write docs/benchmarks/results/NAME.json, for docs/report.md.
+
+    Entries that agree with an older one in all keys replace it; the others stay, so that several
+    runs make one table. Each entry says when, on what and by which command it was measured.
+    """
+    path = OF_RECORD / f"{name}.json"
+    stamp = {
+        "day": time.strftime("%Y-%m-%d", time.gmtime()),
+        "machine": f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores",
+        "command": command_line(),
+    }
+    older = json.loads(path.read_text()) if path.exists() else []
+    merged = {tuple(each.get(key) for key in keys): each for each in older}
+    for entry in entries:
+        merged[tuple(entry.get(key) for key in keys)] = {**entry, **stamp}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(list(merged.values()), indent=1) + "\n")
     print(f"written to {path}")
     return path

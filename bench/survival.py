@@ -35,7 +35,7 @@ from xml.sax.saxutils import escape
 
 import torch
 from torchrun import free_port
-from training.jobs import START_S, ShoalJob, logs_in, torchrun_node
+from training.jobs import START_S, ShoalJob, logs_in, torchrun_agent
 from training.steps import Step, Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -91,7 +91,15 @@ def torchrun_job(directory: Path) -> Iterator[Job]:
     with Supervisor(grace_s=2.0) as supervisor:
 
         def start(number: int) -> int:
-            node = torchrun_node(place, port, number, "on_torchrun.py", num_nodes=NUM_WORKERS)
+            is_host = "true" if number == 0 else "false"
+            node = torchrun_agent(
+                place,
+                name=f"node-{number}",
+                port=port,
+                max_nodes=NUM_WORKERS,
+                conf=f"last_call_timeout=1,is_host={is_host}",
+                script=("on_torchrun.py", str(place)),
+            )
             return supervisor.spawn(node).pid
 
         steps = Steps(place)

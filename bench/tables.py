@@ -1,7 +1,8 @@
 """Tables of rows by id, in bench/results/tables.json.
 
     make bench NAME=tables
-    .venv/bin/python bench/tables.py workers    # `worker_rows` only
+    .venv/bin/python bench/tables.py workers             # `worker_rows` only
+    .venv/bin/python bench/tables.py workers --record    # and docs/benchmarks/results/rows.json
 
 `index_lookup_{rows}` and `index_insert_{rows}` are ids that the index of one shard finds or takes
 in a second on one core, of so many that it holds, in batches of 65,536 in random order.
@@ -11,10 +12,12 @@ made from nothing. `table_bytes_per_row` is the memory that a row takes with SGD
 values. `worker_rows` are rows that one worker looks up and pushes in a second, in steps of 16,384
 distinct ids of 10 million, with a parameter server on this machine: by shared memory, and by a
 socket (`_tcp`) and gRPC (`_grpc`), which take turns with it and with `raw-socket`: the same bytes
-over TCP, which nobody looks at. `worker_wide_rows` are the same with rows of 256 floats, of 20,000
-ids that nearly all have their row.
+over TCP, which nobody looks at; and with a table behind torch's RPC and, where `ray` is installed,
+behind an actor of Ray (`exchange/row_peers.py`). `worker_wide_rows` are the same with rows of 256
+floats, of 20,000 ids that nearly all have their row.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import socket
@@ -31,7 +34,8 @@ from statistics import median
 
 import numpy as np
 import torch
-from rows import Row, publish
+from exchange.row_peers import PEERS, Step
+from rows import Row, publish, record
 
 from shoal.embedding.exchange import TableExchange
 from shoal.embedding.options import RowNormal, RowSGD
@@ -261,7 +265,11 @@ def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> 
             f"{metric}{suffix}": Worker(cluster, transport, stack, dim, id_range).step
             for suffix, transport in (("", "auto"), ("_tcp", "tcp"), ("_grpc", "grpc"))
         }
+        own = list(steps)
         steps[RAW] = raw_step(stack, dim)
+        for peer, start in PEERS.items():
+            if peer != "ray-actor" or importlib.util.find_spec("ray"):
+                steps[peer] = partial(_with_ids, start(stack, id_range, dim), id_range)
         for step in steps.values():
             for _ in range(WARM_UP):
                 step()
@@ -271,18 +279,24 @@ def worker_rows(cluster: LocalCluster, metric: str, dim: int, id_range: int) -> 
                 started_s = time.perf_counter()
                 step()
                 times_s[name].append(time.perf_counter() - started_s)
+    rates = {name: STEP_IDS / median(times) / 1e6 for name, times in times_s.items()}
     return [
         Row(
             metric=name,
-            value=STEP_IDS / median(times) / 1e6,
+            value=rates[name],
             unit="million/s",
             runs=NUM_STEPS,
-            peer=RAW,
-            peer_value=STEP_IDS / median(times_s[RAW]) / 1e6,
+            peer=peer,
+            peer_value=rates[peer],
         )
-        for name, times in times_s.items()
-        if name != RAW
+        for name in own
+        for peer in rates
+        if peer not in own
     ]
+
+
+def _with_ids(step: Step, id_range: int) -> None:
+    step(torch.from_numpy(random.choice(id_range, STEP_IDS, replace=False)))
 
 
 def main() -> None:
@@ -297,6 +311,9 @@ def main() -> None:
             rows += worker_rows(cluster, "worker_rows", DIM, ID_RANGE)
             rows += worker_rows(cluster, "worker_wide_rows", WIDE_DIM, KNOWN_IDS)
     publish("tables", rows)
+    if "--record" in sys.argv:
+        compared = [row.as_json() for row in rows if row.peer]
+        record("rows", compared, keys=("metric", "peer"))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import httpx
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 NUM_WORKERS = 4
 START_S = 120.0
@@ -71,19 +71,20 @@ class ShoalJob:
         """Start another `shoal run` on this host."""
         number = len(list(self._directory.glob("launcher-*.log")))
         return self._supervisor.spawn(
-            Command(
+            shoal_launcher(
+                self._cluster.coordinator,
+                self._directory,
                 name=f"launcher-{number}",
-                arguments=(
-                    *(sys.executable, "-m", "shoal_client", "run"),
-                    *("-n", str(num_workers), "--job", self.name),
-                    *("--coordinator", self._cluster.coordinator),
-                    *("--desired", str(self._num_workers), "--max", str(self._max_members)),
-                    *("--min", str(self._min_members)),
-                    *("--max-restarts", str(max_restarts)),
-                    *(str(HERE / self._script), str(self._directory), *self._script_arguments),
-                ),
-                environment=environment(**self._variables),
-                log_path=self._directory / f"launcher-{number}.log",
+                job=self.name,
+                options={
+                    "-n": num_workers,
+                    "--desired": self._num_workers,
+                    "--max": self._max_members,
+                    "--min": self._min_members,
+                    "--max-restarts": max_restarts,
+                },
+                script=(self._script, str(self._directory), *self._script_arguments),
+                variables=self._variables,
             )
         )
 
@@ -97,21 +98,49 @@ class ShoalJob:
         return logs_in(self._directory)
 
 
+def shoal_launcher(
+    coordinator: str,
+    directory: Path,
+    *,
+    name: str,
+    job: str,
+    options: Mapping[str, object],
+    script: Sequence[str],
+    variables: Mapping[str, str] = MappingProxyType({}),
+) -> ChildCommand:
+    """A `shoal run`; `script`: its name in this folder, and its arguments."""
+    return ChildCommand(
+        name=name,
+        arguments=(
+            *(sys.executable, "-m", "shoal_client", "run"),
+            *("--job", job, "--coordinator", coordinator),
+            *(str(part) for option in options.items() for part in option),
+            *(str(HERE / script[0]), *script[1:]),
+        ),
+        environment=environment(**variables),
+        log_path=directory / f"{name}.log",
+    )
+
+
+def python_script(
+    python: str, directory: Path, name: str, script: str, *arguments: str
+) -> ChildCommand:
+    """A script of this folder, by that interpreter."""
+    return ChildCommand(
+        name=name,
+        arguments=(python, str(HERE / script), *arguments),
+        environment=environment(),
+        log_path=directory / f"{name}.log",
+    )
+
+
 @contextmanager
 def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
     """Four replica groups of one worker each, and a lighthouse."""
     directory.mkdir()
-    script = str(HERE / "on_torchft.py")
 
     def start(name: str, *arguments: str) -> Process:
-        return supervisor.spawn(
-            Command(
-                name=name,
-                arguments=(python, script, *arguments),
-                environment=environment(),
-                log_path=directory / f"{name}.log",
-            )
-        )
+        return supervisor.spawn(python_script(python, directory, name, "on_torchft.py", *arguments))
 
     def worker(number: int) -> Process:
         return start(f"worker-{number}", "worker", str(directory), str(number))
@@ -143,27 +172,34 @@ def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> 
         yield Steps(directory)
 
 
-def torchrun_node(
-    directory: Path,
-    port: int,
-    number: int,
-    script: str,
-    *,
-    num_nodes: int = NUM_WORKERS,
-) -> Command:
+def torchrun_node(directory: Path, port: int, number: int, script: str) -> ChildCommand:
     is_host = "true" if number == 0 else "false"
-    return Command(
+    return torchrun_agent(
+        directory,
         name=f"node-{number}",
+        port=port,
+        max_nodes=NUM_WORKERS,
+        conf=f"last_call_timeout=1,is_host={is_host}",
+        script=(script, str(directory)),
+    )
+
+
+def torchrun_agent(
+    directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
+) -> ChildCommand:
+    """A node of one worker; `conf`: options of the rendezvous, whose store is at `port`."""
+    return ChildCommand(
+        name=name,
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),
-            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{num_nodes}", "--nproc-per-node=1"),
+            *(f"--rdzv-id={directory.name}", f"--nnodes=1:{max_nodes}", "--nproc-per-node=1"),
             *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"),
-            *(f"--rdzv-conf=last_call_timeout=1,is_host={is_host}", "--max-restarts=1000"),
-            *(str(HERE / script), str(directory)),
+            *(f"--rdzv-conf={conf}", "--max-restarts=1000"),
+            *(str(HERE / script[0]), *script[1:]),
         ),
         # A store of its own for every restart: without it workers read stale addresses.
         environment=environment(TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1"),
-        log_path=directory / f"node-{number}.log",
+        log_path=directory / f"{name}.log",
     )
 
 

@@ -1,4 +1,4 @@
-"""A worker whose result is compared: on_exactness.py DIRECTORY STRATEGY.
+"""A worker whose result is compared: on_exactness.py DIRECTORY STRATEGY [PAUSE_S].
 
 Trains until the file `stop` names a step, and leaves the whole model in `weights.pt`.
 """
@@ -7,8 +7,16 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-from exactness import GLOBAL_BATCH, loss_of, new_model, new_optimizer, new_schedule, samples
+from exactness import (
+    GLOBAL_BATCH,
+    leave_weights,
+    loss_of,
+    new_model,
+    new_optimizer,
+    new_schedule,
+    samples,
+    stops_at,
+)
 from workload import StepLog
 
 import shoal
@@ -21,7 +29,8 @@ PAUSE_S = 0.01
 
 def main() -> None:
     directory = Path(sys.argv[1])
-    log, stop = StepLog(directory), directory / "stop"
+    pause_s = float(sys.argv[3]) if len(sys.argv) > 3 else PAUSE_S
+    log = StepLog(directory)
     model = new_model()
     optimizer = new_optimizer(model)
     schedule = new_schedule(optimizer)
@@ -31,20 +40,19 @@ def main() -> None:
         session.distribute(model, optimizer, strategy)
         batches = session.batches(samples(), global_batch_size=GLOBAL_BATCH, epochs=1_000_000)
         for batch in batches:
-            if stop.exists() and batch.step == int(stop.read_text()):
+            if stops_at(directory) == batch.step:
                 break
             with session.step() as step:
                 session.forward_backward(batch, loss_of)
                 schedule.step()
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
             if step.committed:
                 log.committed(
                     formation=session.generation, world_size=session.world_size, step=batch.step
                 )
         weights = session.state_dict()
         if session.rank == 0:
-            torch.save({"step": session.step_number, "weights": dict(weights)}, directory / "draft")
-            (directory / "draft").rename(directory / "weights.pt")
+            leave_weights(directory, session.step_number, dict(weights))
 
 
 if __name__ == "__main__":

@@ -44,6 +44,17 @@ class Steps:
                 step = Step(**json.loads(line))
                 self.by_pid.setdefault(step.pid, []).append(step)
 
+    def drop(self, pid: int) -> None:
+        """Forget a process that has ended, and its file."""
+        self.by_pid.pop(pid, None)
+        path = self._directory / f"steps-{pid}"
+        self._offsets.pop(path, None)
+        path.unlink(missing_ok=True)
+
+    def newest(self) -> Step | None:
+        """The last step that any worker committed."""
+        return max((own[-1] for own in self.by_pid.values()), key=_at, default=None)
+
     def await_true(self, holds: Callable[[], bool], within_s: float) -> bool:
         """Read until it holds, or the time is up."""
         deadline_s = time.monotonic() + within_s
@@ -57,7 +68,7 @@ class Steps:
 
     def training(self, world_size: int, num_steps: int) -> list[int]:
         """Process ids of the newest formation if so many train in it, `num_steps` each; or none."""
-        newest = max((own[-1] for own in self.by_pid.values()), key=_at, default=None)
+        newest = self.newest()
         if newest is None or newest.world_size != world_size:
             return []
         pids = [

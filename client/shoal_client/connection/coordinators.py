@@ -26,7 +26,7 @@ from shoal_proto.errors import (
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.traces import tracing
 
@@ -83,7 +83,7 @@ class Coordinators:
         self._addresses = list(addresses)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
         """Channels by address and certificate."""
         self._current = self._addresses[0]
         self._asked = 0
@@ -203,7 +203,7 @@ class Coordinators:
             except OUTLASTED as error:
                 if isinstance(error, CertificateRefused):
                     if not certificate.goes_on(time.monotonic()):
-                        raise certificate.over(error) from None
+                        raise certificate.final_error(error) from None
                 else:
                     certificate.accepted()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):

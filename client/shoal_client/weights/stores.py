@@ -16,7 +16,7 @@ from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.weights_pb2 import (
     DifferenceReply,
@@ -50,7 +50,7 @@ class WeightStores:
         self._may_be_local = may_be_local
         self._lock = threading.Lock()
         self._is_closed = False
-        self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
         self._idle: dict[str, list[SegmentConnection]] = {}
         self._in_use: set[SegmentConnection] = set()
         self._local: set[str] = set()
@@ -76,7 +76,7 @@ class WeightStores:
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(
             f"no server holds a segment of series {self._series}",
-            seen="none that the version's record names is there",
+            seen="none of the servers in the version's record is registered",
             expected="at least one",
         )
         for holder in self._nearest_first(holders):

@@ -19,7 +19,7 @@ from typing import TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
-from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
+from shoal_proto.bulk import SILENCE_S, Frame, FrameKind, FrameReader
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import DeadlineExceeded, MalformedMessage, ShoalError, Unavailable
 from shoal_proto.segments.descriptors import receive_into
@@ -198,16 +198,16 @@ class SegmentConnection:
         """
         give_up_s = time.monotonic() + timeout_s
         try:
-            self._send(bulk.message(Kind.SEGMENT_PUT, request.SerializeToString()))
+            self._send(bulk.message(FrameKind.SEGMENT_PUT, request.SerializeToString()))
             asked = self._message(PutSegmentReply, give_up_s).transfer
             if asked == SEGMENT_TRANSFER_DESCRIPTOR and self.is_local:
-                head = bulk.header(Kind.DESCRIPTOR)
+                head = bulk.header(FrameKind.DESCRIPTOR)
                 socket.send_fds(self._socket, [head], [segment.descriptor])
             elif asked == SEGMENT_TRANSFER_CHUNKS:
                 self._send_chunks(segment, give_up_s)
             elif asked != SEGMENT_TRANSFER_NONE:
                 raise self._malformed(f"a transfer of kind {asked}")
-            self._send(bulk.header(Kind.END))
+            self._send(bulk.header(FrameKind.END))
             reply = self._message(PutSegmentReply, give_up_s)
             self._end(give_up_s)
             return reply
@@ -231,8 +231,8 @@ class SegmentConnection:
         wanted = _ranges(missing) if missing else staged.wanted
         sent.chunks.extend(ChunkRange(start=each.start, stop=each.stop) for each in wanted)
         try:
-            opening = bulk.message(Kind.SEGMENT_FETCH, sent.SerializeToString())
-            self._send(opening + bulk.header(Kind.END))
+            opening = bulk.message(FrameKind.SEGMENT_FETCH, sent.SerializeToString())
+            self._send(opening + bulk.header(FrameKind.END))
             reply = self._message(FetchSegmentReply, give_up_s)
             if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
                 check_root(reply.chunk_digests, reply.num_bytes, staged.digest)
@@ -252,7 +252,7 @@ class SegmentConnection:
 
     def _adopt(self, reply: FetchSegmentReply, give_up_s: float) -> Segment:
         frame = self._frame(give_up_s)
-        if frame.kind is not Kind.DESCRIPTOR or not self._descriptors:
+        if frame.kind is not FrameKind.DESCRIPTOR or not self._descriptors:
             raise self._malformed(f"{frame.kind.name} with {len(self._descriptors)} descriptors")
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
@@ -276,7 +276,10 @@ class SegmentConnection:
                     room = staged.room(index)
                     self._place = partial(self._exactly, room)
                     frame = self._frame(give_up_s)
-                    if frame.kind is not Kind.CHUNK or frame.offset_bytes != index * CHUNK_BYTES:
+                    if (
+                        frame.kind is not FrameKind.CHUNK
+                        or frame.offset_bytes != index * CHUNK_BYTES
+                    ):
                         seen = f"{frame.kind.name} at {frame.offset_bytes}"
                         raise self._malformed(seen, f"CHUNK at {index * CHUNK_BYTES}")
                     checks.append(pool.submit(staged.verify, index, room))
@@ -301,7 +304,7 @@ class SegmentConnection:
 
     def _message(self, kind: type[M], give_up_s: float) -> M:
         frame = self._frame(give_up_s)
-        if frame.kind is not Kind.MESSAGE:
+        if frame.kind is not FrameKind.MESSAGE:
             raise self._malformed(frame.kind.name, kind.__name__)
         try:
             return kind.FromString(bytes(frame.body))
@@ -309,7 +312,7 @@ class SegmentConnection:
             raise self._malformed(repr(error), kind.__name__) from error
 
     def _end(self, give_up_s: float) -> None:
-        if (frame := self._frame(give_up_s)).kind is not Kind.END:
+        if (frame := self._frame(give_up_s)).kind is not FrameKind.END:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
@@ -318,9 +321,9 @@ class SegmentConnection:
             while (frame := self._reader.next()) is None:
                 self._check_time(give_up_s)
                 self._fill()
-            if frame.kind is Kind.ERROR:
+            if frame.kind is FrameKind.ERROR:
                 raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
-            if frame.kind is not Kind.BEAT:
+            if frame.kind is not FrameKind.BEAT:
                 return frame
             self._check_time(give_up_s)
 
@@ -347,7 +350,7 @@ class SegmentConnection:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)
                 start = index * CHUNK_BYTES
-                self._send(bulk.header(Kind.CHUNK, offset_bytes=start, num_bytes=len(chunk)))
+                self._send(bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=len(chunk)))
                 if isinstance(self._socket, ssl.SSLSocket):
                     self._send(chunk)
                 else:

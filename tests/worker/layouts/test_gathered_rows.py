@@ -134,7 +134,7 @@ def behind_its_step() -> None:
     gathers = gathers_of(dist.get_rank(), (1, 1))
     every = gathers.gather(torch.ones(1, 2, requires_grad=True))
     gathers.close()
-    with pytest.raises(InvalidSpec, match="behind the step"):
+    with pytest.raises(InvalidSpec, match="after the step"):
         every.sum().backward()
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
-from shoal.backends.shared_memory.rooms import KeptRooms
+from shoal.backends.shared_memory.regions import KeptRegions
 from shoal.layouts.gradients import name_of_fault
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal.layouts.non_finite_check import NonFiniteCheck
@@ -47,7 +47,7 @@ class World:
     group: dist.ProcessGroup
     """All ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
-    kept_rooms: KeptRooms | None = None
+    kept_rooms: KeptRegions | None = None
     """Memory that this rank shared with others in the previous generation."""
     completes_passes: bool = False
     """True if gradients are those of the whole batch after each pass that `Layout` makes, and not
@@ -63,7 +63,7 @@ class World:
 
         DTensor keeps what it has derived of a mesh by the mesh's ranks and names, and with it this
         process' place in that mesh: a mesh of as many ranks in which this process has another place
-        would be taken for the old one (seen in torch 2.13: rows of another rank).
+        would be mistaken for the old one (seen in torch 2.13: rows of another rank).
         """
         return f"{name}{self.generation}"
 

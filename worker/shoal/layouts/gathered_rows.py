@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import let_all_hear
+from shoal.backends.abortable.gather import meet_after_collective
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
@@ -58,7 +58,7 @@ class Share:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Word:
+class _CallMessage:
     """A member's message to the others about a call."""
 
     call: str
@@ -111,7 +111,7 @@ class RowGathers:
             trains=trains,
         )
         self._check_words(words)
-        way = _Way(self, words, self._rank, self._num_calls)
+        way = _RowRoutes(self, words, self._rank, self._num_calls)
         found: Tensor = _Gather.apply(tensor, way)  # type: ignore[no-untyped-call]
         return found
 
@@ -129,9 +129,10 @@ class RowGathers:
         told = _checksum(word.of for word in words)
         if any(word.outputs != told for word in words):
             raise self._refusal(
-                f"{OWN_CALL} of tensors that differ between members, in a step whose shares do",
+                f"{OWN_CALL} of tensors whose sizes differ between members, in a step with"
+                " unequal shares",
                 words,
-                expected="session.gather(tensor), which takes unequal shares, in the place of"
+                expected="session.gather(tensor), which takes unequal shares, instead of"
                 " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
                 fix="Or a global_batch_size that every number of members divides, with"
                 " drop_last=True. See docs/contrastive.md.",
@@ -156,7 +157,7 @@ class RowGathers:
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
-                f"gradients of {CALL} behind the step in which it was called",
+                f"gradients of {CALL} after the step in which it was called",
                 expected="session.backward in the same step",
             )
         what = f"the gradients of {CALL}" if kind == _GRADIENTS else CALL
@@ -173,10 +174,10 @@ class RowGathers:
         """True if these rows go from rank to rank, over the host."""
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
-    def _meet(self, **said: Any) -> list[_Word]:
+    def _meet(self, **said: Any) -> list[_CallMessage]:
         """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
-        own = _Word(index=self._share.index, num_samples=self._share.num_samples, **said)
+        own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **said)
         words = [_packed(own) for _ in self._members]
         others = [rank for rank in range(len(words)) if rank != self._rank]
         sends = [(words[self._rank], rank) for rank in others]
@@ -184,7 +185,7 @@ class RowGathers:
         self.exchange(sends, receives, self._num_calls, _WORD, by_messages=True)
         return [_unpacked(word) for word in words]
 
-    def _check_calls(self, words: Sequence[_Word]) -> None:
+    def _check_calls(self, words: Sequence[_CallMessage]) -> None:
         if len({word.call for word in words}) > 1:
             raise self._refusal(
                 "the members gather by different calls in a step",
@@ -192,7 +193,7 @@ class RowGathers:
                 expected="the same calls in the same order on every member",
             )
 
-    def _check_words(self, words: Sequence[_Word]) -> None:
+    def _check_words(self, words: Sequence[_CallMessage]) -> None:
         self._check_calls(words)
         if len({(word.of, word.trains) for word in words}) > 1:
             raise self._refusal(
@@ -220,21 +221,21 @@ class RowGathers:
             )
 
     def _refusal(
-        self, what: str, words: Sequence[_Word], *, expected: str, fix: str = ""
+        self, what: str, words: Sequence[_CallMessage], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
-            let_all_hear(self._p2p.group)
+            meet_after_collective(self._p2p.group)
         said = zip(self._members, words, strict=True)
         seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in said)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
 
 
-class _Way:
+class _RowRoutes:
     """Routes of one call: where each row comes from, and where its gradient goes."""
 
     def __init__(
-        self, gathers: RowGathers, words: Sequence[_Word], rank: int, num_calls: int
+        self, gathers: RowGathers, words: Sequence[_CallMessage], rank: int, num_calls: int
     ) -> None:
         self._gathers = gathers
         self._call = num_calls
@@ -297,7 +298,7 @@ class _Way:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
+    def forward(context: Any, rows: Tensor, way: _RowRoutes) -> Tensor:
         context.way, context.num_rows = way, len(rows)
         return way.gathered(rows)
 
@@ -332,7 +333,7 @@ def _outline(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _WORD_BYTES // 4]
 
 
-def _in_words(word: _Word) -> str:
+def _in_words(word: _CallMessage) -> str:
     if word.call == OWN_CALL:
         return f"{word.call} of {word.of}"
     share = "" if word.num_samples == UNKNOWN else f" for {word.num_samples} samples"
@@ -344,13 +345,13 @@ def _checksum(words: Iterable[str]) -> int:
     return zlib.crc32("; ".join(words).encode())
 
 
-def _packed(word: _Word) -> Tensor:
+def _packed(word: _CallMessage) -> Tensor:
     said = json.dumps(asdict(word)).encode()
     return torch.frombuffer(bytearray(said.ljust(_WORD_BYTES)), dtype=torch.uint8)
 
 
-def _unpacked(word: Tensor) -> _Word:
-    return _Word(**json.loads(word.numpy().tobytes()))
+def _unpacked(word: Tensor) -> _CallMessage:
+    return _CallMessage(**json.loads(word.numpy().tobytes()))
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:

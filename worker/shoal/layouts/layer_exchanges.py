@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import gather, let_all_hear
+from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
@@ -35,7 +35,7 @@ WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class ExchangeRecord:
     """Record of a rank's exchanges in a step; it may still wait for the last one."""
 
     step: int
@@ -50,7 +50,7 @@ class Told:
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
-class Site:
+class ExchangeSite:
     """A layer for which ranks meet."""
 
     __slots__ = ("_gradient", "_note", "_value")
@@ -94,7 +94,7 @@ class LayerExchanges:
         """The ranks that must meet for the same layers, this one included; empty: none split."""
         self.is_told = False
         """True if ranks outside this rank's own group may find a difference, and `tell` it."""
-        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
+        self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before a rank raises a refusal that only some of the ranks know of."""
 
     def among(self, peers: Sequence[int]) -> None:
@@ -103,12 +103,12 @@ class LayerExchanges:
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
-    def site(self, name: str, *, what: str = "outputs") -> Site:
+    def site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
         """Add the layer of this name; all ranks add the same layers in the same order.
         `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
         self._met_for.append(what)
-        return Site(self, len(self._names) - 1)
+        return ExchangeSite(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Add the parameters that each rank has whole. Ranks meet for their gradients after the
@@ -128,14 +128,14 @@ class LayerExchanges:
     def completes(self) -> None:
         """Note the parameters without a gradient, before other ranks' gradients are added: later it
         cannot be seen which ones this rank left out."""
-        without = {deed for deed, each in self._whole.items() if each.grad is None}
+        without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
-    def note(self, deed: int) -> None:
+    def note(self, exchange: int) -> None:
         """Record that the ranks are about to meet for this."""
         if self._has_ended:
             return
-        self._done.append(deed)
+        self._done.append(exchange)
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
@@ -161,26 +161,26 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Collective, of all ranks: passes end here outside of a step. Raises as `check_told`."""
+        """End passes outside of a step, on all ranks at once. Raises as `check_exchanges`."""
         if self._names:
             self.note(PASSES_END)
-            told = self.told()
-            own = json.dumps([self.word(), told and vars(told)]).encode()
+            told = self.record()
+            own = json.dumps([self.summary(), told and vars(told)]).encode()
             words, found = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(words):
-                let_all_hear(group)
-            check_told(words, [each and Told(**each) for each in found])
+                meet_after_collective(group)
+            check_exchanges(words, [each and ExchangeRecord(**each) for each in found])
 
-    def told(self) -> Told | None:
+    def record(self) -> ExchangeRecord | None:
         """Return the record that other ranks compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
-        last = [self._in_words(deed) for deed in done[-MAX_TOLD:]]
-        return Told(step=self._steps, count=count, last=last)
+        last = [self._in_words(exchange) for exchange in done[-MAX_TOLD:]]
+        return ExchangeRecord(step=self._steps, count=count, last=last)
 
-    def word(self) -> int:
+    def summary(self) -> int:
         """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
         if not self.peers:
             return 0
@@ -192,26 +192,26 @@ class LayerExchanges:
         self._forgotten += num
         self._done = self._done[num:]
 
-    def _in_words(self, deed: int) -> str:
-        if deed == PASSES_END:
+    def _in_words(self, exchange: int) -> str:
+        if exchange == PASSES_END:
             return "done with its passes"
-        if deed <= _SIZES:
-            return f"with {_SIZES - deed} numbers"
-        number, is_gradient = divmod(deed, 2)
+        if exchange <= _SIZES:
+            return f"with {_SIZES - exchange} numbers"
+        number, is_gradient = divmod(exchange, 2)
         name = self._names[number] if number < len(self._names) else str(number)
-        if deed in self._whole:
+        if exchange in self._whole:
             return f"without a gradient of {name}"[:MAX_WORD_CHARS]
         what = "gradients" if is_gradient else "".join(self._met_for[number : number + 1])
         where = f"at the {what or 'outputs'} of {name or 'the model'}"
         return where[:MAX_WORD_CHARS]
 
 
-def check_told(
-    words: Sequence[int], told: Sequence[Told | None], members: Sequence[str] = ()
+def check_exchanges(
+    words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Return if ranks that split layers with each other have met for the same ones, by the
-    `LayerExchanges.word` and `LayerExchanges.told` of each rank. Raises InvalidSpec if they have
-    not. `members`: names by rank."""
+    `LayerExchanges.summary` and `LayerExchanges.record` of each rank. Raises InvalidSpec if they
+    have not. `members`: names by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
     by_name = {
         names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
@@ -236,7 +236,7 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
     return next(differ, ())
 
 
-def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
+def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     """Find the first known position at which members in the same step differ, and what each did
     there. A member that has not got there yet is left out: it has done nothing else.
     """
@@ -245,7 +245,7 @@ def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for place in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
         at = {name: each.at(place) for name, each in same.items()}
-        found = {name: deed for name, deed in at.items() if deed is not None}
+        found = {name: exchange for name, exchange in at.items() if exchange is not None}
         if len(set(found.values())) > 1:
             return found
     return None

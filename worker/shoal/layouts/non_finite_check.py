@@ -40,11 +40,11 @@ class NonFiniteCheck:
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Look at this rank's own gradients, before those of others come in: all of the step."""
-        self.look_behind_pass(parameters)
+        self.check_after_pass(parameters)
         self._look_at_losses()
         self._has_looked = True
 
-    def look_behind_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Look at what one pass of several has given, unless `look` has seen all of the step. Those
         of earlier passes, in which others have had a part, must not be among the gradients."""
         if not self._has_looked:
@@ -78,7 +78,7 @@ class NonFiniteCheck:
         """Set the sum of all ranks' messages."""
         self._flags = flags
 
-    def hear(self, are_own: Sequence[bool]) -> None:
+    def note_faults(self, are_own: Sequence[bool]) -> None:
         """Set the findings that ranks sent in another message, if only their own gradients can be
         at fault: see `Layout.faults_are_own`."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])

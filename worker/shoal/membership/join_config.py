@@ -36,7 +36,7 @@ _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromLauncher:
+class LauncherSettings:
     """Values from `shoal run` for its workers; a process started otherwise has none."""
 
     shared_directory: str = ""
@@ -85,7 +85,7 @@ class JoinConfig:
     """How many workers the launcher runs on this host."""
     num_ranks: int = 1
     """How many processes the launcher that started this one has started, where it says so."""
-    launcher: FromLauncher = field(default_factory=FromLauncher)
+    launcher: LauncherSettings = field(default_factory=LauncherSettings)
     """What this host's launcher has for its workers."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
     """Of the job, and of the launcher."""
@@ -220,7 +220,7 @@ def read_config(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
         ),
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
-        launcher=FromLauncher(
+        launcher=LauncherSettings(
             shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
             beat_slot=text("beat_slot", "SHOAL_BEATS"),
             job=environment.get("SHOAL_JOB", ""),

@@ -14,7 +14,8 @@ def in_place(model: nn.Module) -> nn.Module:
 def not_compiled(strategy: str, module: str) -> InvalidSpec:
     """The error for a wrapper around a distributed model that is never called as a whole."""
     return InvalidSpec(
-        f"strategy {strategy} cuts a model into parts, of which a wrapper around it compiles none",
+        f"strategy {strategy} cuts a model into parts: a wrapper around the model compiles"
+        " none of them",
         seen=f"torch.compile of {module or 'the distributed model'}",
-        expected="torch.compile(model) before distribute, or model.compile() behind it",
+        expected="torch.compile(model) before distribute, or model.compile() after it",
     )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shoal.weights.series import (
     Contributor,
     Publications,
-    PublishingPlace,
+    PublisherRank,
     SeriesOptions,
     Ticket,
     held_state,
@@ -28,7 +28,7 @@ from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
-ALONE = PublishingPlace(number=0, rank=0, world_size=1)
+ALONE = PublisherRank(number=0, rank=0, world_size=1)
 
 
 def subscribe(
@@ -88,7 +88,7 @@ def publish(
     with _held.lock:
         own = _held.series.get((addresses, series))
         if own is None:
-            own = _held.series[addresses, series] = _Own(addresses, series, options)
+            own = _held.series[addresses, series] = _PublishedSeries(addresses, series, options)
         return own.publish(state, step, metadata)
 
 
@@ -100,7 +100,7 @@ def end_publishing(series: str) -> None:
             _held.series.pop(key).publications.close()
 
 
-class _Own:
+class _PublishedSeries:
     """A series that this process publishes."""
 
     def __init__(self, addresses: tuple[str, ...], series: str, options: SeriesOptions) -> None:
@@ -120,7 +120,7 @@ class _Own:
         self._count += 1
         return self.publications.publish(held, ALONE, metadata, number=self._count)
 
-    def _connect(self, place: PublishingPlace) -> Contributor:
+    def _connect(self, place: PublisherRank) -> Contributor:
         return SeriesPublisher(
             self._addresses,
             self._series,
@@ -131,12 +131,12 @@ class _Own:
         )
 
 
-class _Held:
+class _OpenSeries:
     """Series that this process publishes, released when it ends."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.series: dict[tuple[tuple[str, ...], str], _Own] = {}
+        self.series: dict[tuple[tuple[str, ...], str], _PublishedSeries] = {}
         atexit.register(self.close)
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class _Held:
             self.series.clear()
 
 
-_held = _Held()
+_held = _OpenSeries()
 
 
 def _connected(series: str, coordinator: str | None) -> tuple[str, ...]:

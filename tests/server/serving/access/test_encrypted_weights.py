@@ -18,7 +18,7 @@ from shoal_proto.segments import transfer
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1 import weights_pb2 as pb
 
@@ -36,7 +36,7 @@ def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> byt
         segment_bytes=[NUM_BYTES],
     )
     with (
-        identity.using(world.files(Role.WORKER)),
+        identity.using(world.files(CertificateRole.WORKER)),
         closing(
             SeriesPublisher(
                 [world.cluster.coordinator], series, lambda: publisher, may_be_local=may_be_local
@@ -67,7 +67,7 @@ def test_a_reader_gets_its_series(
     monkeypatch.setattr(transfer, "secured", noted)
     series = f"svc/by-{may_be_local}"
     data = published(world, series, may_be_local=may_be_local)
-    caller = Caller(Role.READER, f"reads-{may_be_local}", series=series)
+    caller = Caller(CertificateRole.READER, f"reads-{may_be_local}", series=series)
     with identity.using(world.issued(caller)):
         reader = SeriesReader(
             [world.cluster.coordinator], series, "reader", may_be_local=may_be_local
@@ -84,7 +84,9 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
     servers = [
         pb.StoreServer(id="ps-0", address=address) for address in world.cluster.parameter_servers
     ]
-    with identity.using(world.issued(Caller(Role.READER, "reads-another", series="svc/open"))):
+    with identity.using(
+        world.issued(Caller(CertificateRole.READER, "reads-another", series="svc/open"))
+    ):
         for series in ("svc/secret", "svc/open"):
             with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
                 stores.fetch(servers, StagedSegment(digest), LIMIT_S)
@@ -103,7 +105,7 @@ def test_a_reader_puts_nothing(world: TlsWorld) -> None:
     request = pb.PutSegmentRequest(series="svc/open", epoch=1, segment=described)
     server = pb.StoreServer(id="ps-0", address=world.cluster.parameter_servers[0])
     with (
-        identity.using(world.issued(Caller(Role.READER, "puts", series="svc/open"))),
+        identity.using(world.issued(Caller(CertificateRole.READER, "puts", series="svc/open"))),
         closing(WeightStores("svc/open")) as stores,
         pytest.raises(AccessDenied),
     ):

@@ -36,7 +36,7 @@ class MeshShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fixed:
+class FixedSizes:
     """Sizes that the user fixed; None is left open."""
 
     pipeline: int | None = None
@@ -78,7 +78,7 @@ class ModelFacts:
     """Numbers of ranks that its layers can be split over."""
 
 
-def mesh_for(world_size: int, facts: ModelFacts, fixed: Fixed) -> MeshShape:
+def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape:
     """The mesh that so many ranks are arranged in.
 
     Of the meshes that use every rank, keep to what is fixed and suit the model:
@@ -114,7 +114,7 @@ def _meshes(world_size: int) -> Iterator[MeshShape]:
                 yield MeshShape(pipeline=pipeline, data=data, tensor=tensor)
 
 
-def _suits(mesh: MeshShape, facts: ModelFacts, fixed: Fixed) -> bool:
+def _suits(mesh: MeshShape, facts: ModelFacts, fixed: FixedSizes) -> bool:
     if fixed.data not in (None, mesh.data):
         return False
     pairs = (
@@ -137,7 +137,7 @@ def _preference(mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None) 
     return (over, -mesh.data, *evenness, -mesh.pipeline)
 
 
-def _does_not_divide(world_size: int, fixed: Fixed) -> InvalidSpec:
+def _does_not_divide(world_size: int, fixed: FixedSizes) -> InvalidSpec:
     product = fixed.product
     fitting = (
         f"{product} ranks"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal.backends.abortable.communicators import connect_neighbours
 from shoal.backends.abortable.p2p import AbortableP2P
-from shoal.backends.shared_memory.words import Words, bits_of, number_of
+from shoal.backends.shared_memory.messages import SharedMessages, bits_of, number_of
 from shoal.layouts.base import Layout, LossFunction, World, materialise
 from shoal.layouts.non_finite_check import NonFiniteCheck
 from shoal.layouts.pass_gradients import PassGradients
@@ -19,7 +19,7 @@ from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.pass_buffers import PassBuffers
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
-from shoal.layouts.pipeline.shared_messages import SharedRoom, StageLanes, room_bytes
+from shoal.layouts.pipeline.shared_messages import SharedLanes, StageLanes, room_bytes
 from shoal.layouts.pipeline.stages import Stage
 from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
@@ -67,8 +67,8 @@ class PipelineLayout(Layout):
         self.stage.pass_buffers = PassBuffers(self.stage.model, self._tell)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
-        self._words = Words(self._near.group, 1)
-        self._room: SharedRoom | None = None
+        self._words = SharedMessages(self._near.group, 1)
+        self._room: SharedLanes | None = None
         self._num_passes = 0
         self._parameters = self.stage.parameters
         self._has_passed = False
@@ -145,8 +145,8 @@ class PipelineLayout(Layout):
         if not words.is_shared:
             self._near.p2p.broadcast(loss, self._near.size - 1)
             return loss
-        words.tell([bits_of(float(loss))])
-        return torch.tensor(number_of(words.hear()[-1][0]), dtype=torch.float64)
+        words.send_values([bits_of(float(loss))])
+        return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
         """Collective: let ranks of one machine tell and send each other in memory that they share,
@@ -155,23 +155,23 @@ class PipelineLayout(Layout):
         self._words.share(num_bytes)
         memory = self._words.memory
         if memory is not None and num_bytes:
-            self._room = SharedRoom(memory, self._words.beside)
+            self._room = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
         """Collective: what each rank sends forward in a pass."""
-        self._words.tell([runner.sent_bytes])
-        return [row[0] for row in self._words.hear()]
+        self._words.send_values([runner.sent_bytes])
+        return [row[0] for row in self._words.receive_values()]
 
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
         for the first pass of a runner since there is shared memory."""
         if self._room is None:
             return self._near.p2p
-        if runner.way is None:
-            runner.way = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
-        if isinstance(runner.way, StageLanes):
-            runner.way.begin()
-        return runner.way
+        if runner.p2p is None:
+            runner.p2p = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
+        if isinstance(runner.p2p, StageLanes):
+            runner.p2p.begin()
+        return runner.p2p
 
     @property
     def num_moved(self) -> int:
@@ -199,7 +199,7 @@ class PipelineLayout(Layout):
 
     def _tell(self, refusal: InvalidSpec) -> None:
         """The other stages wait for this one, and have found nothing."""
-        self.world.exchanges.tell(refusal)
+        self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage trains and other stages use as well."""
@@ -210,7 +210,7 @@ class PipelineLayout(Layout):
     def _complete(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
         self.world.exchanges.completes()
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
         for name, parameter in self._tied().items():
             _sum_among(parameter, self.stage.holders[name], self._near)
 
@@ -222,7 +222,7 @@ class PipelineLayout(Layout):
 
     def release(self) -> None:
         # Modules, schedules and this layout refer to one another in circles: what holds the group
-        # lets go of it, or that would live on until Python looks for those.
+        # drops it, or that would live on until Python looks for those.
         self._forget_runners()
         self._words.close()
         self._room = None

@@ -30,7 +30,7 @@ _IN_PLACE = frozenset(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segment:
+class ModelSegment:
     """Segment that no cut divides: one layer with parameters, and what is computed after it."""
 
     name: str
@@ -57,7 +57,7 @@ class Outline:
             names = self._flows[True].names
         sizes = _num_bytes(model, self._flows[True].uses())
         self.segments = tuple(
-            Segment(name=name, num_bytes=size)
+            ModelSegment(name=name, num_bytes=size)
             for name, size in zip(names or (), sizes, strict=True)
         )
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from shoal.backends.abortable.p2p import Message
+from shoal.backends.abortable.p2p import P2PMessage
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import InternalError
@@ -38,7 +38,7 @@ def room_bytes(sent_bytes: Sequence[int]) -> int:
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
 
-class SharedRoom:
+class SharedLanes:
     """Shared memory as one rank uses it. All ranks of the pipeline make one of the same memory."""
 
     def __init__(self, memory: SharedMemory, room: memoryview) -> None:
@@ -97,7 +97,7 @@ class SharedRoom:
 class _Lane:
     """Messages in one direction between two neighbours in a pass."""
 
-    def __init__(self, room: SharedRoom, span: tuple[int, int], semaphore: Semaphore) -> None:
+    def __init__(self, room: SharedLanes, span: tuple[int, int], semaphore: Semaphore) -> None:
         self._room, self._semaphore = room, semaphore
         self._start, self._stop = span
         self._places: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
@@ -114,7 +114,7 @@ class _Lane:
         place.copy_(tensor.detach())
         self._semaphore.post()
 
-    def receive(self, tensor: Tensor) -> Message:
+    def receive(self, tensor: Tensor) -> P2PMessage:
         """The next message, which is to be awaited."""
         at, place = self._take(tensor)
         self._num_known += 1
@@ -140,7 +140,7 @@ class _Lane:
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
             raise InternalError(
-                "a stage of the pipeline sends more than there is room for",
+                "a stage of the pipeline sends more than its shared memory holds",
                 seen=f"{self._next - self._start} bytes in a pass",
                 expected=f"{self._stop - self._start} bytes",
             )
@@ -189,12 +189,12 @@ class StageLanes:
         for lane in (*self._sends.values(), *self._receives.values()):
             lane.begin()
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> P2PMessage:
         """See `AbortableP2P.send`."""
         self._sends[to].send(tensors[0])
         return _SENT
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Message:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> P2PMessage:
         """See `AbortableP2P.recv`. Raises GenerationBroken, where it is awaited, if a rank is lost
         or late."""
         return self._receives[source].receive(tensors[0])

@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from shoal.layouts.pipeline.outline import Outline, Segment
+from shoal.layouts.pipeline.outline import ModelSegment, Outline
 from shoal_proto.errors import InvalidSpec
 
 
@@ -158,7 +158,7 @@ def _has_layers(part: nn.Module) -> bool:
     return any(next(child.parameters(), None) is not None for child in part.children())
 
 
-def _names(segments: Sequence[Segment]) -> list[str]:
+def _names(segments: Sequence[ModelSegment]) -> list[str]:
     return [segment.name for segment in segments]
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from shoal.backends.abortable.gather import meet_before_leaving
 from shoal.backends.shared_memory.memory import SharedMemory, whole_pages
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.backends.shared_memory.rooms import KeptRooms
+from shoal.backends.shared_memory.regions import KeptRegions
 from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_gather, to_sum
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -53,8 +53,8 @@ class SharedSlots:
         """Names of the groups of parameters, by their numbers."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Their numbers among all ranks, for error messages."""
-        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
-        """See `LayerExchanges.tell`."""
+        self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
+        """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.room[:end]
@@ -82,7 +82,7 @@ class SharedSlots:
         gathered_bytes: int,
         summed_bytes: int,
         limit_s: float,
-        kept: KeptRooms | None = None,
+        kept: KeptRegions | None = None,
     ) -> "SharedSlots | None":
         """Collective: slots for tensors of at most so many bytes, whole; None, on all ranks alike,
         where they cannot share memory. For `limit_s` and `kept` see `share_memory`."""
@@ -105,14 +105,14 @@ class SharedSlots:
         self._used_anywhere |= 1 << free[0]
         return room
 
-    def gather(self, output: Tensor, number: int = 0) -> "Gathering | None":
+    def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return the work to wait for before other ranks' parts of this group are read. None, on
         all ranks alike, if the output is not of `to_gather`: gather it in another way."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._did(to_gather(number), slot)
         if slot != _ELSEWHERE:
-            return Gathering(self)
+            return SlotGather(self)
         self.meet()
         return None
 
@@ -168,8 +168,8 @@ class SharedSlots:
         self._did(PASSES_END, 0)
         self.meet()
 
-    def _did(self, deed: int, slot: int) -> None:
-        self._last = deed & ((1 << _LAST_BITS) - 1)
+    def _did(self, exchange: int, slot: int) -> None:
+        self._last = exchange & ((1 << _LAST_BITS) - 1)
         self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
 
     def meet(self) -> None:
@@ -186,21 +186,21 @@ class SharedSlots:
         words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
             meet_before_leaving(self._memory.meet, GenerationBroken)
-            deeds = [_deed(word >> NUM_GATHERED) for word in words]
+            deeds = [_exchange_number(word >> NUM_GATHERED) for word in words]
             refusal = different_layers(self.ranks, deeds, self.names)
-            self.tell(refusal)
+            self.report_refusal(refusal)
             raise refusal
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
 
 
-def _deed(said: int) -> int:
+def _exchange_number(said: int) -> int:
     last = said & ((1 << _LAST_BITS) - 1)
     return last if last != PASSES_END & ((1 << _LAST_BITS) - 1) else PASSES_END
 
 
-class Gathering(dist.Work):
+class SlotGather(dist.Work):
     """Gathering that is complete once the ranks have met after it, for whatever reason."""
 
     def __init__(self, slots: SharedSlots) -> None:

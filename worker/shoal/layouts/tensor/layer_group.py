@@ -23,7 +23,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.layouts.layer_exchanges import LayerExchanges, Site
+from shoal.layouts.layer_exchanges import ExchangeSite, LayerExchanges
 from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
@@ -52,7 +52,7 @@ class TensorGroup:
         self._num_steps = 0
         self._memory: SharedMemory | None = None
         self._places = torch.empty(0, dtype=torch.uint8)
-        self._set = self._deed = 0
+        self._set = self._exchange_number = 0
         self._reason = ""
 
     def of_layer(self, name: str) -> "LayerGroup":
@@ -83,9 +83,9 @@ class TensorGroup:
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
-    def comes_for(self, deed: int) -> None:
-        """Set the exchange that the next collective is for: a number of `Site`."""
-        self._deed = deed
+    def set_exchange(self, exchange: int) -> None:
+        """Set the exchange that the next collective is for: a number of `ExchangeSite`."""
+        self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """The sum over the ranks, added in their order in memory."""
@@ -187,10 +187,10 @@ class TensorGroup:
         """Meet all ranks; after it all can read what any wrote before. Raises GenerationBroken as
         `SharedMemory.meet`. Ranks that come for different layers, or with values of different
         sizes, go on; all ranks are refused when their records are compared."""
-        word = self._deed << _SIZE_BITS | size
+        word = self._exchange_number << _SIZE_BITS | size
         words = memory.meet(word)
         if any(each != word for each in words):
-            same = all(each >> _SIZE_BITS == self._deed for each in words)
+            same = all(each >> _SIZE_BITS == self._exchange_number for each in words)
             self._exchanges.differ(size if same else None)
 
 
@@ -199,7 +199,7 @@ class LayerGroup:
     """The ranks that compute one layer together."""
 
     ranks: TensorGroup
-    site: Site
+    site: ExchangeSite
 
     def all_reduce(self, value: Tensor, *, backward: bool = False) -> Tensor:
         """See `TensorGroup`; so are the others. `backward`: of gradients."""
@@ -215,7 +215,7 @@ class LayerGroup:
         return self.ranks.reduce_scatter(parts)
 
     def _note(self, backward: bool) -> None:
-        self.ranks.comes_for(self.site.gradient() if backward else self.site.value())
+        self.ranks.set_exchange(self.site.gradient() if backward else self.site.value())
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:

@@ -155,7 +155,7 @@ _APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, LayerGroup, PlanEntr
 
 
 @runtime_checkable
-class SplitsItself(Protocol):
+class SelfSplittingModule(Protocol):
     """A module of which no plan can be derived, because its layers are no modules of torch."""
 
     def split_over(self, mesh: DeviceMesh) -> None:
@@ -184,7 +184,7 @@ class TensorLayout(Layout):
         # Computed with this rank's positions: their gradients are summands.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
-        if isinstance(module, SplitsItself):
+        if isinstance(module, SelfSplittingModule):
             module.split_over(mesh)
             _meet_among(self._ranks, module)
         materialise(module, world.device)
@@ -220,7 +220,7 @@ class TensorLayout(Layout):
     def _complete(self) -> None:
         """Sum up the gradients of which each rank has those of its positions."""
         self.world.exchanges.completes()
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 

@@ -77,7 +77,7 @@ class PlanEntry:
         return shown[0] if len(set(shown)) == 1 else " ".join(shown)
 
 
-class Role(StrEnum):
+class SequenceRole(StrEnum):
     """Role of a module in a block of which each rank computes its positions of a sequence."""
 
     BLOCK = "block"
@@ -93,12 +93,12 @@ class Role(StrEnum):
     """Is given all positions, and what it gives is spread."""
 
 
-_SHOWN: Mapping[Role, str] = {
-    Role.NORM: "norms",
-    Role.DROPOUT: "dropouts",
-    Role.COLUMN: "gather",
-    Role.ROW: "scatter",
-    Role.AROUND: "are given all",
+_SHOWN: Mapping[SequenceRole, str] = {
+    SequenceRole.NORM: "norms",
+    SequenceRole.DROPOUT: "dropouts",
+    SequenceRole.COLUMN: "gather",
+    SequenceRole.ROW: "scatter",
+    SequenceRole.AROUND: "are given all",
 }
 
 
@@ -107,7 +107,7 @@ class SequenceEntry:
     """Entry for one module within a block of which each rank computes its positions."""
 
     module: str
-    role: Role
+    role: SequenceRole
     block: str
     takes: tuple[int | str, ...] = (0,)
     """Arguments that are spread, by place or name."""

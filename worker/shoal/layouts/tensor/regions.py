@@ -66,7 +66,7 @@ class Region:
     columns: tuple[str, ...]
     row: str
     dropouts: tuple[str, ...]
-    """Between them: each rank needs its part of their masks."""
+    """Dropout between split layers: each rank needs its part of the masks."""
 
 
 def regions(parent: nn.Module) -> list[Region]:

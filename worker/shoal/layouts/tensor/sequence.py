@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.parts import ColumnLinear, Cut, RowLinear, local, whole_mask
-from shoal.layouts.tensor.plan import Role, SequenceEntry
+from shoal.layouts.tensor.plan import SequenceEntry, SequenceRole
 from shoal.model.local_parts import local_part
 from shoal.randomness.dropout import draw
 from shoal.torch_private.compiling import eager
@@ -39,7 +39,7 @@ class Positions:
         """A whole value comes in."""
         if whole.ndim < 2:
             raise InvalidSpec(
-                "a block whose positions are spread was given a value without positions",
+                "a block with spread positions got a value without positions",
                 seen=f"shape {tuple(whole.shape)}",
                 expected="(samples, positions, features)",
             )
@@ -56,7 +56,8 @@ def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
             "positions of one pass came into another",
             seen=f"{own.shape[DIM]} of them on this rank",
             expected=f"{cut.size}",
-            fix="Sequences of several lengths in a step: one backward pass behind each forward.",
+            fix="For sequences of several lengths in a step, run one backward pass after each"
+            " forward.",
         )
     widest = max(cut.sizes)
     rows = own.movedim(DIM, 0)
@@ -198,9 +199,9 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
     found = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
-        if entry.role == Role.NORM:
+        if entry.role == SequenceRole.NORM:
             found |= {f"{entry.module}.{name}" for name, _ in module.named_parameters()}
-        elif entry.role == Role.ROW and parameter_table(module).get("bias") is not None:
+        elif entry.role == SequenceRole.ROW and parameter_table(module).get("bias") is not None:
             found.add(f"{entry.module}.bias")
     return frozenset(found)
 
@@ -278,11 +279,11 @@ def _made(kind: Any) -> Callable[[Any, SequenceEntry, Positions], None]:
     return apply
 
 
-_ROLES: Mapping[Role, Callable[[Any, SequenceEntry, Positions], None]] = {
-    Role.BLOCK: _block,
-    Role.NORM: lambda module, entry, positions: None,
-    Role.DROPOUT: _made(SequenceDropout),
-    Role.COLUMN: _made(SequenceColumnLinear),
-    Role.ROW: _made(SequenceRowLinear),
-    Role.AROUND: _around,
+_ROLES: Mapping[SequenceRole, Callable[[Any, SequenceEntry, Positions], None]] = {
+    SequenceRole.BLOCK: _block,
+    SequenceRole.NORM: lambda module, entry, positions: None,
+    SequenceRole.DROPOUT: _made(SequenceDropout),
+    SequenceRole.COLUMN: _made(SequenceColumnLinear),
+    SequenceRole.ROW: _made(SequenceRowLinear),
+    SequenceRole.AROUND: _around,
 }

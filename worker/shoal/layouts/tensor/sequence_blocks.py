@@ -14,7 +14,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from shoal.layouts.tensor.plan import COLUMN, ROW, PlanEntry, Role, SequenceEntry, TensorPlan
+from shoal.layouts.tensor.plan import (
+    COLUMN,
+    ROW,
+    PlanEntry,
+    SequenceEntry,
+    SequenceRole,
+    TensorPlan,
+)
 from shoal.layouts.tensor.regions import (
     DROPOUTS,
     children_of,
@@ -43,9 +50,13 @@ def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[Se
             continue
         inner = _Block(name, name, module, plan, shared).entries()
         roles = {entry.role for entry in inner or ()}
-        if inner and roles & {Role.NORM, Role.DROPOUT} and Role.COLUMN in roles:
+        if (
+            inner
+            and roles & {SequenceRole.NORM, SequenceRole.DROPOUT}
+            and SequenceRole.COLUMN in roles
+        ):
             blocks.append(name)
-            found += [SequenceEntry(module=name, role=Role.BLOCK, block=name), *inner]
+            found += [SequenceEntry(module=name, role=SequenceRole.BLOCK, block=name), *inner]
     return tuple(found)
 
 
@@ -132,20 +143,20 @@ class _Block:
         takes = _TORCH[type(self._module)]
         for name, child in self._children.items():
             if name in takes:
-                self._note(name, Role.AROUND, takes[name])
+                self._note(name, SequenceRole.AROUND, takes[name])
             elif isinstance(child, nn.LayerNorm):
-                self._note(name, Role.NORM)
+                self._note(name, SequenceRole.NORM)
             elif name != "dropout" and type(child) in DROPOUTS:
-                self._note(name, Role.DROPOUT)
-        self._note("linear1", Role.COLUMN)
-        self._note("linear2", Role.ROW)
+                self._note(name, SequenceRole.DROPOUT)
+        self._note("linear1", SequenceRole.COLUMN)
+        self._note("linear2", SequenceRole.ROW)
         return list(self._found.values())
 
-    def _note(self, name: str, role: Role, takes: tuple[int | str, ...] = (0,)) -> None:
+    def _note(self, name: str, role: SequenceRole, takes: tuple[int | str, ...] = (0,)) -> None:
         """Raises _NoBlock for a module that does something else in other places."""
         child = self._module.get_submodule(name)
         # Gradients that are of some positions here would be of all of them there.
-        own = child.parameters() if role in (Role.NORM, Role.ROW) else ()
+        own = child.parameters() if role in (SequenceRole.NORM, SequenceRole.ROW) else ()
         if any(id(each) in self._shared for each in (child, *own)):
             raise _NoBlock
         path = f"{self._path}.{name}" if self._path else name
@@ -172,7 +183,7 @@ class _Block:
                 kinds[node] = self._of_module(node, kinds)
             else:
                 kinds[node] = self._of_function(node, kinds)
-        around = {e.module for e in self._found.values() if e.role == Role.AROUND}
+        around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
         # What makes the positions, an embedding say, is no part of a block.
         if all(user in around for user in users):
@@ -184,14 +195,14 @@ class _Block:
             return _Kind.WHOLE
         if node.op == "call_function" and node.target is operator.getitem:
             source, index = node.args
-            around = isinstance(source, fx.Node) and self._role(source) == Role.AROUND
+            around = isinstance(source, fx.Node) and self._role(source) == SequenceRole.AROUND
             if around and isinstance(index, int):
                 return _Kind.OWN if index == 0 else _Kind.WHOLE
         if len(given) > 1 or not is_elementwise_node(node, None):
             raise _NoBlock
         return given.pop()
 
-    def _role(self, node: fx.Node) -> Role | None:
+    def _role(self, node: fx.Node) -> SequenceRole | None:
         entry = self._found.get(f"{self._path}.{node.target}".lstrip("."))
         return entry.role if entry and node.op == "call_module" else None
 
@@ -204,28 +215,28 @@ class _Block:
         alone = len(node.args) == 1 and not node.kwargs
         if _Kind.PART in given:
             if alone and self._is_paired(name, ROW):
-                self._note(name, Role.ROW)
+                self._note(name, SequenceRole.ROW)
                 return _Kind.OWN
             if alone and is_elementwise(child):
                 return _Kind.PART
             raise _NoBlock
         if alone and self._by_position(name, child):
             return _Kind.PART if self._is_paired(name, COLUMN) else _Kind.OWN
-        self._note(name, Role.AROUND, tuple(_own_arguments(node, kinds)))
+        self._note(name, SequenceRole.AROUND, tuple(_own_arguments(node, kinds)))
         return _Kind.OWN
 
     def _by_position(self, name: str, child: nn.Module) -> bool:
         """Note the child's role; return True if it takes this rank's positions."""
         path = f"{self._path}.{name}" if self._path else name
         if type(child) in (nn.LayerNorm, nn.RMSNorm) and len(child.normalized_shape) == 1:  # type: ignore[arg-type]
-            self._note(name, Role.NORM)
+            self._note(name, SequenceRole.NORM)
         elif self._is_paired(name, COLUMN):
-            self._note(name, Role.COLUMN)
+            self._note(name, SequenceRole.COLUMN)
         elif type(child) in DROPOUTS:
-            self._note(name, Role.DROPOUT)
+            self._note(name, SequenceRole.DROPOUT)
         elif not is_elementwise(child):
             inner = _Block(self._block, path, child, self._plan, self._shared).entries() or []
-            if all(entry.role == Role.AROUND for entry in inner):
+            if all(entry.role == SequenceRole.AROUND for entry in inner):
                 return False
             self._found |= {entry.module: entry for entry in inner}
         return True

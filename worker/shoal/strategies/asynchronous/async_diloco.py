@@ -55,7 +55,7 @@ class AsyncDiLoCo(AsyncSGD):
         """
         if staleness not in KINDS:
             raise InvalidSpec(
-                "rounds cannot be treated in this way when they are stale",
+                "stale rounds cannot be treated so",
                 seen=repr(staleness),
                 expected=f"one of {', '.join(map(repr, KINDS))}",
             )

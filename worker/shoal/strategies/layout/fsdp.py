@@ -12,7 +12,7 @@ from shoal.layouts.sharded.grouping import group_modules
 from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
 from shoal.model.several import models_of
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.sharded import ShardedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
@@ -95,7 +95,7 @@ class FSDP(LayoutStrategy):
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return ShardedLayout(model, world, self._options)
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)

@@ -12,7 +12,7 @@ from shoal.layouts.hybrid.split_sharded import SplitShardedLayout, tensor_degree
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence_blocks import check_has_blocks
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.strategies.layout.fsdp import FSDP
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
@@ -91,7 +91,7 @@ class FSDPTensor(FSDP):
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         raise InvalidSpec(
             "what strategy 'fsdp-tensor' costs is not computed beforehand",

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.hybrid.layout import HybridLayout, HybridPlan
-from shoal.layouts.hybrid.mesh import Fixed, MeshShape, ModelFacts, divisors_of, mesh_for
+from shoal.layouts.hybrid.mesh import FixedSizes, MeshShape, ModelFacts, divisors_of, mesh_for
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
 from shoal.model.elementwise_optimizers import (
     refuse_unless_elementwise,
     refuse_unless_per_parameter,
 )
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.pipeline import StageSplit, schedule_spec
 from shoal.strategies.layout.strategy import LayoutStrategy
@@ -65,7 +65,7 @@ class Hybrid(LayoutStrategy):
         copy_every_steps: int = 10,
     ) -> None:
         super().__init__(copies=copies, copy_every_steps=copy_every_steps)
-        self._fixed = Fixed(
+        self._fixed = FixedSizes(
             pipeline=pipeline, data=data, tensor=tensor, max_rank_bytes=max_rank_bytes
         )
         self._overrides = dict(plan or {})
@@ -122,7 +122,7 @@ class Hybrid(LayoutStrategy):
         log.info("mesh_chosen", pipeline=mesh.pipeline, data=mesh.data, tensor=mesh.tensor)
         return HybridLayout(model, world, plan)
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)

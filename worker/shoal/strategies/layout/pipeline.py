@@ -17,7 +17,7 @@ from shoal.layouts.pipeline.schedules import SCHEDULES
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal.layouts.tensor.derivation import derive
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.mesh import MeshFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec
@@ -130,7 +130,7 @@ class Pipeline(LayoutStrategy):
         cut = self._split.cut(model, world, world.world_size)
         return PipelineLayout(model, world, cut, self._schedule)
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)

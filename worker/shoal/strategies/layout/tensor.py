@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
-from shoal.layouts.tensor.layout import SplitsItself, TensorLayout
+from shoal.layouts.tensor.layout import SelfSplittingModule, TensorLayout
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.tensor import tensor_figures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
@@ -68,9 +68,9 @@ class TensorParallel(LayoutStrategy):
             sequence=self._sequence,
         )
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
-        if isinstance(subject.model, SplitsItself):
+        if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model's layers are split by itself, which is not computed beforehand",
                 seen=type(subject.model).__name__,
@@ -82,7 +82,7 @@ class TensorParallel(LayoutStrategy):
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         plan = self.plan(model, world.world_size)
-        whole = not plan.splits and not isinstance(model, SplitsItself)
+        whole = not plan.splits and not isinstance(model, SelfSplittingModule)
         if world.world_size > 1 and whole:
             log.warning(
                 "tensor_plan_splits_nothing",

@@ -12,7 +12,7 @@ from shoal.layouts import replicated
 from shoal.layouts.base import Layout, World
 from shoal.model.elementwise_optimizers import refuse_unless_per_parameter
 from shoal.model.several import refuse_untrained
-from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal.torch_private.replicated_module import bucket_size
@@ -79,7 +79,7 @@ class Zero1(LayoutStrategy):
     def _refuse_weights(self) -> None:
         refuse_compressed_weights(self._compression)
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)

@@ -5,14 +5,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
+from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, PlanInput, RankFigures
 from shoal.strategies.local_sgd.outer_loop import buckets, has_mean, summing_dtype
 
 
 class OuterLoopFigures:
     """Computes one plan. Only the end of a round has traffic."""
 
-    def __init__(self, subject: Subject, every_steps: int, *, keeps_velocity: bool) -> None:
+    def __init__(self, subject: PlanInput, every_steps: int, *, keeps_velocity: bool) -> None:
         self._subject, self._every_steps = subject, every_steps
         self._keeps_velocity = keeps_velocity
         self._buffers = dict(subject.model.named_buffers())

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shoal.backends.abortable.waiter import AbortableWaiter
-from shoal.compression.base import Compressor, Packed
+from shoal.compression.base import Compressor, PackedTensors
 from shoal.compression.wire import Traffic, Wire
 from shoal.model.gradients import are_finite, is_finite
 from shoal.state.host_copies import as_bytes
@@ -228,17 +228,19 @@ class OuterLoop:
                     dist.broadcast(buffer.detach(), group=group, group_src=0, async_op=True)
                 )
 
-    def _changes(self, tensors: Mapping[str, Tensor], step: int, weight: float) -> Iterator[Packed]:
+    def _changes(
+        self, tensors: Mapping[str, Tensor], step: int, weight: float
+    ) -> Iterator[PackedTensors]:
         """This member's changes times its weight, one bucket at a time."""
         before = self.agreed.tensors
         for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
             _check_finite(dict(zip(names, changes, strict=True)), step, "this member's own change")
             flat = torch.cat([change.reshape(-1) for change in changes])
-            yield Packed(flat, names, [change.shape for change in changes])
+            yield PackedTensors(flat, names, [change.shape for change in changes])
 
     def _means(
-        self, changes: Iterator[Packed], wire: Wire, compressor: Compressor | None
+        self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
         """Means of all members' changes, by name, flat."""
         means: dict[str, Tensor] = {}
@@ -247,7 +249,7 @@ class OuterLoop:
             means |= {name: packed.flat[place] for name, place in packed.slots()}
         return means
 
-    def _average(self, packed: Packed, wire: Wire, compressor: Compressor | None) -> None:
+    def _average(self, packed: PackedTensors, wire: Wire, compressor: Compressor | None) -> None:
         if compressor is not None:
             for work in compressor.averaging(packed, wire):
                 self.waiter.wait(work)

@@ -1,0 +1,132 @@
+"""Rows of a table through torch.distributed.rpc and through an actor of Ray, beside Shoal's.
+
+The holder is a process of its own on this machine. It has one dense tensor with a row for every id,
+and SGD on the rows of a push: no index, no birth of rows, no copy, nothing that survives it. A step
+is that of Shoal's worker in bench/tables.py: one call for the values of the ids, one with their
+gradients.
+"""
+
+import multiprocessing
+import os
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+LR = 0.1
+START_S = 120.0
+Step = Callable[[Tensor], None]
+"""Looks up the rows of these ids and pushes a gradient for each."""
+
+_processes = multiprocessing.get_context("spawn")
+
+
+class Rows:
+    """The table on its holder."""
+
+    def __init__(self, num_rows: int, dim: int) -> None:
+        torch.set_num_threads(1)
+        self._values = torch.zeros(num_rows, dim)
+
+    def look_up(self, ids: Tensor) -> Tensor:
+        return self._values[ids]
+
+    def push(self, ids: Tensor, gradients: Tensor) -> None:
+        self._values.index_add_(0, ids, gradients, alpha=-LR)
+
+
+_rows: Rows | None = None
+
+
+def _look_up(ids: Tensor) -> Tensor:
+    assert _rows is not None
+    return _rows.look_up(ids)
+
+
+def _push(ids: Tensor, gradients: Tensor) -> None:
+    assert _rows is not None
+    _rows.push(ids, gradients)
+
+
+def _serve_rpc(owner: Connection, port: int, num_rows: int, dim: int) -> None:
+    global _rows  # noqa: PLW0603 - what is called from afar is a function of the module
+    _rows = Rows(num_rows, dim)
+    _join("holder", 0, port)
+    owner.poll(None)
+    os._exit(0)
+
+
+def _join(name: str, rank: int, port: int) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    rpc.init_rpc(name, rank=rank, world_size=2, rpc_backend_options=options)
+
+
+def torch_rpc(stack: ExitStack, num_rows: int, dim: int) -> Step:
+    """A step by torch.distributed.rpc over TensorPipe."""
+    here, there = _processes.Pipe()
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        port = held.getsockname()[1]
+    process = _processes.Process(target=_serve_rpc, args=(there, port, num_rows, dim))
+    process.start()
+    stack.callback(process.kill)
+    stack.callback(here.close)
+    _join("worker", 1, port)
+    stack.callback(rpc.shutdown, graceful=False)
+
+    def step(ids: Tensor) -> None:
+        values = rpc.rpc_sync("holder", _look_up, args=(ids,))
+        rpc.rpc_sync("holder", _push, args=(ids, torch.ones_like(values)))
+
+    return step
+
+
+class RowActor:
+    """The class of Ray's actor: arrays go through its object store, which is shared memory."""
+
+    def __init__(self, num_rows: int, dim: int) -> None:
+        self._rows = Rows(num_rows, dim)
+
+    def look_up(self, ids: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        return self._rows.look_up(torch.from_numpy(ids)).numpy()
+
+    def push(self, ids: "np.ndarray[Any, Any]", gradients: "np.ndarray[Any, Any]") -> None:
+        self._rows.push(torch.from_numpy(ids), torch.from_numpy(gradients))
+
+
+def ray_actor(stack: ExitStack, num_rows: int, dim: int) -> Step:
+    """A step by an actor of Ray, on a cluster of this machine alone."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    import ray  # noqa: PLC0415 - not a dependency: measured where it is installed
+
+    ray.init(
+        _node_ip_address="127.0.0.1",
+        num_cpus=2,
+        object_store_memory=1024**3,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        # Its processes find this module where this one did.
+        runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path)}},
+    )
+    stack.callback(ray.shutdown)
+    actor = ray.remote(num_cpus=1)(RowActor).remote(num_rows, dim)
+    ray.get(actor.__ray_ready__.remote(), timeout=START_S)
+
+    def step(ids: Tensor) -> None:
+        values = ray.get(actor.look_up.remote(ids.numpy()))
+        ray.get(actor.push.remote(ids.numpy(), np.ones_like(values)))
+
+    return step
+
+
+PEERS: dict[str, Callable[[ExitStack, int, int], Step]] = {
+    "torch-rpc": torch_rpc,
+    "ray-actor": ray_actor,
+}

@@ -1,0 +1,299 @@
+"""Long runs by the protocols that others published, of Shoal beside torchrun and torchft.
+
+    .venv/bin/python bench/long_run.py steps --record
+    .venv/bin/python bench/long_run.py kills --kills 2000 --systems shoal-ddp,torchft --record
+
+`steps` is Clockwork's protocol by steps: 3,000 of them on four machines; every 330 to 555 steps,
+drawn by `--seed`, a machine is killed (SIGKILL) and a new one starts at once; a checkpoint every
+100 steps for a system that goes on from one. `seconds` is the time until the last of the steps,
+`seconds_without` that of a run without kills, `relative` their ratio. The clock starts when all
+machines train. `distance` is the largest difference of a weight from one process.
+
+`kills` is torchft's protocol: so many workers of tiny replicas are killed one after the other, each
+once at least three of four train, without any checkpoint; the launcher of a worker restarts it. One
+worker is never killed. `distance` as above; and of each process that lives through all of it
+(coordinator or lighthouse, etcd, a killed worker's launcher, the survivor's launcher, the survivor)
+memory, threads and open files, and the files and bytes in /dev/shm: by a sample after each
+twentieth of the kills, with all four training. `growth` is from the sample after a tenth to the
+last one, per kill.
+
+The model, the pause of each step and the systems are those of bench/trace.py.
+"""
+
+import argparse
+import random
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from exactness import difference, result
+from recovery import TORCHFT_MISSING, Stuck, has_torchft
+from rows import print_entries, record
+from training.effective import effective
+from training.exactness import checkpoint_and_step_s, one_process_at
+from training.jobs import NUM_WORKERS
+from training.machines import (
+    ONE_PROCESS,
+    START_S,
+    SYSTEMS,
+    Machines,
+    NotTraining,
+    Plan,
+    Running,
+    descendants,
+    kill,
+)
+from training.usage import Usage, growth_per_kill, shared_memory, usage_of
+
+PAUSE_S = 0.03
+NUM_STEPS, CHECKPOINT_EVERY = 3000, 100
+BETWEEN_KILLS = (330, 555)
+NUM_KILLS, NUM_SAMPLES = 2000, 20
+STEPS_BEFORE = 30
+TRAINING_AT_LEAST = 3
+STEP_WITHIN_S = 300.0
+SURVIVOR = "machine-0"
+
+
+def kill_steps(seed: int, num_steps: int) -> list[int]:
+    """Steps at which a machine is killed."""
+    drawn = random.Random(seed)
+    steps = accumulate(drawn.randint(*BETWEEN_KILLS) for _ in range(num_steps))
+    return [step for step in steps if step < num_steps]
+
+
+def run_steps(
+    system: str, plan: Plan, kills: Sequence[int], asked: argparse.Namespace
+) -> tuple[dict[str, Any], int, Any]:
+    """Figures of a run of so many steps, and the steps and weights that it ended with."""
+    plan.directory.mkdir()
+    drawn = random.Random(asked.seed)
+    first = 1 if system == ONE_PROCESS else NUM_WORKERS
+    with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
+        for number in range(first):
+            machines.join(f"machine-{number}")
+        machines.await_training(first, STEPS_BEFORE, START_S)
+        start_s, begun = time.monotonic(), reached(machines)
+        for number, step in enumerate(kills):
+            await_step(machines, begun + step)
+            victim = drawn.choice(machines.names)
+            machines.lose(victim)
+            machines.join(f"machine-{first + number}")
+            print(f"{system}: {victim} lost after {step} steps", flush=True)
+        await_step(machines, begun + asked.steps)
+        end_s = time.monotonic()
+        steps = [step for own in machines.steps.by_pid.values() for step in own]
+        figures = {**asdict(effective(steps, start_s, end_s)), "kills": len(kills)}
+        print(f"{system}: {figures}", flush=True)
+        end = result(machines.steps, plan.directory)
+    return figures, *end
+
+
+def reached(machines: Machines) -> int:
+    newest = machines.steps.newest()
+    return newest.step if newest is not None else 0
+
+
+def await_step(machines: Machines, step: int) -> None:
+    """Return once the training is that far."""
+    if not machines.steps.await_true(lambda: reached(machines) >= step, STEP_WITHIN_S):
+        raise NotTraining(f"not at step {step} within {STEP_WITHIN_S:g} s")
+
+
+def measure_steps(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
+    kills = kill_steps(asked.seed, asked.steps)
+    cost_s, _ = checkpoint_and_step_s()
+    found: list[tuple[dict[str, Any], int, Any]] = []
+    with tempfile.TemporaryDirectory() as name:
+        for system in systems:
+            try:
+                without = run_steps(system, plan_of(Path(name) / f"{system}-whole"), [], asked)
+                figures, *end = (
+                    without
+                    if system == ONE_PROCESS
+                    else run_steps(system, plan_of(Path(name) / system), kills, asked)
+                )
+            except (NotTraining, Stuck) as error:
+                print(f"{system} is left out: {error}", flush=True)
+                continue
+            without_s = without[0]["wall_s"]
+            entry = {
+                "system": system,
+                "seed": asked.seed,
+                "steps": asked.steps,
+                "seconds": figures["wall_s"],
+                "seconds_without": without_s,
+                "relative": figures["wall_s"] / without_s,
+                "checkpoint_s": cost_s if system == "torchrun" else None,
+                **{key: figures[key] for key in ("kills", "steps_twice", "steps_lost", "step_s")},
+            }
+            found.append((entry, *end))
+    return with_distances(found)
+
+
+def with_distances(found: Sequence[tuple[dict[str, Any], int, Any]]) -> list[dict[str, Any]]:
+    """Entries with the distance of their weights to those of one process."""
+    expected = one_process_at(num_steps for _, num_steps, _ in found)
+    return [
+        {**entry, "distance": difference(weights, expected[num_steps])}
+        for entry, num_steps, weights in found
+    ]
+
+
+def plan_of(directory: Path) -> Plan:
+    return Plan(
+        directory=directory,
+        pause_s=PAUSE_S,
+        max_machines=NUM_WORKERS,
+        checkpoint_every=CHECKPOINT_EVERY,
+        max_restarts=1_000_000,
+    )
+
+
+class KilledRun:
+    """A run whose workers are killed again and again, but for one."""
+
+    def __init__(self, machines: Machines, running: Running, drawn: random.Random) -> None:
+        self._machines, self._running, self._random = machines, running, drawn
+        self._survivor = family(machines, SURVIVOR)[-1]
+        self.samples: list[Mapping[str, Usage]] = []
+        self.shared: list[tuple[int, int]] = []
+        """Files and bytes in /dev/shm, of each sample."""
+
+    def kill_one(self) -> None:
+        """Kill a worker once enough train, but not the survivor."""
+        pids: list[int] = []
+
+        def enough() -> bool:
+            pids[:] = self._training()
+            return bool(pids)
+
+        if not self._machines.steps.await_true(enough, STEP_WITHIN_S):
+            raise NotTraining(f"fewer than {TRAINING_AT_LEAST} train")
+        victim = self._random.choice([pid for pid in pids if pid != self._survivor])
+        kill([victim])
+        # A line that it wrote before it was killed is of no use; its file would be read for ever.
+        self._machines.steps.drop(victim)
+
+    def _training(self) -> list[int]:
+        steps = self._machines.steps
+        sizes = range(TRAINING_AT_LEAST, NUM_WORKERS + 1)
+        return next((pids for size in sizes if (pids := steps.training(size, 1))), [])
+
+    def sample(self) -> None:
+        """Note what the processes that stay use, once all train."""
+        self._machines.await_training(NUM_WORKERS, STEPS_BEFORE, STEP_WITHIN_S)
+        own = family(self._machines, SURVIVOR)
+        pids = {**self._running.services, "survivor": own[-1]}
+        if len(own) > 1:
+            other = family(self._machines, "machine-1")
+            pids |= {"survivor's launcher": own[0], "launcher": other[0]}
+        self.samples.append({name: usage_of(pid) for name, pid in pids.items()})
+        self.shared.append(shared_memory())
+        print(f"{self.samples[-1]} /dev/shm {self.shared[-1]}", flush=True)
+
+
+def family(machines: Machines, name: str) -> list[int]:
+    """Process ids of a machine's launcher, if it has one, and of its worker."""
+    pid = machines.pid(name)
+    return [pid, *descendants(pid)[:1]]
+
+
+def run_kills(
+    system: str, plan: Plan, num_kills: int, seed: int
+) -> tuple[dict[str, Any], int, Any]:
+    """Figures of so many kills, and the steps and weights that the run ended with."""
+    plan.directory.mkdir()
+    every = max(1, num_kills // NUM_SAMPLES)
+    with SYSTEMS[system](plan) as running, Machines(plan, running) as machines:
+        for number in range(NUM_WORKERS):
+            machines.join(f"machine-{number}")
+        machines.await_training(NUM_WORKERS, STEPS_BEFORE, START_S)
+        run = KilledRun(machines, running, random.Random(seed))
+        began_s = time.monotonic()
+        run.sample()
+        for number in range(1, num_kills + 1):
+            run.kill_one()
+            if number % every == 0:
+                print(f"{system}: {number} kills, step {reached(machines)}", flush=True)
+                run.sample()
+        seconds = time.monotonic() - began_s
+        end = result(machines.steps, plan.directory)
+    figures = {
+        "seconds": seconds,
+        "kills_per_minute": 60 * num_kills / seconds,
+        "samples": [{name: asdict(each) for name, each in own.items()} for own in run.samples],
+        "growth_per_kill": growth_per_kill(run.samples, every),
+        "shm_files": [files for files, _ in run.shared],
+        "shm_bytes": [size for _, size in run.shared],
+    }
+    return figures, *end
+
+
+def measure_kills(asked: argparse.Namespace, systems: Sequence[str]) -> list[dict[str, Any]]:
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        for system in systems:
+            plan = plan_of(Path(name) / system)
+            try:
+                figures, *end = run_kills(system, plan, asked.kills, asked.seed)
+            except (NotTraining, Stuck) as error:
+                print(f"{system} is left out: {error}", flush=True)
+                continue
+            entry = {"system": system, "seed": asked.seed, "kills": asked.kills, "steps": end[0]}
+            found.append(({**entry, **figures}, *end))
+    return with_distances(found)
+
+
+STEPS_COLUMNS = (
+    "system",
+    "seconds",
+    "seconds_without",
+    "relative",
+    "kills",
+    "steps_twice",
+    "steps_lost",
+    "distance",
+)
+KILLS_COLUMNS = ("system", "kills", "kills_per_minute", "steps", "distance")
+OF_KILLS = ("shoal-ddp", "shoal-fsdp", "torchft")
+"""Systems whose survivors go on without a checkpoint."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("protocol", choices=("steps", "kills"))
+    parser.add_argument("--systems")
+    parser.add_argument("--steps", type=int, default=NUM_STEPS)
+    parser.add_argument("--kills", type=int, default=NUM_KILLS)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--record", action="store_true")
+    asked = parser.parse_args()
+    possible = tuple(SYSTEMS) if asked.protocol == "steps" else OF_KILLS
+    systems = asked.systems.split(",") if asked.systems else list(possible)
+    if unknown := set(systems) - set(possible):
+        parser.error(f"not with {asked.protocol}: {', '.join(sorted(unknown))}")
+    if "torchft" in systems and not has_torchft():
+        print(TORCHFT_MISSING, flush=True)
+        systems.remove("torchft")
+    torch.set_num_threads(1)
+    if asked.protocol == "steps":
+        name, entries, columns = "long_run", measure_steps(asked, systems), STEPS_COLUMNS
+    else:
+        name, entries, columns = "kills", measure_kills(asked, systems), KILLS_COLUMNS
+    print_entries(name, entries, columns)
+    for entry in entries if asked.protocol == "kills" else ():
+        print(entry["system"], "growth per kill:", entry["growth_per_kill"])
+        print(entry["system"], "/dev/shm:", entry["shm_files"], entry["shm_bytes"])
+    if asked.record:
+        keys = ("system", "seed", "steps" if asked.protocol == "steps" else "kills")
+        record(name, entries, keys=keys)
+
+
+if __name__ == "__main__":
+    main()

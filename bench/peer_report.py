@@ -1,0 +1,223 @@
+"""Tables and figures of docs/report.md, from the results of record: part of `make report`.
+
+The page's text is written by hand. Between `<!-- NAME -->` and `<!-- /NAME -->` stands what
+docs/benchmarks/results/NAME.json says; nothing, if that bench has not been recorded.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from charts import Bar, bars
+from rows import told
+
+Entries = Sequence[Mapping[str, Any]]
+PAGE = "report.md"
+
+
+def page_with(page: str, results: Mapping[str, Entries]) -> str:
+    """The page with every block as the results say."""
+    for name, block in BLOCKS.items():
+        pattern = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+        entries = results.get(name, ())
+        text = f"\n{block(entries)}\n\n{origin(name, entries)}\n" if entries else ""
+        page, found = pattern.subn(lambda match, text=text: text, page)
+        if found != 1:
+            raise ValueError(f"{PAGE} has {found} blocks {name}, expected one")
+    return page
+
+
+def figures(results: Mapping[str, Entries]) -> dict[str, str]:
+    """SVGs by name of their file, without those of benches that write their own."""
+    entries = results.get("trace", ())
+    return {"trace": bars(effective_bars(entries))} if entries else {}
+
+
+def origin(name: str, entries: Entries) -> str:
+    """When, where and by which commands the entries were measured."""
+    days = sorted({entry["day"] for entry in entries})
+    span = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    machines = "; ".join(sorted({entry["machine"] for entry in entries}))
+    commands = sorted({entry["command"] for entry in entries})
+    how = "Computed" if name == "goodput_model" else "Measured"
+    return "\n".join(
+        [f"{how} {span} ({machines}):\n", "```sh", *map(_with_python, commands), "```"]
+    )
+
+
+def _with_python(command: str) -> str:
+    return f".venv/bin/python {command}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(told, row))} |" for row in rows)])
+
+
+def grouped(entries: Entries, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Any]]:
+    """Entries of one system on one trace, which differ in the seed."""
+    found: dict[tuple[Any, ...], list[Any]] = {}
+    for entry in entries:
+        found.setdefault(tuple(entry.get(key) for key in keys), []).append(entry)
+    return found
+
+
+def middle(entries: Entries, key: str) -> float:
+    return median(entry[key] for entry in entries)
+
+
+def trace_name(trace: str, mtbf_min: float | None, speed: float) -> str:
+    if mtbf_min is None:
+        return f"{trace}, {speed:g} x"
+    return f"a loss every {mtbf_min:g} min, {speed:g} x"
+
+
+OF_TRACE = ("trace", "mtbf_min", "speed", "system")
+
+
+def trace_table(entries: Entries) -> str:
+    rows = []
+    for (trace, mtbf_min, speed, system), own in grouped(entries, OF_TRACE).items():
+        low, high = (of(entry["effective"] for entry in own) for of in (min, max))
+        spread = f" ({100 * low:.1f} to {100 * high:.1f})" if len(own) > 1 else ""
+        rows.append(
+            (
+                trace_name(trace, mtbf_min, speed),
+                system,
+                len(own),
+                f"{100 * middle(own, 'effective'):.1f} %{spread}",
+                middle(own, "steps_per_s"),
+                1e3 * middle(own, "step_s"),
+                round(middle(own, "changes")),
+                middle(own, "paused_per_change_s"),
+                max(entry["longest_pause_s"] for entry in own),
+                round(middle(own, "steps_twice")),
+                max(entry["steps_lost"] for entry in own),
+                f"{max(entry['distance'] for entry in own):.1e}",
+            )
+        )
+    head = (
+        *("changes of machines", "system", "seeds", "effective time", "useful steps a second"),
+        *("step, ms", "changes", "paused per change, s", "longest pause, s", "steps trained twice"),
+        *("steps lost", "distance to one process"),
+    )
+    picture = "![Effective time by system](benchmarks/trace.svg)\n\n"
+    return picture + table(head, rows)
+
+
+def effective_bars(entries: Entries) -> dict[str, list[Bar]]:
+    found: dict[str, list[Bar]] = {}
+    for (trace, mtbf_min, speed, system), own in grouped(entries, OF_TRACE).items():
+        found.setdefault(trace_name(trace, mtbf_min, speed), []).append(
+            Bar(
+                label=system,
+                value=100 * middle(own, "effective"),
+                unit="%",
+                is_own=system.startswith("shoal"),
+            )
+        )
+    return found
+
+
+def long_run_table(entries: Entries) -> str:
+    rows = []
+    for (system, steps), own in grouped(entries, ("system", "steps")).items():
+        rows.append(
+            (
+                system,
+                len(own),
+                steps,
+                round(middle(own, "kills")),
+                middle(own, "seconds_without"),
+                middle(own, "seconds"),
+                f"{middle(own, 'relative'):.3f}",
+                round(middle(own, "steps_twice")),
+                max(entry["steps_lost"] for entry in own),
+                f"{max(entry['distance'] for entry in own):.1e}",
+            )
+        )
+    head = (
+        *("system", "seeds", "steps", "kills", "s without kills", "s with kills", "relative"),
+        *("steps trained twice", "steps lost", "distance to one process"),
+    )
+    return table(head, rows)
+
+
+def kills_table(entries: Entries) -> str:
+    runs = [
+        (
+            *(entry["system"], entry["kills"], f"{entry['kills_per_minute']:.1f}"),
+            *(entry["steps"], f"{entry['distance']:.1e}"),
+            f"{entry['shm_files'][0]} to {entry['shm_files'][-1]}",
+            f"{entry['shm_bytes'][0]:,} to {entry['shm_bytes'][-1]:,}",
+        )
+        for entry in entries
+    ]
+    head = ("system", "kills", "kills a minute", "steps", "distance to one process")
+    first = table((*head, "files in /dev/shm", "bytes in /dev/shm"), runs)
+    growth = [
+        (
+            *(entry["system"], process),
+            *(
+                f"{entry['samples'][0][process][key]:,} to {entry['samples'][-1][process][key]:,}"
+                for key in ("memory_kib", "threads", "files")
+            ),
+            own["memory_kib"],
+        )
+        for entry in entries
+        for process, own in entry["growth_per_kill"].items()
+    ]
+    second = ("system", "process", "memory, KiB", "threads", "files", "KiB per kill")
+    return f"{first}\n\n{table(second, growth)}"
+
+
+SHOWN_MACHINES = ("8", "128", "2048", "32768", "131072")
+
+
+def goodput_table(entries: Entries) -> str:
+    computed = [entry for entry in entries if entry["what"] == "computed"]
+    rows = [
+        (
+            *(entry["system"], entry["constants"], entry["pause_s"], entry["checkpoint_s"]),
+            round(entry["machine_mtbf_h"]),
+            *(f"{100 * entry['effective'][number]:.1f} %" for number in SHOWN_MACHINES),
+        )
+        for entry in computed
+    ]
+    head = ("computed for", "constants", "pause, s", "checkpoint, s", "hours between failures")
+    first = table((*head, *(f"{int(number):,} machines" for number in SHOWN_MACHINES)), rows)
+    published = [
+        (entry["system"], entry["gpus"], f"{100 * entry['effective']:.0f} %", entry["source"])
+        for entry in entries
+        if entry["what"] == "published"
+    ]
+    sources = [
+        (entry["system"], entry["source"])
+        for entry in computed[: len(computed) // 2]
+        if entry["constants"] == "published"
+    ]
+    second = table(("published by others", "GPUs", "effective time", "source"), published)
+    third = table(("constants of others", "source"), sources)
+    picture = "![Effective time by number of machines](benchmarks/goodput_model.svg)\n\n"
+    return f"{picture}{first}\n\n{second}\n\n{third}"
+
+
+def rows_table(entries: Entries) -> str:
+    metrics = list(dict.fromkeys(entry["metric"] for entry in entries))
+    peers = list(dict.fromkeys(entry["peer"] for entry in entries))
+    rows = []
+    for metric in metrics:
+        own = {entry["peer"]: entry for entry in entries if entry["metric"] == metric}
+        value = next(iter(own.values()))["value"]
+        rows.append((metric, value, *(own[peer]["peer_value"] for peer in peers)))
+    return table(("million rows a second", "Shoal", *peers), rows)
+
+
+BLOCKS: Mapping[str, Callable[[Entries], str]] = {
+    "trace": trace_table,
+    "long_run": long_run_table,
+    "kills": kills_table,
+    "goodput_model": goodput_table,
+    "rows": rows_table,
+}

@@ -1,0 +1,159 @@
+"""Changes of a set of machines: read from a trace, or drawn by a seed.
+
+Pure: a trace and a seed give the same changes for every system.
+"""
+
+import math
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+SETTLED_S = 15.0
+"""A machine counts as settled this long after its start, when its worker surely trains: the last
+settled machine is never lost. No system keeps its state if every machine with a copy goes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """A machine that joins or is lost."""
+
+    at_s: float
+    machine: str
+    joins: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """Number of machines from a moment on."""
+
+    at_s: float
+    machines: int
+
+
+def read_trace(lines: Iterable[str], speed: float) -> list[Level]:
+    """Numbers of machines over time, from lines `milliseconds,add|remove,node`, at that speed."""
+    present: set[str] = set()
+    levels = []
+    rows = sorted(
+        (int(at_ms), kind, node)
+        for at_ms, kind, node in (line.strip().split(",") for line in lines if line.strip())
+    )
+    for at_ms, own in groupby(rows, key=lambda row: row[0]):
+        for _, kind, node in own:
+            if kind not in ("add", "remove"):
+                raise ValueError(f"{kind!r} at {at_ms} ms: a node is added or removed")
+            (present.add if kind == "add" else present.discard)(node)
+        levels.append(Level(at_s=at_ms / 1e3 / speed, machines=len(present)))
+    return levels
+
+
+def scaled(levels: Sequence[Level], most: int) -> list[Level]:
+    """The same course with 1 to `most` machines: each of these numbers for an equal share of time.
+
+    A number of machines is mapped by its quantile, the share of the trace's time with that many or
+    fewer. The time before the first machine and the instant of the last change do not count.
+    """
+    weights: dict[int, float] = {}
+    for before, after in pairwise(levels):
+        if before.machines:
+            weights[before.machines] = weights.get(before.machines, 0.0) + after.at_s - before.at_s
+    total_s = sum(weights.values())
+    if not total_s:
+        raise ValueError("a trace has at least two changes, at different times")
+
+    def quantile(machines: int) -> float:
+        return sum(share for each, share in weights.items() if each <= machines) / total_s
+
+    found: list[Level] = []
+    for level in levels:
+        # The margin is for sums that round up past a whole number.
+        machines = max(1, math.ceil(most * quantile(level.machines) - 1e-9))
+        if level.machines and (not found or found[-1].machines != machines):
+            found.append(Level(at_s=level.at_s, machines=machines))
+    start_s = found[0].at_s
+    return [Level(at_s=level.at_s - start_s, machines=level.machines) for level in found]
+
+
+def changes_of(levels: Sequence[Level], seed: int) -> list[Change]:
+    """Machines that join and are lost, by name; the seed draws which machine is lost.
+
+    A loss for which no machine can be spared is left out, and so is the join that would follow it.
+    """
+    drawn = random.Random(seed)
+    since: dict[str, float] = {}
+    found: list[Change] = []
+    number = 0
+    for level in levels:
+        while len(since) < level.machines:
+            name, number = f"machine-{number}", number + 1
+            # The first machines train when the clock starts.
+            since[name] = level.at_s or -SETTLED_S
+            found.append(Change(at_s=level.at_s, machine=name, joins=True))
+        while len(since) > level.machines:
+            candidates = expendable(since, level.at_s)
+            if not candidates:
+                break
+            victim = drawn.choice(candidates)
+            del since[victim]
+            found.append(Change(at_s=level.at_s, machine=victim, joins=False))
+    return found
+
+
+def poisson(
+    *, seed: int, mtbf_s: float, replaced_after_s: float, num_machines: int, length_s: float
+) -> list[Change]:
+    """Losses as a Poisson process of the whole job; each lost machine is replaced by a new one.
+
+    The replacement joins after an exponentially distributed time of mean `replaced_after_s`. A loss
+    for which no machine can be spared is left out.
+    """
+    drawn = random.Random(seed)
+    since = {f"machine-{number}": 0.0 for number in range(num_machines)}
+    found = [Change(at_s=0.0, machine=name, joins=True) for name in since]
+    # The first machines train when the clock starts.
+    since = dict.fromkeys(since, -SETTLED_S)
+    joins: list[float] = []
+    number = num_machines
+    at_s = drawn.expovariate(1 / mtbf_s)
+    while at_s < length_s or any(join_s < length_s for join_s in joins):
+        if joins and min(joins) <= at_s:
+            join_s = min(joins)
+            joins.remove(join_s)
+            if join_s >= length_s:
+                break
+            name, number = f"machine-{number}", number + 1
+            since[name] = join_s
+            found.append(Change(at_s=join_s, machine=name, joins=True))
+            continue
+        if at_s >= length_s:
+            break
+        candidates = expendable(since, at_s)
+        if candidates:
+            victim = drawn.choice(candidates)
+            del since[victim]
+            found.append(Change(at_s=at_s, machine=victim, joins=False))
+            joins.append(at_s + drawn.expovariate(1 / replaced_after_s))
+        at_s += drawn.expovariate(1 / mtbf_s)
+    return found
+
+
+def expendable(since: dict[str, float], at_s: float) -> list[str]:
+    """Machines that may be lost, by the time since which each is there: at least one settled
+    machine stays."""
+    settled = [name for name, start_s in since.items() if at_s - start_s >= SETTLED_S]
+    if len(settled) > 1:
+        return sorted(since)
+    return sorted(set(since) - set(settled)) if settled else []
+
+
+def starting(changes: Sequence[Change]) -> tuple[list[str], list[Change]]:
+    """The machines that are there at the start, and the changes after it."""
+    first = [each.machine for each in changes if each.at_s == 0.0 and each.joins]
+    return first, [each for each in changes if each.at_s > 0.0]
+
+
+def interruption_s(changes: Sequence[Change], length_s: float) -> float:
+    """Mean time between the changes after the start: each one restarts a job of torchrun."""
+    later = [each for each in changes if 0.0 < each.at_s < length_s]
+    return length_s / max(1, len({each.at_s for each in later}))

@@ -1,0 +1,262 @@
+"""Machines of a job on one host, for every system that is compared: they join and are lost.
+
+A machine is what a host of a cluster would run: Shoal's launcher with its worker, torchrun's agent
+with its worker, a replica group of torchft. What all machines meet at (coordinator and etcd, the
+rendezvous' store, the lighthouse) is a process apart and is never lost.
+"""
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from torch.distributed import TCPStore
+from training.jobs import await_file, logs_in, python_script, shoal_launcher, torchrun_agent
+from training.steps import Steps
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+from shoal_client.local.process import ChildCommand, Process, Supervisor
+
+RELAUNCH_S = 1.0
+"""A launcher that ends while its machine is there is started again after so long, as a scheduler
+of pods does."""
+START_S = 300.0
+"""Limit of the start of all machines, each of which loads torch on the same cores."""
+TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
+RDZV_CONF = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+"""Tuned; by default 30 s, 5 s and 3: then each loss and join costs far longer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Settings of a run that some systems need."""
+
+    directory: Path
+    """Of the job: logs, steps, checkpoints, the result."""
+    pause_s: float
+    """Part of each step in which the worker waits, as for a device."""
+    max_machines: int
+    checkpoint_every: int
+    """Steps between two checkpoints of a system that goes on from one after each change."""
+    max_restarts: int = 3
+    """Restarts of a worker whose launcher is not lost."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Running:
+    """A system, ready for machines."""
+
+    command: Callable[[str], ChildCommand]
+    """The command of the machine of that name."""
+    services: Mapping[str, int] = field(default_factory=dict)
+    """Process ids of what the machines meet at, by name."""
+
+
+@contextmanager
+def shoal_ddp(plan: Plan) -> Iterator[Running]:
+    with _shoal(plan, "ddp") as running:
+        yield running
+
+
+@contextmanager
+def shoal_fsdp(plan: Plan) -> Iterator[Running]:
+    with _shoal(plan, "fsdp") as running:
+        yield running
+
+
+@contextmanager
+def _shoal(plan: Plan, strategy: str) -> Iterator[Running]:
+    config = LocalClusterConfig(directory=plan.directory / "cluster", num_parameter_servers=0)
+    numbers = {"-n": 1, "--desired": 1, "--min": 1, "--max": plan.max_machines}
+    with LocalCluster(config) as cluster:
+        yield Running(
+            command=lambda name: shoal_launcher(
+                cluster.coordinator,
+                plan.directory,
+                name=name,
+                job=plan.directory.name,
+                options={**numbers, "--max-restarts": plan.max_restarts},
+                script=("on_exactness.py", str(plan.directory), strategy, str(plan.pause_s)),
+            ),
+            services={name: process.pid for name, process in cluster.processes.items()},
+        )
+
+
+@contextmanager
+def torchrun(plan: Plan) -> Iterator[Running]:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield Running(
+        command=lambda name: torchrun_agent(
+            plan.directory,
+            name=name,
+            port=store.port,
+            max_nodes=plan.max_machines,
+            conf=RDZV_CONF,
+            script=(
+                *("on_exactness_torchrun.py", str(plan.directory)),
+                *(str(plan.pause_s), str(plan.checkpoint_every)),
+            ),
+        )
+    )
+
+
+@contextmanager
+def torchft(plan: Plan) -> Iterator[Running]:
+    here = (TORCHFT_PYTHON, plan.directory)
+    with Supervisor(grace_s=0.5) as supervisor:
+        arguments = ("on_torchft.py", "lighthouse", str(plan.directory))
+        lighthouse = supervisor.spawn(python_script(*here, "lighthouse", *arguments))
+        await_file(plan.directory / "lighthouse")
+        yield Running(
+            command=lambda name: python_script(
+                *(*here, name, "on_exactness_torchft.py"),
+                *(str(plan.directory), str(plan.pause_s), name),
+            ),
+            services={"lighthouse": lighthouse.pid},
+        )
+
+
+@contextmanager
+def one_process(plan: Plan) -> Iterator[Running]:
+    yield Running(
+        command=lambda name: python_script(
+            *(sys.executable, plan.directory, name, "on_exactness_alone.py"),
+            *(str(plan.directory), str(plan.pause_s)),
+        )
+    )
+
+
+SYSTEMS: Mapping[str, Callable[[Plan], AbstractContextManager[Running]]] = {
+    "shoal-ddp": shoal_ddp,
+    "shoal-fsdp": shoal_fsdp,
+    "torchrun": torchrun,
+    "torchft": torchft,
+    "one-process": one_process,
+}
+ONE_PROCESS = "one-process"
+
+
+class NotTraining(RuntimeError):
+    """The machines do not train within the time that is given."""
+
+
+class Machines:
+    """The machines that are there now; all are stopped at the end of the `with` block."""
+
+    def __init__(self, plan: Plan, running: Running) -> None:
+        self._command = running.command
+        self._directory = plan.directory
+        self._present: dict[str, Process] = {}
+        self._lock = threading.Lock()
+        self._closing = False
+        self._supervisor = Supervisor(on_exit=self._exited, grace_s=2.0)
+        self.steps = Steps(plan.directory)
+        self.num_relaunches = 0
+
+    def __enter__(self) -> Self:
+        self._supervisor.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        with self._lock:
+            self._closing = True
+            present, self._present = list(self._present.values()), {}
+        # Workers of torchrun lead sessions of their own: their agent's end does not end them.
+        left = [pid for process in present for pid in descendants(process.pid)]
+        self._supervisor.close()
+        kill([*left, *filter(self._is_worker, self.steps.by_pid)])
+
+    def _is_worker(self, pid: int) -> bool:
+        """True if the process still runs this job's script; a number may be used again."""
+        try:
+            return str(self._directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except FileNotFoundError:
+            return False
+
+    def join(self, name: str) -> Process:
+        """Start a machine."""
+        with self._lock:
+            process = self._present[name] = self._supervisor.spawn(self._command(name))
+            return process
+
+    def lose(self, name: str, notice_s: float = 0.0) -> None:
+        """SIGKILL all processes of a machine; with a notice, a SIGTERM so long before."""
+        with self._lock:
+            process = self._present.pop(name)
+        if notice_s:
+            process.ask_to_end()
+            later = threading.Timer(notice_s, kill_machine, (process,))
+            later.daemon = True
+            later.start()
+        else:
+            kill_machine(process)
+
+    def await_training(self, num_machines: int, num_steps: int, within_s: float) -> None:
+        """Return once all of so many machines have trained so many steps together."""
+        if not self.steps.await_true(
+            lambda: bool(self.steps.training(num_machines, num_steps)), within_s
+        ):
+            raise NotTraining(f"no {num_machines} train:\n{logs_in(self._directory)}")
+
+    def pid(self, name: str) -> int:
+        """Process id of a machine's launcher, or of its worker if it has none."""
+        with self._lock:
+            return self._present[name].pid
+
+    @property
+    def names(self) -> list[str]:
+        with self._lock:
+            return sorted(self._present)
+
+    def _exited(self, process: Process) -> None:
+        threading.Thread(target=self._relaunch, args=(process,), daemon=True).start()
+
+    def _relaunch(self, process: Process) -> None:
+        time.sleep(RELAUNCH_S)
+        with self._lock:
+            if self._closing or self._present.get(process.name) is not process:
+                return
+            self.num_relaunches += 1
+            command = self._command(process.name)
+            self._present[process.name] = self._supervisor.spawn(command)
+
+
+def kill_machine(process: Process) -> None:
+    """SIGKILL a machine's launcher and all that it started, unless it has ended."""
+    if process.exit_code is not None:
+        return
+    family = descendants(process.pid)
+    process.kill()
+    kill(family)
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids of all children of a process, and of theirs."""
+    found = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            children = [int(child) for child in listing.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        found += [each for child in children for each in (child, *descendants(child))]
+    return found
+
+
+def kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue

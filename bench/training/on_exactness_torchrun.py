@@ -1,0 +1,64 @@
+"""The compared training for torchrun: on_exactness_torchrun.py DIRECTORY PAUSE_S EVERY_STEPS.
+
+DistributedDataParallel, as a careful author writes it: rank 0 saves a checkpoint every so many
+steps, restarted workers go on from the newest, and the global batch is divided among any number of
+ranks with losses weighted by samples, so that the result does not depend on that number.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+from exactness import (
+    GLOBAL_BATCH,
+    leave_weights,
+    load_checkpoint,
+    loss_of,
+    new_loader,
+    new_model,
+    new_optimizer,
+    new_schedule,
+    save_checkpoint,
+    stops_at,
+)
+from torch import distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from workload import StepLog
+
+
+def main() -> None:
+    directory, pause_s, every_steps = Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    log = StepLog(directory)
+    model = new_model()
+    optimizer = new_optimizer(model)
+    schedule = new_schedule(optimizer)
+    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+    step = load_checkpoint(directory, parts)
+    ddp = DistributedDataParallel(model)
+    # Agents count restarts each for itself: rank 0 names the formation.
+    formation = torch.tensor([time.monotonic_ns()])
+    dist.broadcast(formation, 0)
+    loader = new_loader()
+    while stops_at(directory) != step:
+        batch = loader.synchronous(step, rank, world_size)
+        optimizer.zero_grad()
+        loss = loss_of(ddp(batch.inputs), batch.targets)
+        # DDP takes the mean over ranks; the loss is a mean over this rank's samples.
+        (loss * (batch.num_samples * world_size / GLOBAL_BATCH)).backward()
+        optimizer.step()
+        schedule.step()
+        time.sleep(pause_s)
+        log.committed(formation=int(formation), world_size=world_size, step=step)
+        step += 1
+        if step % every_steps == 0 and rank == 0:
+            save_checkpoint(directory, parts, step)
+    if rank == 0:
+        leave_weights(directory, step, model.state_dict())
+
+
+if __name__ == "__main__":
+    main()

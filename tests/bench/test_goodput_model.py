@@ -1,0 +1,69 @@
+"""Effective time at scale, as bench/goodput_model.py computes it."""
+
+import json
+from math import log
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "results"
+
+
+@pytest.fixture
+def model() -> Any:
+    import goodput_model  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    return goodput_model
+
+
+def test_the_published_points_of_one_paper_agree_with_the_model(model: Any) -> None:
+    """44 % with a pause of 10 minutes and 80 % with one of 3 give about one time between
+    failures."""
+    slow, fast = model.PUBLISHED[0].pause_s / -log(0.44), model.PUBLISHED[1].pause_s / -log(0.80)
+    assert slow == pytest.approx(fast, rel=0.15)
+
+
+def test_more_machines_are_less_effective(model: Any) -> None:
+    in_place = model.System(name="a", kind="measured", source="", pause_s=1.0)
+    restarts = model.System(name="b", kind="measured", source="", pause_s=10.0, checkpoint_s=1.0)
+    for system in (in_place, restarts):
+        shares = [system.effective(1e6 / machines) for machines in model.MACHINES]
+        assert shares == sorted(shares, reverse=True)
+        assert 0 <= shares[-1] < shares[0] <= 1
+    assert in_place.effective(100.0) > restarts.effective(100.0)
+
+
+def test_a_restart_that_takes_longer_than_the_time_between_failures_never_ends(model: Any) -> None:
+    assert model.restarted(1.0, 1e6, 10.0) == 0.0
+
+
+def test_constants_come_from_entries_of_long_runs(model: Any) -> None:
+    """The pause of a kill is what it added, without the steps that were trained again."""
+    own = {"system": "shoal-ddp", "kills": 10, "seconds": 110.0, "seconds_without": 100.0}
+    own |= {"steps_twice": 0, "step_s": 0.1, "checkpoint_s": None}
+    theirs = {**own, "system": "torchrun", "seconds": 160.0, "steps_twice": 100}
+    theirs["checkpoint_s"] = 0.5
+    alone = {**own, "system": "one-process", "kills": 0}
+    found = model.measured([own, theirs, alone])
+    assert [(each.name, each.pause_s, each.checkpoint_s) for each in found] == [
+        ("shoal-ddp", pytest.approx(1.0), None),
+        ("torchrun", pytest.approx(5.0), 0.5),
+    ]
+
+
+def test_what_is_computed_is_told_from_what_others_published(model: Any) -> None:
+    kinds = {entry["what"] for entry in [*model.curves(model.PUBLISHED), *model.points()]}
+    assert kinds == {"computed", "published"}
+    assert all(entry["source"] for entry in [*model.curves(model.PUBLISHED), *model.points()])
+
+
+def test_the_figures_of_record_are_those_of_the_constants_of_record(model: Any) -> None:
+    path = RESULTS / "goodput_model.json"
+    if not path.exists():
+        pytest.skip("not computed yet")
+    computed = [e for e in json.loads(path.read_text()) if e["what"] == "computed"]
+    expected = model.curves([*model.measured(model.results("long_run")), *model.PUBLISHED])
+    assert [
+        {key: entry[key] for key in own} for entry, own in zip(computed, expected, strict=True)
+    ] == expected

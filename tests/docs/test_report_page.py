@@ -1,0 +1,104 @@
+"""The page that compares Shoal with other systems shows the results of record."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+STAMP = {"day": "2026-11-28", "machine": "x86_64, 2 cores"}
+OF_TRACE = {
+    **STAMP,
+    "command": "bench/trace.py --mtbf 10 --record",
+    "trace": "poisson",
+    "mtbf_min": 10.0,
+    "speed": 60.0,
+    "steps_per_s": 25.0,
+    "step_s": 0.036,
+    "changes": 40,
+    "paused_per_change_s": 0.125,
+    "longest_pause_s": 0.9,
+    "steps_twice": 3,
+    "steps_lost": 0,
+    "distance": 1.5e-06,
+}
+
+
+@pytest.fixture
+def peer_report(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import peer_report  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    yield peer_report
+    sys.modules.pop("peer_report")
+
+
+@pytest.fixture
+def results(peer_report: Any) -> dict[str, Any]:
+    paths = [
+        (name, DOCS / "benchmarks" / "results" / f"{name}.json") for name in peer_report.BLOCKS
+    ]
+    return {name: json.loads(path.read_text()) for name, path in paths if path.exists()}
+
+
+def test_the_page_shows_the_results(peer_report: Any, results: dict[str, Any]) -> None:
+    page = (DOCS / "report.md").read_text()
+    assert peer_report.page_with(page, results) == page
+
+
+def test_the_figures_show_the_results(peer_report: Any, results: dict[str, Any]) -> None:
+    for name, figure in peer_report.figures(results).items():
+        assert (DOCS / "benchmarks" / f"{name}.svg").read_text() == figure
+
+
+def test_seeds_of_one_system_make_one_row(peer_report: Any) -> None:
+    entries = [
+        {**OF_TRACE, "system": system, "seed": seed, "effective": share + seed / 100}
+        for system, share in (("shoal-ddp", 0.9), ("torchrun", 0.3))
+        for seed in (1, 2, 3)
+    ]
+    lines = peer_report.trace_table(entries).splitlines()
+    (own,) = (line for line in lines if "| shoal-ddp |" in line)
+    assert "| a loss every 10 min, 60 x | shoal-ddp | 3 | 92.0 % (91.0 to 93.0) |" in own
+    assert own.endswith("| 0.125 | 0.9 | 3 | 0 | 1.5e-06 |")
+    figure = peer_report.figures({"trace": entries})["trace"]
+    assert "shoal-ddp: 92 %" in figure
+    assert "torchrun: 32 %" in figure
+
+
+def test_what_was_not_measured_is_absent(peer_report: Any) -> None:
+    empty = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in peer_report.BLOCKS)
+    assert peer_report.page_with(empty, {}) == empty
+    entries = [{**OF_TRACE, "system": "torchft", "seed": 1, "effective": 0.5}]
+    page = peer_report.page_with(empty, {"trace": entries})
+    assert ".venv/bin/python bench/trace.py --mtbf 10 --record" in page
+    assert page.count("|---") and "shoal-ddp" not in page
+    assert peer_report.page_with(page, {}) == empty
+
+
+def test_a_page_without_one_of_the_blocks_is_refused(peer_report: Any) -> None:
+    with pytest.raises(ValueError, match="0 blocks trace"):
+        peer_report.page_with("# A page\n", {})
+
+
+def test_each_process_that_lived_through_the_kills_has_a_row(peer_report: Any) -> None:
+    usage = {"memory_kib": 1000, "threads": 8, "files": 30}
+    entry = {
+        **STAMP,
+        "command": "bench/long_run.py kills --record",
+        "system": "shoal-ddp",
+        "kills": 2000,
+        "kills_per_minute": 12.0,
+        "steps": 90_000,
+        "distance": 1e-6,
+        "shm_files": [4, 4],
+        "shm_bytes": [1000, 1000],
+        "samples": [{"coordinator": usage}, {"coordinator": {**usage, "memory_kib": 1200}}],
+        "growth_per_kill": {"coordinator": {"memory_kib": 0.1, "threads": 0.0, "files": 0.0}},
+    }
+    shown = peer_report.kills_table([entry])
+    assert "| shoal-ddp | coordinator | 1,000 to 1,200 | 8 to 8 | 30 to 30 | 0.1 |" in shown
