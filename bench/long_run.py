@@ -36,9 +36,10 @@ from recovery import TORCHFT_MISSING, Stuck, has_torchft
 from rows import print_entries, record
 from training.effective import effective
 from training.exactness import checkpoint_and_step_s, one_process_at
-from training.jobs import NUM_WORKERS, START_S
+from training.jobs import NUM_WORKERS
 from training.machines import (
     ONE_PROCESS,
+    START_S,
     SYSTEMS,
     Machines,
     NotTraining,

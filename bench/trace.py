@@ -46,8 +46,7 @@ from training.changes import (
 )
 from training.effective import checkpoint_every, effective
 from training.exactness import checkpoint_and_step_s, one_process_at
-from training.jobs import START_S
-from training.machines import ONE_PROCESS, SYSTEMS, Machines, NotTraining, Plan
+from training.machines import ONE_PROCESS, START_S, SYSTEMS, Machines, NotTraining, Plan
 
 PAUSE_S = 0.03
 REPLACED_AFTER_MIN = 5.0

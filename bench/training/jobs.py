@@ -71,13 +71,9 @@ class ShoalJob:
         """Start another `shoal run` on this host."""
         number = len(list(self._directory.glob("launcher-*.log")))
         return self._supervisor.spawn(
-<<<<<<< HEAD
-            ChildCommand(
-=======
             shoal_launcher(
                 self._cluster.coordinator,
                 self._directory,
->>>>>>> peers
                 name=f"launcher-{number}",
                 job=self.name,
                 options={
@@ -111,9 +107,9 @@ def shoal_launcher(
     options: Mapping[str, object],
     script: Sequence[str],
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> Command:
+) -> ChildCommand:
     """A `shoal run`; `script`: its name in this folder, and its arguments."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(
             *(sys.executable, "-m", "shoal_client", "run"),
@@ -126,9 +122,11 @@ def shoal_launcher(
     )
 
 
-def python_script(python: str, directory: Path, name: str, script: str, *arguments: str) -> Command:
+def python_script(
+    python: str, directory: Path, name: str, script: str, *arguments: str
+) -> ChildCommand:
     """A script of this folder, by that interpreter."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(python, str(HERE / script), *arguments),
         environment=environment(),
@@ -142,18 +140,7 @@ def torchft_job(python: str, directory: Path) -> Iterator[Steps]:
     directory.mkdir()
 
     def start(name: str, *arguments: str) -> Process:
-<<<<<<< HEAD
-        return supervisor.spawn(
-            ChildCommand(
-                name=name,
-                arguments=(python, script, *arguments),
-                environment=environment(),
-                log_path=directory / f"{name}.log",
-            )
-        )
-=======
         return supervisor.spawn(python_script(python, directory, name, "on_torchft.py", *arguments))
->>>>>>> peers
 
     def worker(number: int) -> Process:
         return start(f"worker-{number}", "worker", str(directory), str(number))
@@ -187,12 +174,8 @@ def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> 
 
 def torchrun_node(directory: Path, port: int, number: int, script: str) -> ChildCommand:
     is_host = "true" if number == 0 else "false"
-<<<<<<< HEAD
-    return ChildCommand(
-=======
     return torchrun_agent(
         directory,
->>>>>>> peers
         name=f"node-{number}",
         port=port,
         max_nodes=NUM_WORKERS,
@@ -203,9 +186,9 @@ def torchrun_node(directory: Path, port: int, number: int, script: str) -> Child
 
 def torchrun_agent(
     directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
-) -> Command:
+) -> ChildCommand:
     """A node of one worker; `conf`: options of the rendezvous, whose store is at `port`."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),

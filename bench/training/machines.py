@@ -22,11 +22,13 @@ from training.jobs import await_file, logs_in, python_script, shoal_launcher, to
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 RELAUNCH_S = 1.0
 """A launcher that ends while its machine is there is started again after so long, as a scheduler
 of pods does."""
+START_S = 300.0
+"""Limit of the start of all machines, each of which loads torch on the same cores."""
 TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
 RDZV_CONF = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
 """Tuned; by default 30 s, 5 s and 3: then each loss and join costs far longer."""
@@ -51,7 +53,7 @@ class Plan:
 class Running:
     """A system, ready for machines."""
 
-    command: Callable[[str], Command]
+    command: Callable[[str], ChildCommand]
     """The command of the machine of that name."""
     services: Mapping[str, int] = field(default_factory=dict)
     """Process ids of what the machines meet at, by name."""
@@ -174,7 +176,14 @@ class Machines:
         # Workers of torchrun lead sessions of their own: their agent's end does not end them.
         left = [pid for process in present for pid in descendants(process.pid)]
         self._supervisor.close()
-        kill(left)
+        kill([*left, *filter(self._is_worker, self.steps.by_pid)])
+
+    def _is_worker(self, pid: int) -> bool:
+        """True if the process still runs this job's script; a number may be used again."""
+        try:
+            return str(self._directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except FileNotFoundError:
+            return False
 
     def join(self, name: str) -> Process:
         """Start a machine."""
@@ -188,7 +197,9 @@ class Machines:
             process = self._present.pop(name)
         if notice_s:
             process.ask_to_end()
-            threading.Timer(notice_s, kill_machine, (process,)).start()
+            later = threading.Timer(notice_s, kill_machine, (process,))
+            later.daemon = True
+            later.start()
         else:
             kill_machine(process)
 

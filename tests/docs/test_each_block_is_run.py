@@ -20,6 +20,7 @@ RUNS = ("sh", "bash", "console", "python", "")
 STORY = "tests/e2e/test_run_own_script.py::test_the_readmes_script_survives_a_kill"
 FRAGMENT = "tests/docs/test_fragments.py::test_a_fragment_runs"
 TUTORIAL = "tests/docs/test_tutorials.py::test_a_tutorial_prints_what_its_page_says"
+EXTENDING = "tests/docs/test_extending.py"
 HTTP = "tests/server/status/test_http_api.py"
 DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_counts"
 UP = "tests/e2e/test_run_own_script.py::test_up_serves_until_ctrl_c"
@@ -43,6 +44,7 @@ NOT_RUN = "not run: "
 TARGETS = NOT_RUN + "make runs itself in CI, target by target"
 NO_CODE = NOT_RUN + "shows output or a picture, nothing to type"
 CLUSTER = NOT_RUN + "needs a Kubernetes cluster and a registry; tests/deploy checks the manifests"
+BENCH = "tests/bench/test_harness.py::test_a_replay_measures_each_system"
 WAYS = NOT_RUN + "a line that the strategy's own tests in tests/worker run"
 
 TABLE = {
@@ -83,6 +85,14 @@ TABLE = {
     ("docs/deploy.md", "etcdctl role add"): "tests/server/etcd/test_etcd_access.py",
     ("docs/deploy.md", "PIP_EXTRA_INDEX_URL"): NOT_RUN
     + "fetches 2 GB; compose-test builds from it",
+    ("docs/extending.md", "distribute -> attach"): NO_CODE,
+    **dict.fromkeys(
+        [("docs/extending.md", "# majority_sign.py"), ("docs/extending.md", "# train_majority.py")],
+        f"{EXTENDING}::test_the_strategy_survives_a_kill",
+    ),
+    ("docs/extending.md", "# second_network.py"): f"{EXTENDING}::test_the_backend_carries_a_step",
+    ("docs/extending.md", "# shoal_names.py"): f"{EXTENDING}::test_the_command_is_found",
+    ("docs/extending.md", "# tokenizer_field.py"): f"{EXTENDING}::test_a_field_is_proposed",
     ("docs/gpu.md", "make gpu-test"): "tests/gpu/test_campaign.py::test_every_case_passes_on_a_cpu",
     ("docs/gpu.md", "make gpu-bundle"): NOT_RUN
     + "fetches 30 MB; tests/deploy/test_gpu_bundle.py tries its parts",
@@ -137,6 +147,7 @@ TABLE = {
         "docs/run.md",
         "shoal run",
     ): "tests/worker/launcher/test_launch_workers.py::test_a_module_is_run_with_m",
+    ("docs/report.md", ".venv/bin/python bench/"): BENCH,
     ("docs/run.md", "from shoal_proto.errors import JobFinished"): (
         "tests/client/membership/test_session_ending.py"
         "::test_who_comes_behind_one_of_its_scripts_jobs_has_failed"

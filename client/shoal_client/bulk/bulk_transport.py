@@ -79,7 +79,7 @@ class BulkTransport:
     @property
     def name(self) -> str:
         """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
-        return self._connection.way if self._connection is not None else "grpc"
+        return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:
         """A call under way on another thread fails, also one that is just connecting."""

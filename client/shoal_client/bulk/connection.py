@@ -56,7 +56,7 @@ class BulkConnection:
         self._is_closed = False
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
         if self._arena is not None:
             return "shared-memory"

@@ -203,7 +203,7 @@ class Coordinators:
             except OUTLASTED as error:
                 if isinstance(error, CertificateRefused):
                     if not certificate.goes_on(time.monotonic()):
-                        raise certificate.over(error) from None
+                        raise certificate.final_error(error) from None
                 else:
                     certificate.accepted()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):

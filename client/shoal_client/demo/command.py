@@ -76,9 +76,9 @@ def demo(config: DemoConfig) -> int:
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():
-            print(f"shoal demo: process {pid} was left behind: {command}", file=sys.stderr)
+            print(f"shoal demo: process {pid} is still running: {command}", file=sys.stderr)
     console.print(table(outcomes))
-    console.print(verdict(outcomes) if not left else "processes were left behind")
+    console.print(verdict(outcomes) if not left else "processes are still running")
     return 0 if all(each.good for each in outcomes) and not left else 1
 
 

@@ -147,7 +147,7 @@ class HostBeats:
 
     def _send(self, claims: Sequence[tuple[BeatSlot, SlotClaim]]) -> None:
         request = pb.HeartbeatRequest(
-            beats=[beat_of(claim.token, claim.step, claim.doing) for _, claim in claims]
+            beats=[beat_of(claim.token, claim.step, claim.status) for _, claim in claims]
         )
         try:
             reply = self.coordinators.call(

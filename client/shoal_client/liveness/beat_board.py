@@ -65,7 +65,7 @@ from shoal_proto.v1.identity_pb2 import Token
 SLOT_BYTES = 1024
 """Names are at most 128 characters each; the token takes less than half of it."""
 _NAME = "shoal-beats"
-_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _DOING, _CLAIM = 0, 8, 16, 24, 32, 40, 48
+_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _STATUS, _CLAIM = 0, 8, 16, 24, 32, 40, 48
 _WAITS = 1
 _LIFELINE = SLOT_BYTES - SIZE_BYTES
 _ENDING = _LIFELINE - 8
@@ -119,7 +119,7 @@ class SlotClaim:
     heartbeat_s: float
     token: Token
     step: int
-    doing: TrainerStatus
+    status: TrainerStatus
 
 
 class BeatSlot:
@@ -176,7 +176,7 @@ class BeatSlot:
 
     def withdraw(self) -> None:
         """End heartbeats and the lifeline: the membership is over."""
-        self.lifeline.let_go()
+        self.lifeline.release()
         self.unclaim()
 
     def unclaim(self) -> None:
@@ -199,11 +199,11 @@ class BeatSlot:
         """Steps committed so far, for the next beat."""
         self._put(_STEP, step)
 
-    def does(self, doing: TrainerStatus) -> None:
+    def report_status(self, status: TrainerStatus) -> None:
         """Set the trainer's activity, for the next heartbeat."""
-        self._put(_MOVED, doing.moved)
-        since = (doing.own_code_since_ns & ~1) | int(doing.loads)
-        self._put(_DOING, _WAITS if doing.waits else since if doing.own_code_since_ns else 0)
+        self._put(_MOVED, status.moved)
+        since = (status.own_code_since_ns & ~1) | int(status.loads)
+        self._put(_STATUS, _WAITS if status.waits else since if status.own_code_since_ns else 0)
 
     def beaten(self, within_s: float) -> bool:
         """True if the launcher's heartbeats were accepted recently, so that the member need not
@@ -235,17 +235,17 @@ class BeatSlot:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
             return None
-        doing = self._get(_DOING)
+        status = self._get(_STATUS)
         return SlotClaim(
             pid=pid,
             heartbeat_s=heartbeat_s,
             token=token,
             step=self._get(_STEP),
-            doing=TrainerStatus(
+            status=TrainerStatus(
                 moved=self._get(_MOVED),
-                waits=doing == _WAITS,
-                own_code_since_ns=doing if doing > _WAITS else 0,
-                loads=doing > _WAITS and bool(doing & 1),
+                waits=status == _WAITS,
+                own_code_since_ns=status if status > _WAITS else 0,
+                loads=status > _WAITS and bool(status & 1),
             ),
         )
 
@@ -330,13 +330,13 @@ class BeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 
-def beat_of(token: Token, step: int, doing: TrainerStatus) -> pb.Beat:
+def beat_of(token: Token, step: int, status: TrainerStatus) -> pb.Beat:
     """One member's heartbeat, as of now."""
     return pb.Beat(
         token=token,
         step=step,
-        moved=doing.moved,
-        waits=doing.waits,
-        own_code_s=doing.own_code_s,
-        loads=doing.loads,
+        moved=status.moved,
+        waits=status.waits,
+        own_code_s=status.own_code_s,
+        loads=status.loads,
     )

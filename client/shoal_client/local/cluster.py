@@ -185,7 +185,7 @@ class LocalCluster:
         with self._lock:
             self._closing = True
         for keeper in self._keepers.values():
-            keeper.let_go()
+            keeper.release()
         try:
             others = [each for each in self._supervisor.running if each.name != ETCD]
             stop_all(others, self._config.grace_s)
@@ -245,7 +245,7 @@ class LocalCluster:
         """
         process, keeper = self.processes.get(name), self._keepers.get(name)
         if keeper is not None:
-            keeper.let_go()
+            keeper.release()
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:

@@ -29,7 +29,7 @@ class LeaveState:
         self.is_unheard = False
         """True if no coordinator answered during the whole drain."""
         self.has_begun = False
-        self.was_told = False
+        self.is_acknowledged = False
         """True if the coordinator accepted the leave."""
         self.stays_as: pb.LeaveRequest | None = None
         """Request of a member that stays with its work done, or that closed the job."""
@@ -43,20 +43,20 @@ class LeaveState:
         """`drained`: the coordinator has let it go already."""
         self.has_begun, self._drained = True, drained
 
-    def told_within_s(self, timeout_s: float) -> float:
+    def call_timeout_s(self, timeout_s: float) -> float:
         """Time limit for the call to leave."""
         return min(timeout_s, UNHEARD_TOLD_S) if self.is_unheard else timeout_s
 
-    def told(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
+    def end_call(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
         """Handle the end of the call to leave."""
         if error is None:
-            self.was_told = True
+            self.is_acknowledged = True
             return []
         fields = {"member": member_id, "reason": str(error)}
         if not isinstance(error, (Fenced, MemberDrained)):
             return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
-        self.was_told = self._drained or isinstance(error, MemberDrained)
-        if self.was_told:
+        self.is_acknowledged = self._drained or isinstance(error, MemberDrained)
+        if self.is_acknowledged:
             return []  # it was let go: the word that it leaves came second, as it mostly does
         return [
             ev.ReportEnding(error=error),

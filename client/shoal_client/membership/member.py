@@ -109,7 +109,7 @@ class OwnJobs:
             else ending
         )
 
-    def told(self, failure: ShoalError) -> ShoalError:
+    def explain(self, failure: ShoalError) -> ShoalError:
         """The error of a join, for who has to mend the script."""
         again = self._place in _completed
         if not isinstance(failure, JobFinished) or not (again or self._is_anothers):

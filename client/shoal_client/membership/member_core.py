@@ -76,7 +76,7 @@ class MemberCore:
         """Error that ended the membership, if any."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
-        self.stands_by = False
+        self.is_standby = False
         """True if this member is on standby."""
         self.leaving = LeaveState()
         self.closed = False
@@ -183,8 +183,8 @@ class MemberCore:
             self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
-        self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
-        self.clock.stand_by(now_s, stands_by=self.stands_by)
+        self.is_standby = kind == "standby" or (self.is_standby and kind in UNCHANGING)
+        self.clock.set_standby(now_s, is_standby=self.is_standby)
         return self._follow(event, waited_for, now_s)
 
     def _follow(self, event: ev.NoticeReceived, waited_for: str, now_s: float) -> Effects:
@@ -333,7 +333,7 @@ class MemberCore:
         call, error = event.call, event.error
         rule = call.persistence
         if rule is ev.Persistence.LAST:
-            return self.leaving.told(error, self.identity.member_id)
+            return self.leaving.end_call(error, self.identity.member_id)
         if error is None:
             return self._calls.answered(call, now_s)
         if rule is ev.Persistence.ONCE:
@@ -391,7 +391,7 @@ class MemberCore:
             # The others train without it; the word that says so is still on its way.
             return self._take_drain(error.seen, now=True)
         if isinstance(error, CertificateRefused) and self._certificate.is_on:
-            error = self._certificate.over(error)
+            error = self._certificate.final_error(error)
         self.failure = error
         effects = self._tell_ending(error)
         if self.track.generation:
@@ -453,7 +453,7 @@ class MemberCore:
             request = pb.LeaveRequest(
                 token=self.token, completed=event.completed, reason=event.reason[:1000]
             )
-            within_s = self.leaving.told_within_s(event.timeout_s)
+            within_s = self.leaving.call_timeout_s(event.timeout_s)
             effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
         return effects
 

@@ -79,7 +79,7 @@ class MemberSession:
             directory = member.shared_directory / "rosters"
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
-        self._doing = TrainerStatus()
+        self._status = TrainerStatus()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -107,7 +107,7 @@ class MemberSession:
         if failure is not None or not admitted:
             self.close()
             if failure is not None:
-                raise self._own_jobs.told(failure)
+                raise self._own_jobs.explain(failure)
             raise DeadlineExceeded(
                 f"no coordinator admitted this member within {timeout_s:g} s",
                 seen=core.waiting_for,
@@ -215,11 +215,11 @@ class MemberSession:
         if self._slot is not None:
             self._slot.progress(step)
 
-    def does(self, doing: TrainerStatus) -> None:
+    def report_status(self, status: TrainerStatus) -> None:
         """Set the trainer's activity, for the heartbeats. Cheap to call; any thread."""
-        self._doing = doing
+        self._status = status
         if self._slot is not None:
-            self._slot.does(doing)
+            self._slot.report_status(status)
 
     def pause(self, reason: str, limit_s: float) -> None:
         """Ask the others to wait for what the trainer does next; `resume` ends it.
@@ -325,7 +325,7 @@ class MemberSession:
             self._own_jobs.completed()
         self._do(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
-        return self._core.leaving.was_told
+        return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
         """The trainer ends with this error, which is not the membership's own.
@@ -409,9 +409,9 @@ class MemberSession:
         return self._core.waiting_for
 
     @property
-    def stands_by(self) -> bool:
+    def is_standby(self) -> bool:
         """True if this member is on standby."""
-        return self._core.stands_by
+        return self._core.is_standby
 
     # --- the core: its decisions, and what follows from events ---
 
@@ -527,13 +527,13 @@ class MemberSession:
             if slot is not None:
                 slot.runs()
             within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
-            doing = self._doing
+            status = self._status
             due = ev.HeartbeatDue(
                 beaten=slot is not None and slot.beaten(within_s=within_s),
-                moved=doing.moved,
-                waits=doing.waits,
-                own_code_s=doing.own_code_s,
-                loads=doing.loads,
+                moved=status.moved,
+                waits=status.waits,
+                own_code_s=status.own_code_s,
+                loads=status.loads,
             )
             try:
                 self._do(due)

@@ -98,7 +98,7 @@ class ParameterCalls:
         return self._bulk.connection(largest_bytes, len(parts), timeout_s)
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of the last pull or push: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 

@@ -128,7 +128,7 @@ class ShardServers(Generic[Stub]):
             if isinstance(worst, CertificateRefused) and self._was_let_in:
                 is_waited_for = certificate.goes_on(time.monotonic())
                 if not is_waited_for:
-                    worst = certificate.over(worst)
+                    worst = certificate.final_error(worst)
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue
@@ -154,11 +154,11 @@ class ShardServers(Generic[Stub]):
 
     def _check_process(self) -> None:
         """The sockets, the shared memory and the numbers of pushes are another process's: what is
-        answered to one would be taken for the other's, and locks are held for ever that its
+        answered to one would be mistaken for the other's, and locks are held for ever that its
         threads had."""
         if os.getpid() != self._process:
             raise InvalidSpec(
-                "this process was forked from the one that the parameter client belongs to",
+                "the parameter client belongs to another process, from which this one was forked",
                 seen=f"process {os.getpid()}",
                 expected=f"process {self._process}",
                 fix="Have it open a client of its own, or start it by spawn or forkserver.",

@@ -95,7 +95,7 @@ class TableCalls:
         )
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 
@@ -237,7 +237,7 @@ class _IncomingRows:
     def take(self, reply: OnlyPiece) -> None:
         piece = reply.piece
         if piece.offset_bytes != len(self._data):
-            raise _unexpected(f"bytes from {piece.offset_bytes} on behind {len(self._data)}")
+            raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
         verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
         self._data += piece.data
 

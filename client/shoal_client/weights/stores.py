@@ -76,7 +76,7 @@ class WeightStores:
         request = FetchSegmentRequest(series=self._series, digest=staged.digest)
         failure: ShoalError = Unavailable(
             f"no server holds a segment of series {self._series}",
-            seen="none that the version's record names is there",
+            seen="none of the servers in the version's record is registered",
             expected="at least one",
         )
         for holder in self._nearest_first(holders):

@@ -4,7 +4,7 @@ The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or wit
 holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound
 to one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. A process that serves has a DNS name
 of its role besides, by which its callers know it, whatever address they reach it at: certificates
-need no addresses, and a worker's certificate is not taken for a server's.
+need no addresses, and a worker's certificate does not pass as a server's.
 """
 
 from collections.abc import Iterable

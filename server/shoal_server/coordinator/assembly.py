@@ -1,4 +1,4 @@
-"""The parts of one coordinator, put together."""
+"""Assembly of one coordinator from its services."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -57,7 +57,7 @@ from shoal_server.status.shards import ShardReader
 
 
 class Coordinator:
-    """Services and background work of one coordinator; it leads between `lead(conditions)` and
+    """Services and background work of one coordinator, which leads from `lead(conditions)` to
     `step_down()`."""
 
     def __init__(

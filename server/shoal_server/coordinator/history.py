@@ -51,7 +51,7 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """Value in etcd of each job."""
+        """Value in etcd, by job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""

@@ -132,7 +132,7 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # If a job is joined meanwhile: no process of its earlier runs is left.
+            # Safe even if such a job starts meanwhile: no process of its earlier runs is left.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:
@@ -140,7 +140,7 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """Highest generation number in the job's keys, also if other records cannot be read."""
+    """Highest generation number in the job's keys, even if other records cannot be read."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     found = [number for number in numbers if number is not None]
     for each in held:

@@ -42,7 +42,7 @@ def written(kept: KeptHistory) -> bytes:
 
 
 def read(value: bytes) -> KeptHistory:
-    """Decode what `written` made. Raises Unreadable."""
+    """Decode what `written` made. Raises UnreadableRecord."""
     inflated = zlib.decompressobj()
     try:
         data = inflated.decompress(value, MAX_INFLATED_BYTES)

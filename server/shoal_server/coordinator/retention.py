@@ -167,7 +167,7 @@ class Retention:
         async with self._registry.forgetting(name), self._samples.closed(name):
             await actor.carried_out(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
-            assert kept is not None, "what came of a job is kept before it is cleared"
+            assert kept is not None, "a job's result is stored before the job is cleared"
             left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
             written = await self._store.transact((), _cleared(name, left))
             self._clocks.forget(name)
@@ -176,8 +176,7 @@ class Retention:
 
 
 def _cleared(job: str, left: StateRecord) -> list[Operation]:
-    """Deletes everything of the job except its own record, which is updated in the same
-    transaction."""
+    """Operations that delete everything of the job except its own record, and update that."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

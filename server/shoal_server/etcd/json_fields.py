@@ -1,9 +1,8 @@
-"""JSON that lies in etcd, taken apart without trust.
+"""Parsing of JSON records from etcd, whose content is not trusted.
 
-A person, another version or a broken disk may have written it. Each reader raises
-`UnreadableRecord` for what it cannot use, and ignores fields that it does not know: a newer
-version has written them.
-What an older release must not read by ignoring fields, a newer one writes with a higher `format`.
+A person, another release or a broken disk may have written them. Each reader raises
+`UnreadableRecord` for a value that it cannot use, and ignores unknown fields, which a later release
+may have added. If older releases must not ignore a new field, the record gets a higher `format`.
 """
 
 import json
@@ -18,16 +17,16 @@ MAX_COUNT = 2**53 - 1
 
 
 class UnreadableRecord(ValueError):
-    """The bytes are not what is to lie at their key; the text says what was seen."""
+    """Bytes that are not the record that belongs at their key; the text says what was seen."""
 
 
 class LaterFormat(UnreadableRecord):
-    """A later release has written it, in a way that this one must not guess at."""
+    """A record of a later release, in a format that this one cannot read."""
 
 
 def check_format(value: Mapping[str, object], newest: int = 1) -> None:
-    """Raise LaterFormat for an object whose `format` is above the newest that is read; one that
-    does not say has the first."""
+    """Raise LaterFormat if the object's `format` (by default 1) is above `newest`, and
+    UnreadableRecord if it is no positive integer."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
         raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
@@ -37,13 +36,13 @@ def check_format(value: Mapping[str, object], newest: int = 1) -> None:
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Turns whatever the reading of foreign bytes may raise into `UnreadableRecord`."""
+    """Turn any error of parsing untrusted bytes into `UnreadableRecord`."""
     try:
         yield
     except UnreadableRecord:
         raise
     except (
-        ValueError,  # UnicodeDecodeError and JSONDecodeError are some
+        ValueError,  # includes UnicodeDecodeError and JSONDecodeError
         KeyError,
         TypeError,
         AttributeError,
@@ -63,7 +62,7 @@ class Fields:
 
     @classmethod
     def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
-        """Fields of the JSON object in the bytes. Raises Unreadable, LaterFormat."""
+        """Fields of the JSON object in the bytes. Raises UnreadableRecord, LaterFormat."""
         with taken_apart():
             value = json.loads(data)
         if not isinstance(value, dict):

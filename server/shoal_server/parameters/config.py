@@ -51,7 +51,7 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """Most bulk connections that descriptors allow."""
+        """`max_bulk_connections`, or fewer if this process may have too few descriptors."""
         return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
 
 
@@ -92,8 +92,8 @@ class ParameterServerConfig:
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0
-    """A server from which etcd has not heard for this long is taken for gone: no shards are placed
-    on it."""
+    """Time to live of the registration's lease: no shards are placed on a server that has not
+    renewed it for this long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))

@@ -1,4 +1,4 @@
-"""Options that every serving process has, and what marks a field that is no option."""
+"""Options of every serving process, and markers of fields that are not plain options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -75,8 +75,8 @@ class ServingOptions(TlsOptions):
     read parameters and end jobs."""
 
     def check(self, listens: Mapping[str, str]) -> None:
-        """Raise InvalidSpec for an address that others reach, served without TLS and without
-        anybody having said so. `listens`: host:port by what is served there."""
+        """Raise InvalidSpec if other machines reach an address without TLS, and `--insecure` is not
+        given. `listens`: host:port by what is served there."""
         tls = self.files is not None
         if tls and self.insecure:
             raise InvalidSpec(
@@ -89,17 +89,18 @@ class ServingOptions(TlsOptions):
                 "an address that others reach is served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
-                fix="If everybody who reaches it may read parameters and end jobs: --insecure.",
+                fix="Or give --insecure, if every process that reaches it may read parameters"
+                " and end jobs.",
             )
 
 
 class CoordinatorServing(ServingOptions):
-    """A coordinator's."""
+    """Serving options of a coordinator."""
 
     roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.COORDINATOR,)
 
 
 class ParameterServerServing(ServingOptions):
-    """A parameter server's."""
+    """Serving options of a parameter server."""
 
     roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.SERVER,)

@@ -111,10 +111,10 @@ class StatusBoard:
 
     def runs(self, job: str, story: ChangeSummary) -> None:
         """A generation has come to run. Its story is told as soon as it is whole, or by
-        `tell_due`."""
+        `log_due_reports`."""
         self._tell(job, self._board(job).stories.runs(story, self._clock()))
 
-    def tell_due(self, job: str) -> None:
+    def log_due_reports(self, job: str) -> None:
         """Tell what has waited long enough for what members say of it."""
         if (board := self._jobs.get(job)) is not None:
             self._tell(job, board.stories.due(self._clock()))

@@ -20,7 +20,7 @@ _POSITION = "[0-9a-f]{1,64}-[0-9]{1,16}"
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Both `after` and `before`."},
     403: {"model": ErrorBody, "description": "Not for who asks."},
-    404: {"model": ErrorBody, "description": "No such job, or nobody hands on that output."},
+    404: {"model": ErrorBody, "description": "No such job, or no such output."},
     422: {"model": ErrorBody, "description": "A position that no answer had."},
     503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
 }

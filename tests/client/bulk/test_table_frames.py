@@ -311,7 +311,7 @@ def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
                 )
             }
         )
-        assert set(client.ways.values()) == {"grpc"}
+        assert set(client.transports.values()) == {"grpc"}
     assert small.values() == [2.0] * DIM
 
 
@@ -326,4 +326,4 @@ def test_more_rows_than_the_shared_memory_has_places_for(small: Small) -> None:
             ids = struct.pack(f"<{num_rows}q", *range(num_rows))
             rows = client.look_up({small.where: ids})[small.where]
             assert rows.values == struct.pack("<f", 1.0) * (DIM * num_rows)
-            assert set(client.ways.values()) == {"shared-memory"}
+            assert set(client.transports.values()) == {"shared-memory"}

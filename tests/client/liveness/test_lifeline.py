@@ -175,9 +175,9 @@ def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
     launcher.prepare()
     assert worker.hold()
     assert not launcher.hold()
-    worker.let_go()
+    worker.release()
     assert launcher.hold()
-    launcher.let_go()
+    launcher.release()
 
 
 def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Start) -> None:
@@ -191,4 +191,4 @@ def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Sta
     assert not mine.other_holder
     assert mine.hold()
     assert not mine.other_holder
-    mine.let_go()
+    mine.release()

@@ -62,7 +62,7 @@ class Part:
         os.kill(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        self.keeper.let_go()
+        self.keeper.release()
         self.process.kill()
         self.keeper.join()
 

@@ -164,12 +164,12 @@ def test_close_ends_all_and_starts_no_more() -> None:
 
 PARENT = """
 import sys, threading
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 
 def start():
     global child
     child = supervisor.spawn(
-        Command(name="child", arguments=("sleep", "600"), sink=lambda line: None)
+        ChildCommand(name="child", arguments=("sleep", "600"), sink=lambda line: None)
     )
 
 with Supervisor() as supervisor:

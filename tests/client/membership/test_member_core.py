@@ -560,7 +560,7 @@ def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_doe
     leave = ev.LeaveWanted(completed=False, reason="drained", timeout_s=3)
     call = the_call(member.core.step(leave, 0))
     assert member.does(ended(call, drained)) == []
-    assert member.core.leaving.was_told
+    assert member.core.leaving.is_acknowledged
 
 
 def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> None:
@@ -593,7 +593,7 @@ def test_who_leaves_tells_its_launcher_only_what_it_did_not_know() -> None:
     leave = ev.LeaveWanted(completed=False, reason="an error", timeout_s=3)
     call = the_call(member.core.step(leave, 0))
     assert member.does(ended(call, Fenced("lost"))) == ["ReportEnding Fenced", "leave_not_needed"]
-    assert not member.core.leaving.was_told
+    assert not member.core.leaving.is_acknowledged
     assert member.does(ev.HeartbeatRefused(error=Fenced("lost"))) == [
         "Break 1",
         "RaiseError Fenced",

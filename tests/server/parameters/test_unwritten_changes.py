@@ -75,7 +75,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
         if isinstance(event, ShardRecordWritten):
             again.set()
 
-    monkeypatch.setattr(driver, "tell", tell)
+    monkeypatch.setattr(driver, "submit_event", tell)
     writer = RecordWriter(driver, cast(AssignmentTable, record))
     writer._write(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
@@ -90,7 +90,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
     """The core is told that what it claimed cannot be loaded."""
     driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
     told: asyncio.Queue[object] = asyncio.Queue()
-    monkeypatch.setattr(driver, "tell", told.put_nowait)
+    monkeypatch.setattr(driver, "submit_event", told.put_nowait)
     roles = ShardRoles(
         driver,
         catalog=cast(Catalog, None),

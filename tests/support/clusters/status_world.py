@@ -102,7 +102,8 @@ class World:
     ) -> OutputView:
         self.askers.append(who)
         if member_id not in self.printed:
-            raise UnknownMember(f"nobody hands on what {member_id} prints", fix="Look there.")
+            what = f"no launcher passes on the output of {member_id}"
+            raise UnknownMember(what, fix="Look there.")
         lines = self.printed[member_id]
         start, stop = max(0, len(lines) - PAGE_LINES), len(lines)
         if after is not None:

@@ -74,14 +74,14 @@ def host_part(report: Report, path: str, rank: int) -> None:
     subgroup = dist.new_group([0, 1])
     words = SharedMessages(whole, 1)
     words.share()
-    words.tell([10 + rank])
+    words.send_values([10 + rank])
     report(
         "found",
         can_be_cut=[can_be_cut(whole), can_be_cut(subgroup)],
         is_gloo=[is_gloo(whole), is_gloo(subgroup)],
         words_are_shared=words.is_shared,
         watches_peers=GroupPeers(subgroup)._connections is not None,
-        heard=words.hear(),
+        heard=words.receive_values(),
     )
     dist.barrier()
     words.close()

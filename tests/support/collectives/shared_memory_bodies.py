@@ -66,14 +66,14 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
     assert words.is_shared is shares
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(num_rounds):
-        words.tell([number, -rank, (1 << 62) + rank])
-        heard = words.hear()
+        words.send_values([number, -rank, (1 << 62) + rank])
+        heard = words.receive_values()
         assert heard == [[number, -each, (1 << 62) + each] for each in range(world_size)]
-    words.tell([1])
+    words.send_values([1])
     dist.barrier()
     words.forget()
     try:
-        words.tell([2])
+        words.send_values([2])
     except GenerationBroken as error:
         return str(error)
     return ""
@@ -86,20 +86,20 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
     words.share()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(3):
-        words.tell([number])
-        words.hear()
+        words.send_values([number])
+        words.receive_values()
     if all_tell or rank < world_size - 1:
-        words.tell([10 + rank])
+        words.send_values([10 + rank])
     dist.barrier()
     words.cut("on purpose")
     heard: Any = "nothing told"
     if words.is_told:
         try:
-            heard = words.hear()
+            heard = words.receive_values()
         except GenerationBroken as error:
             heard = str(error)
     try:
-        words.tell([3])
+        words.send_values([3])
     except GenerationBroken as error:
         return heard, str(error)
     return heard, ""

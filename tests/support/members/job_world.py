@@ -402,7 +402,7 @@ class World:
 
     def beat(self, name: str, step: int) -> None:
         """Send a heartbeat of the member, which has committed this step."""
-        self.job.heard_of_step(name, self.members[name].incarnation, Step(step))
+        self.job.note_step(name, self.members[name].incarnation, Step(step))
 
     def roster(self) -> list[str]:
         assert self.job.running is not None, f"{self.job.phase}: {self.job.reason}"

@@ -151,8 +151,8 @@ class SimMember:
         return self.session.stream
 
     @property
-    def stands_by(self) -> bool:
-        return self.core.stands_by
+    def is_standby(self) -> bool:
+        return self.core.is_standby
 
     @property
     def to_leave(self) -> bool:

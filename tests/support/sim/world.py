@@ -411,7 +411,7 @@ class SimWorld:
             self.checkpoints.append(member.step)
         leader = self.find_leader()
         if leader is not None and not leader.process.halted and self.random.random() < 0.1:
-            leader.job.heard_of_step(member.name, member.incarnation, Step(member.step))
+            leader.job.note_step(member.name, member.incarnation, Step(member.step))
 
     def _check_boundary(self, leader: Leader, notice: events.Notice) -> None:
         """The old generation stops at the very first step that nobody has begun."""
@@ -585,6 +585,6 @@ class SimWorld:
         return (
             together
             and all(m.generation == number and not m.is_broken(number) for m in training)
-            and all(m.stands_by for m in surplus)
+            and all(m.is_standby for m in surplus)
             and (not surplus or len(training) == job.spec.max_members)
         )

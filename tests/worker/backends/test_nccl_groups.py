@@ -254,13 +254,13 @@ def test_a_device_that_gets_on_does_not_stand() -> None:
 
     progress = DeviceProgress(record)
     for now_s in (1.0, 2.0):
-        assert progress.stands_since_s(now_s) is None
+        assert progress.stalled_since_s(now_s) is None
         events[-1].is_reached = True
-    assert progress.stands_since_s(3.0) is None
-    assert progress.stands_since_s(4.0) == 3.0
-    assert progress.stands_since_s(9.0) == 3.0
+    assert progress.stalled_since_s(3.0) is None
+    assert progress.stalled_since_s(4.0) == 3.0
+    assert progress.stalled_since_s(9.0) == 3.0
     events[-1].is_reached = True
-    assert progress.stands_since_s(10.0) is None
+    assert progress.stalled_since_s(10.0) is None
     assert len(events) == 4
 
 
@@ -270,8 +270,8 @@ def test_a_device_that_has_failed_is_looked_at_no_more() -> None:
 
     progress = DeviceProgress(record)
     with structlog.testing.capture_logs() as logs:
-        assert progress.stands_since_s(1.0) is None
-        assert progress.stands_since_s(2.0) is None
+        assert progress.stalled_since_s(1.0) is None
+        assert progress.stalled_since_s(2.0) is None
     assert [each["event"] for each in logs] == ["device_not_watched"]
 
 
@@ -282,7 +282,7 @@ def test_a_capture_of_a_graph_is_not_spoiled() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static.add_(1)
-        looks = threading.Thread(target=progress.stands_since_s, args=(time.monotonic(),))
+        looks = threading.Thread(target=progress.stalled_since_s, args=(time.monotonic(),))
         looks.start()
         looks.join()
     graph.replay()

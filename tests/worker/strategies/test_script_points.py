@@ -11,7 +11,7 @@ from shoal_proto.errors import InvalidSpec
 
 MEMBERS = ["a", "b", "c"]
 GENERATION = 4
-STEP = ScriptPoint(step=7, num_calls=0, what="session.step() behind 7 steps")
+STEP = ScriptPoint(step=7, num_calls=0, what="session.step() after 7 steps")
 CALL = ScriptPoint(step=7, num_calls=0, what="session.evaluate", is_call=True)
 LONG_S = tuple(LOOK_AFTER_S * 2**number for number in range(5))
 

@@ -41,11 +41,11 @@ class TrainedSamples:
         """Position at which batches took their present size."""
 
     @property
-    def are_told(self) -> bool:
+    def are_known(self) -> bool:
         """True if the session hands out the batches: then a script asks for the next."""
         return bool(self._samples)
 
-    def told(self, state_shard: StateShard) -> StateShard:
+    def added_to(self, state_shard: StateShard) -> StateShard:
         """Return the state shard with the fields of its samples among its values."""
         if not self._samples:
             return state_shard

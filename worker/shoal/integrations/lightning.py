@@ -210,7 +210,7 @@ class SessionStrategy(SingleDeviceStrategy):
         for config in self.lr_scheduler_configs:
             if config.reduce_on_plateau:
                 raise InvalidSpec(
-                    "a scheduler that looks at a metric, of which each member has its own",
+                    "a scheduler that follows a metric, which differs between members",
                     seen=type(config.scheduler).__name__,
                     expected="a scheduler that counts steps or epochs",
                 )

@@ -133,7 +133,7 @@ class CountedSmoother(LabelSmoother):
     def weight(self, num_parts: int) -> float | None:
         """Weight of the loss that was computed last; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over something else, taken for each part separately.
+        Raises InvalidSpec if it is a mean over something else, computed for each part by itself.
         """
         labels, self._labels = self._labels, None
         if labels is None:

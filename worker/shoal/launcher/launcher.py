@@ -328,7 +328,7 @@ class Launcher:
 
     def _on_standing(self, standing: WorkerStatus) -> None:
         if standing.job == self._config.job and standing.phase:
-            self._reporter.heard(standing.phase)
+            self._reporter.note_phase(standing.phase)
         self._worker_ends.take(standing)
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:

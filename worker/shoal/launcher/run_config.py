@@ -61,7 +61,7 @@ def _num_gpus() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartOptions:
-    """How long workers have to end, and when one that has ended is started again."""
+    """Time for workers to end, and rules for starting an ended worker again."""
 
     max_restarts: Annotated[int, Parameter(metavar="N")] = 3
     """How often each worker is restarted."""
@@ -83,7 +83,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is told of workers, and where."""
+    """Output of workers: what is shown or kept of it, and where."""
 
     metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
     """Serve metrics of this launcher for Prometheus there, without TLS and without a token. A port

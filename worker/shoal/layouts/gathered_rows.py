@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import let_all_hear
+from shoal.backends.abortable.gather import meet_after_collective
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
@@ -131,9 +131,10 @@ class RowGathers:
         told = _checksum(word.of for word in words)
         if any(word.outputs != told for word in words):
             raise self._refusal(
-                f"{OWN_CALL} of tensors that differ between members, in a step whose shares do",
+                f"{OWN_CALL} of tensors whose sizes differ between members, in a step with"
+                " unequal shares",
                 words,
-                expected="session.gather(tensor), which takes unequal shares, in the place of"
+                expected="session.gather(tensor), which takes unequal shares, instead of"
                 " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
                 fix="Or a global_batch_size that every number of members divides, with"
                 " drop_last=True. See docs/contrastive.md.",
@@ -226,7 +227,7 @@ class RowGathers:
     ) -> InvalidSpec:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
-            let_all_hear(self._p2p.group)
+            meet_after_collective(self._p2p.group)
         said = zip(self._members, words, strict=True)
         seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in said)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)

@@ -37,7 +37,7 @@ def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSp
         )
     return InvalidSpec(
         f"the gradients of step {step} were not reduced",
-        seen="a loss that the distributed model did not compute, or one that leaves out parameters"
+        seen="a loss that the distributed model did not compute, or that leaves out parameters"
         " which an earlier pass of the step has reached",
         expected="the model that session.distribute returned to be called in the step, before"
         " session.backward, and every parameter to take part in each loss",

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import gather, let_all_hear
+from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
@@ -95,7 +95,7 @@ class LayerExchanges:
         self.is_told = False
         """True if ranks outside this rank's own tensor group may find a difference, and `tell`
         this rank."""
-        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
+        self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before this rank raises a refusal that not all ranks know of."""
 
     def among(self, peers: Sequence[int]) -> None:
@@ -129,14 +129,14 @@ class LayerExchanges:
     def completes(self) -> None:
         """Record the parameters without a gradient, before other ranks' gradients are added: later
         they cannot be told apart."""
-        without = {deed for deed, each in self._whole.items() if each.grad is None}
+        without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
-    def note(self, deed: int) -> None:
+    def note(self, exchange: int) -> None:
         """Record an exchange that the ranks are about to make."""
         if self._has_ended:
             return
-        self._done.append(deed)
+        self._done.append(exchange)
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
@@ -162,26 +162,27 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """End the passes outside of a step. Collective over all ranks; raises as `check_told`."""
+        """End the passes outside of a step. Collective over all ranks; raises as
+        `check_exchanges`."""
         if self._names:
             self.note(PASSES_END)
-            told = self.told()
-            own = json.dumps([self.word(), told and vars(told)]).encode()
+            told = self.record()
+            own = json.dumps([self.summary(), told and vars(told)]).encode()
             words, found = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(words):
-                let_all_hear(group)
-            check_told(words, [each and ExchangeRecord(**each) for each in found])
+                meet_after_collective(group)
+            check_exchanges(words, [each and ExchangeRecord(**each) for each in found])
 
-    def told(self) -> ExchangeRecord | None:
+    def record(self) -> ExchangeRecord | None:
         """Return the record for other ranks to compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
-        last = [self._in_words(deed) for deed in done[-MAX_TOLD:]]
+        last = [self._in_words(exchange) for exchange in done[-MAX_TOLD:]]
         return ExchangeRecord(step=self._steps, count=count, last=last)
 
-    def word(self) -> int:
+    def summary(self) -> int:
         """Return a digest of the record, of `WORD_BITS` bits, that all peers must have in common
         when passes end; 0 if nothing is split."""
         if not self.peers:
@@ -194,26 +195,26 @@ class LayerExchanges:
         self._forgotten += num
         self._done = self._done[num:]
 
-    def _in_words(self, deed: int) -> str:
-        if deed == PASSES_END:
+    def _in_words(self, exchange: int) -> str:
+        if exchange == PASSES_END:
             return "done with its passes"
-        if deed <= _SIZES:
-            return f"with {_SIZES - deed} numbers"
-        number, is_gradient = divmod(deed, 2)
+        if exchange <= _SIZES:
+            return f"with {_SIZES - exchange} numbers"
+        number, is_gradient = divmod(exchange, 2)
         name = self._names[number] if number < len(self._names) else str(number)
-        if deed in self._whole:
+        if exchange in self._whole:
             return f"without a gradient of {name}"[:MAX_WORD_CHARS]
         what = "gradients" if is_gradient else "".join(self._met_for[number : number + 1])
         where = f"at the {what or 'outputs'} of {name or 'the model'}"
         return where[:MAX_WORD_CHARS]
 
 
-def check_told(
+def check_exchanges(
     words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Raise InvalidSpec if ranks that split layers with each other communicated for different
-    layers. `words`, `told`: `LayerExchanges.word` and `.told` of each rank. `members`: names by
-    rank."""
+    layers. `words`, `told`: `LayerExchanges.summary` and `.record` of each rank. `members`: names
+    by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
     by_name = {
         names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
@@ -226,7 +227,7 @@ def check_told(
 
 
 def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
-    """Return the first group of peers whose `LayerExchanges.word` differ: they communicated for
+    """Return the first group of peers whose `LayerExchanges.summary` differ: they communicated for
     different layers. `words` by rank."""
     if all(word == words[0] for word in words):
         return ()
@@ -247,7 +248,7 @@ def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for place in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
         at = {name: each.at(place) for name, each in same.items()}
-        found = {name: deed for name, deed in at.items() if deed is not None}
+        found = {name: exchange for name, exchange in at.items() if exchange is not None}
         if len(set(found.values())) > 1:
             return found
     return None

@@ -40,11 +40,11 @@ class NonFiniteCheck:
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Examine this rank's own gradients of the whole step, before they are reduced."""
-        self.look_behind_pass(parameters)
+        self.check_after_pass(parameters)
         self._look_at_losses()
         self._has_looked = True
 
-    def look_behind_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Examine the gradients of one pass, unless `look` has examined the whole step. They must
         not include reduced gradients of earlier passes."""
         if not self._has_looked:
@@ -78,7 +78,7 @@ class NonFiniteCheck:
         """Set the sum of all ranks' flags."""
         self._flags = flags
 
-    def hear(self, are_own: Sequence[bool]) -> None:
+    def note_faults(self, are_own: Sequence[bool]) -> None:
         """Set the findings that ranks sent in another message, for layouts with
         `Layout.faults_are_own`. `are_own`: by rank."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])

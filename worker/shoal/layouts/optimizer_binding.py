@@ -238,7 +238,7 @@ class OptimizerBinding:
             raise cannot_carry(
                 self.optimizer,
                 f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
-                f"{tuple(first[0])} of {first[1]}, as after earlier steps: the same in all"
+                f"{tuple(first[0])} of {first[1]}, as after the steps before: the same in all"
                 " steps, except under strategy 'ddp'",
             )
         if value.ndim == 0:

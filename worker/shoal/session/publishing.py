@@ -39,7 +39,7 @@ class SessionSeries:
         member = controller.member
         if not member.coordinators:
             raise InvalidSpec(
-                "a series needs a cluster, whose servers hold its versions",
+                "a series needs a cluster: parameter servers hold its versions",
                 seen="a session that trains alone",
                 expected="shoal run SCRIPT, or shoal.join(coordinator='host:port')",
             )

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, let_all_hear
+from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, meet_after_collective
 from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.model.tied_tensors import under_all_names
@@ -110,7 +110,7 @@ def whole_model(
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
-    let_all_hear(group)
+    meet_after_collective(group)
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}

@@ -15,7 +15,8 @@ def not_compiled(strategy: str, module: str) -> InvalidSpec:
     """Build the error for a compiled wrapper of a distributed model that is never called as a
     whole."""
     return InvalidSpec(
-        f"strategy {strategy} runs a model in parts, so a wrapper around it compiles nothing",
+        f"strategy {strategy} cuts a model into parts: a wrapper around the model compiles"
+        " none of them",
         seen=f"torch.compile of {module or 'the distributed model'}",
         expected="torch.compile(model) before distribute, or model.compile() after it",
     )

@@ -290,7 +290,7 @@ class Node:
                 return membership.await_generation(above=self._number, timeout_s=left_s)
             except DeadlineExceeded:
                 stays_s = self._config.join_timeout_s - membership.away_s
-                if membership.failure is not None or not membership.stands_by or stays_s <= 0.0:
+                if membership.failure is not None or not membership.is_standby or stays_s <= 0.0:
                     raise
                 # A spare node waits until it is needed, as long as a coordinator is there.
                 self._give_up_s = time.monotonic() + stays_s
@@ -302,7 +302,8 @@ class Node:
             f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
             seen=error.seen or str(error),
             expected=f"{join.min_members} to {join.max_members} nodes to come",
-            fix="`shoal status` shows who joined; --rdzv-conf join_timeout waits longer.",
+            fix="`shoal status` shows the joined members; a larger --rdzv-conf join_timeout"
+            " waits longer.",
         )
 
     def _bring_up(self, record: GenerationRecord) -> NodeRank:

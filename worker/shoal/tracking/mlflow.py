@@ -39,7 +39,7 @@ class MLflow(Tracker):
             return MlflowClient(tracking_uri=self.uri)
         except MlflowException as error:
             raise InvalidSpec(
-                "MLflow does not take this place for runs",
+                "MLflow does not accept this location for runs",
                 seen=f"{self.uri}: {error}",
                 expected="the URL of a tracking server, or the store in which MLflow keeps runs",
             ) from error

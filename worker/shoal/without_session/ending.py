@@ -20,7 +20,7 @@ from shoal.torch_private.c10d import all_groups
 class GroupOwner(Protocol):
     """Owner of groups that it uses until the end of the process."""
 
-    def let_go(self) -> list[dist.ProcessGroup]:
+    def release_groups(self) -> list[dist.ProcessGroup]:
         """Drop all references to its groups, and return the groups."""
 
 
@@ -37,7 +37,7 @@ def free_at_exit(holder: GroupOwner) -> None:
 
 
 def _free() -> None:
-    groups = [group for holder in list(_holders) for group in holder.let_go()]
+    groups = [group for holder in list(_holders) for group in holder.release_groups()]
     if dist.is_initialized():
         groups += all_groups()
         dist.destroy_process_group()

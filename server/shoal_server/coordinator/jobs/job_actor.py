@@ -92,8 +92,8 @@ class JobActor:
         read_records: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
         generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` reads older records on demand. `generations`: those that are in etcd
-        already."""
+        """`read_records` reads older records on demand. `generations`: the generations that are in
+        etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
         """Newest generation that another leader formed; 0 if this coordinator has led the job from
@@ -161,7 +161,7 @@ class JobActor:
                 await self._answered(call)
         except TimeoutError:
             raise Unavailable(
-                f"what was decided for job {self.job.spec.job} is not in etcd yet",
+                f"decisions for job {self.job.spec.job} are not in etcd yet",
                 seen=f"nothing written within {within_s:g} s",
                 expected="an etcd that answers",
             ) from None
@@ -394,7 +394,7 @@ class JobActor:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.story is not None:
             board.runs(job, effect.story)
-            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.tell_due, job)
+            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(
             effect.kind,

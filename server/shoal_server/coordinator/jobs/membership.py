@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Resets a job; returns if there was one, and its last generation."""
+"""Resets a job; returns True if there was one, and its last generation."""
 
 
 class MembershipService(MembershipServicer):

@@ -178,7 +178,7 @@ class OutputsService(OutputsServicer):
         secret, UnknownMember if nobody has the output, Unavailable, Overloaded.
         """
         if after is not None and before is not None:
-            raise InvalidSpec("lines are asked for on both sides", expected="after or before")
+            raise InvalidSpec("both `after` and `before` are given", expected="one of them")
         actor = self._find(job)
         check_asker(actor.job.spec, who)
         member, ended = (job, member_id), ""
@@ -206,9 +206,9 @@ class OutputsService(OutputsServicer):
         try:
             return self._registry.find(job)
         except JobQuarantined as why:
-            # It is not known either if the job has a secret.
+            # Nor is it known if the job has a secret.
             raise Unavailable(
-                f"what members of job {job} print is not shown while it is quarantined",
+                f"output of the members of job {job} is not shown while it is quarantined",
                 seen=why.what,
                 fix=f"`shoal repair {job}` shows what is wrong with it.",
             ) from why
@@ -221,7 +221,7 @@ class OutputsService(OutputsServicer):
                 return pb.OutputPart()  # the position is an ended launcher's, whose lines are gone
             after = None
         if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
-            raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
+            raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
         ticket = secrets.token_hex(16)
         answer = asyncio.get_running_loop().create_future()
         asked = _PendingRequest(launcher=launcher, member=member, answer=answer)
@@ -282,13 +282,13 @@ def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
     job, member = actor.job.spec.job, actor.job.members.get(member_id)
     if member is None:
         return UnknownMember(
-            f"nobody has what {member_id} of job {job} printed",
+            f"no output of {member_id} of job {job} is kept",
             seen="no member of that id, and no launcher that answers for one",
-            expected="a member, or one whose launcher is still there or left its last lines",
+            expected="a member, or a former member whose launcher runs or left its last lines",
             fix=f"`shoal status --job {job}` lists the members.",
         )
     return UnknownMember(
-        f"nobody hands on what {member_id} prints",
+        f"no launcher passes on the output of {member_id}",
         seen=f"a process of {member.info.host or 'some host'} that no launcher answers for",
         expected="a worker that `shoal run` has started",
         fix="Look where its own output goes: a terminal, or the log of what started it.",

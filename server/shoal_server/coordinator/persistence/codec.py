@@ -83,7 +83,7 @@ _newest_roster: list[tuple[GenerationRoster, pb.Roster]] = []
 
 def roster_to_pb(roster: GenerationRoster) -> pb.Roster:
     """The roster as a message, which is shared: do not change it."""
-    # Digest, Prepare, record in etcd and Outcome are made one after the other of one roster.
+    # Digest, Prepare, record in etcd and Outcome are made of one roster, one after the other.
     if not _newest_roster or _newest_roster[0][0] is not roster:
         _newest_roster[:] = [(roster, _roster_to_pb(roster))]
     return _newest_roster[0][1]
@@ -191,7 +191,7 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Incarnation and info of a member's key. Raises Unreadable."""
+    """Incarnation and info of a member's key. Raises UnreadableRecord."""
     value = Fields.parsed(data)
     info = MemberInfo(
         host=value.text("host"),
@@ -211,7 +211,7 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
-    """The error class a refusal names, with the conflicts and current generation as details."""
+    """Error of the class that the refusal names, with conflicts and generation as details."""
     kind = getattr(errors, refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)

@@ -149,7 +149,7 @@ class DurableJobs:
 def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:
     seen = "none" if found is None else f"one written at revision {found.mod_revision}"
     return InternalError(
-        f"the record of job {job} in etcd is not the one that its coordinator left there",
+        f"the record of job {job} in etcd is not the one that its last coordinator wrote",
         seen=seen,
         expected=f"the one of revision {known}" if known else "none",
         fix=f"Something other than the leading coordinator writes to {keys.job_state(job)}."

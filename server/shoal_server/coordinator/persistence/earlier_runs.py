@@ -84,7 +84,7 @@ def from_json(job: str, value: bytes) -> EarlierRuns:
         )
     except UnreadableRecord as error:
         raise InternalError(
-            f"what etcd holds of earlier runs of job {job} cannot be read", seen=str(error)
+            f"the record of earlier runs of job {job} cannot be read", seen=str(error)
         ) from error
 
 

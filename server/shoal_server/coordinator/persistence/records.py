@@ -82,7 +82,7 @@ class Records:
             raise UnknownGeneration(
                 f"job {self._job} has no record of generation {generation}",
                 seen=str(generation),
-                expected=f"a decided one, of which the newest {MAX_RECORDS} are kept at hand",
+                expected=f"a decided generation, one of the newest {MAX_RECORDS}",
             )
         return record
 

@@ -37,7 +37,7 @@ def record_to_json(record: GenerationRecord) -> bytes:
 
 
 def stored_record(job: str, number: int, data: bytes) -> GenerationRecord:
-    """Record stored at the key of that generation of the job. Raises Unreadable."""
+    """Record stored at the key of that generation of the job. Raises UnreadableRecord."""
     with taken_apart():
         record = _record_from_json(json.loads(data))
     if record.job != job or record.roster.generation != number:

@@ -267,7 +267,7 @@ def _found(item: KeyValue | ShoalError) -> KeyValue:
 
 
 def _state(job: str, item: KeyValue) -> StateRecord:
-    """Raises Unreadable."""
+    """Raises UnreadableRecord."""
     return replace(state_from_json(job, item.value), revision=item.mod_revision)
 
 

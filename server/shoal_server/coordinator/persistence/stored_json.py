@@ -44,7 +44,7 @@ def state_to_json(record: StateRecord) -> bytes:
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
-    """Decode the job's own record. Raises Unreadable."""
+    """Decode the job's own record. Raises UnreadableRecord."""
     fields = Fields.parsed(data)
     spec = spec_from(fields.object("spec"))
     if spec.job != job:
@@ -99,7 +99,7 @@ def _result_to_json(result: JobResult) -> dict[str, object]:
 
 
 def spec_from(bounds: Fields) -> JobSpec:
-    """A job's bounds from its own record. Raises Unreadable."""
+    """A job's bounds from its own record. Raises UnreadableRecord."""
     return JobSpec(
         job=bounds.text("job"),
         min_members=bounds.count("min_members", most=MAX_MEMBERS),

@@ -1,4 +1,4 @@
-"""Messages of the WeightSeries service, and the events and errors that they stand for."""
+"""Conversion of the WeightSeries service's messages to the core's types, and back."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -60,7 +60,7 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
 
 
 def error_of(refused: RequestRefused) -> ShoalError:
-    """The error that a caller gets."""
+    """The error with which a caller is refused."""
     kind, fix = _ERRORS[refused.refusal]
     return kind(refused.what, seen=refused.seen, expected=refused.expected, fix=fix)
 
@@ -119,7 +119,7 @@ def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
         return [own]
     if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
         raise MalformedMessage(
-            "the segments of a cut that is not a single publisher's",
+            "segments of a cut from one of several publishing ranks, or without its position",
             seen=f"{len(request.cut_parts)} segments from rank {request.rank} of {request.world}",
             expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
         )
@@ -144,7 +144,7 @@ def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
     segment = request.segment
     if not request.publication or not segment.digest or not segment.holders:
         raise MalformedMessage(
-            "a part that lacks something",
+            "an incomplete part of a publication",
             seen=f"publication {request.publication}, a segment of digest"
             f" {segment.digest.hex()[:12]!r} on {len(segment.holders)} servers",
             expected="a publication from 1, and a segment that is on servers",
@@ -195,7 +195,8 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
 def view_of(
     series: PublishedSeries, servers: Mapping[str, str], now_s: float, *, only_serving: bool
 ) -> pb.SeriesView:
-    """The series for its readers. `servers`: addresses by id."""
+    """View of a series. `servers`: addresses by id. `only_serving`: without readers that serve
+    nothing to others."""
     head, versions = series.head, series.versions
     holders = {h for v in versions.values() for s in v.segments for h in s.holders}
     present = sorted(holders & servers.keys())
@@ -232,5 +233,5 @@ def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: floa
 
 
 def serving(readers: Iterable[Reader]) -> set[tuple[str, int]]:
-    """The readers that pass versions on, each with the one that it has."""
+    """Address and installed version of each reader that serves versions to others."""
     return {(r.report.serves_at, r.report.installed) for r in readers if r.report.serves_at}

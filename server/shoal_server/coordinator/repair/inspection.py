@@ -32,10 +32,9 @@ class RecordKind(Enum):
 REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.STATE: "It is rewritten from what is readable in it and from the generations'"
     " records: the job goes on.",
-    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step"
-    " they came to, and form the next generation from the highest.",
-    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join"
-    " again.",
+    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, report their"
+    " steps, and form the next generation from the highest.",
+    RecordKind.MEMBER: "It is moved aside: the member's process is fenced, and has to join again.",
     RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
     " were trained on are trained on again.",
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"

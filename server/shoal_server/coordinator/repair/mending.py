@@ -28,8 +28,8 @@ def mended_state(
     their numbers, and their readable records.
 
     If it is unknown how far the job trained, it is assumed to have trained in its newest
-    generation, so that it never starts again from initial values. Raises Unreadable if neither the
-    record nor `bounds` gives the bounds.
+    generation, so that it never starts again from initial values. Raises UnreadableRecord if
+    neither the record nor `bounds` gives the bounds.
     """
     try:
         fields = Fields.parsed(data)
@@ -55,7 +55,7 @@ def _spec(job: str, fields: Fields) -> JobSpec:
 
 
 def _secret_digest(fields: Fields) -> str:
-    """Digest of the job's secret. Raises Unreadable: a repair must not open a job that has a
+    """Digest of the job's secret. Raises UnreadableRecord: a repair must not open a job that has a
     secret."""
     return fields.text("secret_digest", "")
 
@@ -96,7 +96,8 @@ def _lost(fields: Fields) -> str | None:
 
 
 def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
-    """Bounds given by an operator; None if none are given. Raises Unreadable for invalid ones."""
+    """Bounds given by an operator; None if none are given. Raises UnreadableRecord if they are
+    invalid."""
     if not least and not most and not desired:
         return None
     least = least or 1

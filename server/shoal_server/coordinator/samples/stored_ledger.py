@@ -37,13 +37,13 @@ from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
-"""Books of a few thousand members; smaller ones can be read by whoever looks."""
+"""Size with a few thousand members; smaller ledgers stay readable with etcdctl."""
 MAX_BOOKS_BYTES = 64 * 1024 * 1024
 
 
 def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
-    """The ledger that a base and its deltas make, of which `held` are by their keys, among others
-    perhaps. Raises JobQuarantined for what cannot be read."""
+    """The ledger of a base and its deltas. `held`: deltas by key, which may include those of other
+    bases. Raises JobQuarantined if they cannot be read."""
     key = where = keys.sample_ledger(job)
     try:
         with taken_apart():
@@ -72,7 +72,7 @@ class StoredLedger:
         self._base_bytes = 0
 
     async def read(self) -> SampleLedger | None:
-        """The ledger as of the newest write; None where there is none. Raises JobQuarantined."""
+        """The ledger as of the newest write; None if there is none. Raises JobQuarantined."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
         bases, found = result.reads
@@ -89,9 +89,9 @@ class StoredLedger:
         return self._num_deltas == 0
 
     async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
-        """Make the ledger durable as it is now. False where another coordinator has written it.
+        """Make the current ledger durable. False if another coordinator has written it.
 
-        Raises Unavailable where nothing was written; the next call writes it all.
+        Raises Unavailable if nothing was written; the next call writes all changes.
         """
         touched = ledger.take_touched()
         try:
@@ -134,7 +134,7 @@ class StoredLedger:
     async def _transact(
         self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
     ) -> Revision | None:
-        """The revision of the write; None where its conditions did not hold."""
+        """The revision of the write; None if its conditions did not hold."""
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:

@@ -123,7 +123,7 @@ class JobDriver(Generic[StreamT, CallT]):
     def heartbeat(self, event: HeartbeatReceived, step: int, now_s: float) -> None:
         """Note a heartbeat. It leads to no action at once."""
         self.liveness.beat(event.member_id, step, now_s)
-        self.job.heard_of_step(event.member_id, event.incarnation, Step(step))
+        self.job.note_step(event.member_id, event.incarnation, Step(step))
         self.job.heartbeat(event, now_s)
 
     def written(self, now_s: float) -> list[Action[StreamT, CallT]]:

@@ -25,7 +25,7 @@ class Agreement:
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
     """Complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
-    """The step whose state its members start from, once one of them has reported it."""
+    """Step from which the members start, once a member has reported it."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False

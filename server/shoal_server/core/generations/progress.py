@@ -54,7 +54,7 @@ class JobProgress:
         """True if a step may have been committed: initial values are no longer the job's state."""
         return self.trained_in > NO_GENERATION or self.reached > 0
 
-    def heard_of(self, step: Step) -> None:
+    def note_reached(self, step: Step) -> None:
         self.reached = max(self.reached, step)
 
     def ran(self, generation: Generation, start: Step) -> bool:

@@ -88,12 +88,12 @@ class Arrivals:
             wait=Wait(since_s=now_s),
         )
         self._state.table.admit(member)
-        self._state.do(AdmitMember(member_id=member.member_id, incarnation=member.incarnation))
+        self._state.emit(AdmitMember(member_id=member.member_id, incarnation=member.incarnation))
         self._state.log(
             "member_joined", f"{member.member_id} joined from {event.info.host}", member
         )
-        if self._pause_keeper.told_paused:
-            self._state.tell(member, self._pause_keeper.notice())
+        if self._pause_keeper.announced_paused:
+            self._state.notify_member(member, self._pause_keeper.notice())
 
     def disconnected(self, member: MemberState, now_s: float) -> None:
         self._state.table.disconnect(member, now_s)
@@ -123,43 +123,43 @@ class Arrivals:
         agreement, running = self._state.agreement, self._state.running
         missed_end = self._is_over(member, generation)
         if missed_end:
-            self._state.tell(member, self._state.break_notice(generation))
+            self._state.notify_member(member, self._state.break_notice(generation))
         attempted = agreement is not None and member.is_in(agreement.roster)
         trains = running is not None and member.is_in(running)
         if agreement is not None and attempted and self._state.stage.phase is Phase.PREPARE:
-            self._state.tell(member, self._state.prepare_notice(agreement))
+            self._state.notify_member(member, self._state.prepare_notice(agreement))
         elif (
             agreement is not None
             and self._state.stage.phase is Phase.COMMITTED
             and (attempted or trains)
         ):
             assert self._state.record is not None
-            self._state.tell(
+            self._state.notify_member(
                 member, OutcomeNotice(reason=self._state.record.reason, record=self._state.record)
             )
             if agreement.stop_at is not None:
-                self._state.tell(
+                self._state.notify_member(
                     member, self._state.stop_notice(agreement.generation, agreement.stop_at)
                 )
         elif running is not None and trains:
-            self._state.tell(
+            self._state.notify_member(
                 member,
                 RunningNotice(reason=self._state.stage.reason, generation=running.generation),
             )
         elif not member.settled and not missed_end:
             # It missed the break of the last generation it was part of.
-            self._state.tell(member, self._state.break_notice(self._state.last_generation))
-        if self._pause_keeper.told_paused:
-            self._state.tell(member, self._pause_keeper.notice())
-        if member.stands_by:
-            self._state.tell(member, StandbyNotice(reason=member.waiting_for, position=0))
-        if trains and (num := self._state.table.told_waiting):
+            self._state.notify_member(member, self._state.break_notice(self._state.last_generation))
+        if self._pause_keeper.announced_paused:
+            self._state.notify_member(member, self._pause_keeper.notice())
+        if member.is_standby:
+            self._state.notify_member(member, StandbyNotice(reason=member.waiting_for, position=0))
+        if trains and (num := self._state.table.num_announced_waiting):
             notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
         if self._state.end.completing:
-            self._state.tell(member, ClosingNotice(reason=self._state.stage.reason))
+            self._state.notify_member(member, ClosingNotice(reason=self._state.stage.reason))
         if reason := self._state.end.stopping:
-            self._drains.tell_stopping(member, reason, now_s)
+            self._drains.notify_stopping(member, reason, now_s)
 
     def _is_over(self, member: MemberState, generation: Generation) -> bool:
         """True if the generation that the member says it is in is over.

@@ -29,7 +29,7 @@ from shoal_server.core.membership.events import (
 )
 from shoal_server.core.membership.member import MemberState, names_of
 from shoal_server.core.membership.phases import Phase, Trigger
-from shoal_server.core.membership.reach import whom_to_exclude
+from shoal_server.core.membership.reach import members_to_exclude
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ class Attempts:
         notice = self._state.prepare_notice(self._state.agreement)
         for member in chosen:
             member.waits(f"all members to accept generation {generation}", now_s)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
         return True
 
     def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
@@ -155,9 +155,9 @@ class Attempts:
         names, running = [m.member_id for m in newest_last], self._state.running
         staying = {m.member_id for m in members if self._state.stays(m)}
         trainers = {m.member_id for m in members if m.is_in(running)}
-        excluded = whom_to_exclude(
+        excluded = members_to_exclude(
             agreement.unreachable, newest_last=names, kept=staying
-        ) or whom_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
+        ) or members_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
         if not excluded:
             self._commit_if_there_is_state(agreement, now_s)
             return
@@ -207,7 +207,7 @@ class Attempts:
         self._state.previous, self._state.record = roster, record
         # After a break, all members have settled or are gone by now.
         self._state.deadlines.broken_since_s = None
-        self._state.do(WriteGeneration(record=record))
+        self._state.emit(WriteGeneration(record=record))
         to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
         self._state.deadlines.deadline_s = now_s + to_boundary_s + self._state.limits.bring_up_s
         longest_s = to_boundary_s + self._state.limits.longest_bring_up_s
@@ -216,7 +216,7 @@ class Attempts:
         notice = OutcomeNotice(reason=reason, record=record)
         for member in self._state.concerned(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
 
     def _note_leavers(self, roster: GenerationRoster) -> None:
         """Note members that trained before and are not in this roster: they leave by it."""
@@ -239,7 +239,7 @@ class Attempts:
         if event.generation != agreement.generation or not member.is_in(self._state.running):
             return
         if agreement.stop_at is not None:
-            self._state.tell(
+            self._state.notify_member(
                 member, self._state.stop_notice(agreement.generation, agreement.stop_at)
             )
         elif agreement.offer(member.member_id, event.next_step):
@@ -247,7 +247,9 @@ class Attempts:
             stop_at = agreement.stop_at
             self._state.log("boundary_agreed", f"the old generation stops at step {stop_at}")
             for old_member in self._state.members_of(self._state.running):
-                self._state.tell(old_member, self._state.stop_notice(agreement.generation, stop_at))
+                self._state.notify_member(
+                    old_member, self._state.stop_notice(agreement.generation, stop_at)
+                )
 
     def became_ready(self, member: MemberState, event: ReadinessReported, now_s: float) -> None:
         agreement = self._state.agreement_of(member, event.generation, Phase.COMMITTED)
@@ -280,7 +282,7 @@ class Attempts:
         notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
-            self._state.tell(trainer, notice)
+            self._state.notify_member(trainer, notice)
         if old is not None and roster.synchronous:
             self._drains.part_leavers(old, roster, now_s)
 
@@ -315,5 +317,5 @@ class Attempts:
             self._state.log("went_back", f"{reason}; the job had reached step {reached}")
         if self._state.progress.ran(agreement.generation, start):
             # Durable before any member takes a step: each waits for the answer to its Ready.
-            self._state.do(SaveJobRecord())
+            self._state.emit(SaveJobRecord())
         return start

@@ -94,11 +94,11 @@ class Collecting:
             self._stand_by(member, reason, position, now_s)
 
     def _stand_by(self, member: MemberState, reason: str, position: int, now_s: float) -> None:
-        if member.waiting_for != reason or not member.stands_by:
-            member.waits(reason, now_s, stands_by=True)
-            self._state.tell(member, StandbyNotice(reason=reason, position=position))
+        if member.waiting_for != reason or not member.is_standby:
+            member.waits(reason, now_s, is_standby=True)
+            self._state.notify_member(member, StandbyNotice(reason=reason, position=position))
 
-    def tell_waiting(self) -> None:
+    def notify_waiting(self) -> None:
         """Tell torchrun's nodes how many others wait, if that changed. Call after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
@@ -111,13 +111,13 @@ class Collecting:
         num = min(num, self._state.spec.max_members - len(trainers))
         if self._state.table.has_finished_in(running):
             num = 0
-        if num != self._state.table.told_waiting:
-            self._state.table.told_waiting = num
+        if num != self._state.table.num_announced_waiting:
+            self._state.table.num_announced_waiting = num
             for member in trainers:
-                self._state.tell(member, self.waiting_notice())
+                self._state.notify_member(member, self.waiting_notice())
 
     def waiting_notice(self) -> WaitingNotice:
-        num = self._state.table.told_waiting
+        num = self._state.table.num_announced_waiting
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
     def chosen(self, now_s: float) -> list[MemberState]:
@@ -166,7 +166,7 @@ class Collecting:
             return
         waiting = [m for m in self._state.able if m.settled]
         if not self.waits_for_members:
-            for member in [m for m in waiting if m.stands_by]:
+            for member in [m for m in waiting if m.is_standby]:
                 member.waits("other members", now_s)
             return
         missing = self._state.least_members - len(waiting)

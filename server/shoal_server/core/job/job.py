@@ -110,7 +110,7 @@ class Job:
         )
 
     def __repr__(self) -> str:
-        return f"Job({self.state!r}, told_paused={self._pause_keeper.told_paused!r})"
+        return f"Job({self.state!r}, announced_paused={self._pause_keeper.announced_paused!r})"
 
     # --- what the edge calls ---
 
@@ -122,8 +122,8 @@ class Job:
         else:
             self._heard(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
-        self._pause_keeper.tell(now_s)
-        self._collecting.tell_waiting()
+        self._pause_keeper.announce_pauses(now_s)
+        self._collecting.notify_waiting()
         return self.state.take_effects()
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
@@ -169,8 +169,8 @@ class Job:
             self._timeouts.drop_overdue(now_s)
         self._timeouts.drop_paused(now_s)
         self._advance(now_s)
-        self._pause_keeper.tell(now_s)
-        self._collecting.tell_waiting()
+        self._pause_keeper.announce_pauses(now_s)
+        self._collecting.notify_waiting()
         return self.state.take_effects()
 
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
@@ -191,9 +191,9 @@ class Job:
         """Return the time of the next call of `tick`, if no event comes before."""
         return min(self._timeouts.deadlines(), default=None)
 
-    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+    def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
         """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
-        self.state.heard_of_step(member_id, incarnation, step)
+        self.state.note_step(member_id, incarnation, step)
 
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified."""
@@ -356,7 +356,7 @@ class Job:
         """Go on as far as time and the members that are present allow."""
         self.state.setbacks.release(now_s)
         if self.state.table.draining:
-            self._drains.let_go(now_s)
+            self._drains.release_overdue(now_s)
         if self.state.end.completing:
             return
         if self.state.deadlines.deadline_s is not None and now_s >= self.state.deadlines.deadline_s:

@@ -174,14 +174,14 @@ class JobState:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
-    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+    def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
         """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
         # A member that has not entered a generation yet may count steps of another run.
         if member.entered > NO_GENERATION and self._trains_together(member):
-            self.progress.heard_of(step)
+            self.progress.note_reached(step)
 
     def _trains_together(self, member: MemberState) -> bool:
         rosters = (self.running, self.previous)
@@ -258,15 +258,15 @@ class JobState:
         if self.stage.phase is Phase.FINISHED or self.end.completing:
             raise EventRefused(refusals.finished(self.spec.job, self.stage.reason))
 
-    def do(self, effect: Effect) -> None:
+    def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def take_effects(self) -> list[Effect]:
         effects, self.effects = self.effects, []
         return effects
 
-    def tell(self, member: MemberState, notice: Notice) -> None:
-        self.do(
+    def notify_member(self, member: MemberState, notice: Notice) -> None:
+        self.emit(
             SendNotice(member_id=member.member_id, incarnation=member.incarnation, notice=notice)
         )
 
@@ -280,7 +280,7 @@ class JobState:
     ) -> None:
         member_id = member.member_id if member else ""
         generation = self.last_generation
-        self.do(
+        self.emit(
             LogJobEvent(
                 kind=kind,
                 reason=reason,

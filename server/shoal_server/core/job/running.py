@@ -143,7 +143,7 @@ class Breaks:
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
                 # An earlier leader announced its end, or this member was away then.
-                self._state.tell(member, self._state.break_notice(event.generation))
+                self._state.notify_member(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:
             return
@@ -177,7 +177,7 @@ class Breaks:
             step, has_state = event.step, event.has_state
             member.proposal = replace(member.proposal, step=step, has_state=has_state)
             if has_state and not member.proposal.stateless:
-                self._state.progress.heard_of(step)
+                self._state.progress.note_reached(step)
         self._state.table.settle((member,), settled=True)
         if event.enough_for_call:
             self._state.table.in_call[member.member_id] = event.enough_for_call
@@ -221,7 +221,7 @@ class PauseKeeper:
 
     def __init__(self, state: JobState) -> None:
         self._state = state
-        self.told_paused: tuple[str, ...] = ()
+        self.announced_paused: tuple[str, ...] = ()
         """Paused members that all members were last notified of."""
 
     def pausing(self) -> list[tuple[MemberState, Pause]]:
@@ -258,24 +258,24 @@ class PauseKeeper:
         self._state.deadlines.hold(by_s)
         self._state.table.postpone_drains(by_s)
 
-    def tell(self, now_s: float) -> None:
+    def announce_pauses(self, now_s: float) -> None:
         """Notify all members if the set of paused members has changed. Call after each event."""
         paused = tuple(sorted(member.member_id for member, _ in self.pausing()))
         self._state.table.pauses.hold(now_s, held=bool(paused))
-        if paused == self.told_paused:
+        if paused == self.announced_paused:
             return
-        self.told_paused = paused
-        self.tell_all()
+        self.announced_paused = paused
+        self.send_pauses()
 
-    def tell_all(self) -> None:
+    def send_pauses(self) -> None:
         """Send all members the pauses: their own limits restart, or stop during a pause."""
         notice = self.notice()
         for member in self._state.members.values():
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
 
     def notice(self) -> PausesNotice:
         reason = self.why_paused() or self._state.stage.reason
-        return PausesNotice(reason=reason, member_ids=self.told_paused)
+        return PausesNotice(reason=reason, member_ids=self.announced_paused)
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> None:
         known = self._state.table.pauses.of(member)

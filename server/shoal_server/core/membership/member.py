@@ -22,7 +22,7 @@ class Drain:
     since_s: float | None = None
     """Time at which it was asked to; None: it is not to leave."""
     reason: str = ""
-    let_go: bool = False
+    is_released: bool = False
     """True once it was notified to leave at its next step boundary."""
 
 
@@ -48,7 +48,7 @@ class Wait:
 
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
-    stands_by: bool = False
+    is_standby: bool = False
     """True if it was notified that no time limit of its own runs."""
 
 
@@ -76,10 +76,10 @@ class MemberState:
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
-    def waits(self, reason: str, now_s: float, *, stands_by: bool = False) -> None:
+    def waits(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
         """Note what the member waits for; the time restarts only if the reason changes."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
-        self.wait = Wait(reason=reason, since_s=since_s, stands_by=stands_by)
+        self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 
     @property
     def waiting_for(self) -> str:
@@ -90,9 +90,9 @@ class MemberState:
         return self.wait.since_s
 
     @property
-    def stands_by(self) -> bool:
+    def is_standby(self) -> bool:
         """True if it was notified that no time limit of its own runs while it waits."""
-        return self.wait.stands_by
+        return self.wait.is_standby
 
     @property
     def holds_state(self) -> bool:

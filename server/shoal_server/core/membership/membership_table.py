@@ -38,7 +38,7 @@ class MembershipTable:
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
-    told_waiting: int = 0
+    num_announced_waiting: int = 0
     """Number of members without a rank that was last reported to torchrun's nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.

@@ -100,7 +100,7 @@ def not_over(job: str, reason: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"job {job} is not over: it can be joined",
         seen=reason,
-        expected="a job that failed, was stopped, or whose state is lost; or one without members",
+        expected="a job that failed, was stopped, lost its state, or has no members",
         fix=f"`shoal stop {job}` ends it at a step boundary.",
     )
 
@@ -130,7 +130,7 @@ def state_lost(job: str, progress: JobProgress, seen: str) -> Refusal:
     return Refusal(
         kind=RefusalKind.STATE_LOST,
         what=f"the state of job {job} is lost: it had reached {reached}, in generation"
-        f" {progress.trained_in}, and nobody holds it any more",
+        f" {progress.trained_in}, and no member holds it any more",
         seen=seen,
         expected="a member that holds it, or a checkpoint that every member sees",
         fix="Run it with --fresh to start from step 0; or, with checkpoints=shoal.Checkpoints(...)"

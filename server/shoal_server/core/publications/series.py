@@ -543,7 +543,7 @@ class PublishedSeries:
             refusal=PublicationRefusal.GONE,
             what=f"version {number} of {self.name} is not kept",
             seen=f"version {number}",
-            expected=f"one of those that are: {kept}",
+            expected=f"one of the kept versions: {kept}",
         )
 
     # --- servers and time ---

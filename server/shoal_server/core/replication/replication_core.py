@@ -186,7 +186,7 @@ class ReplicationCore:
             yield from self._tell_of_drop(key, old)
         yield from self._copies.forget_unwanted_image(key, new)
         if new is None or self.me not in new.holders:
-            yield from self._let_go(key)
+            yield from self._drop_roles(key)
             if new is None:
                 self._claims.take(key)
         elif new.primary == self.me:
@@ -199,11 +199,13 @@ class ReplicationCore:
 
     def _tell_of_drop(self, key: Key, old: ShardAssignment | None) -> Effects:
         if old is not None and self._copies.find(key) is not None:
-            refusal = BackupRefused(key, old.epoch, BackupRefusalReason.NO_COPY, "it was let go of")
+            refusal = BackupRefused(
+                key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
+            )
             for link in self._watch.links(old.primary):
                 yield SendReply(old.primary, link, refusal)
 
-    def _let_go(self, key: Key) -> Effects:
+    def _drop_roles(self, key: Key) -> Effects:
         led = self.leading.find(key)
         if led is not None:
             self._leave_on_disk(led)
@@ -225,7 +227,7 @@ class ReplicationCore:
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
                 # It was written anew: what is here is of no use to anybody.
-                yield from self._let_go(key)
+                yield from self._drop_roles(key)
             else:
                 yield from self._step_down(led)
         elif copy is not None:
@@ -329,7 +331,7 @@ class ReplicationCore:
         led.version = event.version
         if not event.is_kept:
             led.not_kept(event.version)
-        yield from self.leading.tell(led, event.version)
+        yield from self.leading.send_update(led, event.version)
         if not led.followers:
             yield from self._release(led)
             yield from led.trimmed()
@@ -373,7 +375,7 @@ class ReplicationCore:
 
     def _forgotten(self, event: ev.ShardRetired) -> Effects:
         self._missing.excuse(event.key, self._records.find(event.key))
-        yield from self._let_go(event.key)
+        yield from self._drop_roles(event.key)
 
     # --- links from here ---
 
@@ -382,7 +384,7 @@ class ReplicationCore:
         if not links.is_current(event.peer, event.link):
             yield CloseLink(event.peer, event.link)
             return
-        links.came_up(event.peer)
+        links.mark_open(event.peer)
         for led in self.leading.followed_by(event.peer):
             yield from self.leading.offer(led, event.peer)
 
@@ -401,7 +403,7 @@ class ReplicationCore:
     def _replied(self, event: ev.ReplyReceived) -> Effects:
         if not self.leading.links.is_current(event.peer, event.link):
             return
-        self.leading.links.heard(event.peer)
+        self.leading.links.note_reply(event.peer)
         touched = self.leading.replied(event.peer, event.reply, self._now_s)
         yield from touched.effects
         for led in touched.shards:
@@ -495,7 +497,7 @@ class ReplicationCore:
             yield from self._tend(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if this server may have been taken for dead."""
+        """Refuse all waiting callers if other servers may have given this one up."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

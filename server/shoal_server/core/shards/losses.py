@@ -138,7 +138,7 @@ def given_up(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
     """Let a lost shard begin anew: any worker may create it. The epoch rises, so that the new shard
-    is not taken for the old one. The record names no disk, so no journal brings the old one
+    is not mistaken for the old one. The record names no disk, so no journal brings the old one
     back."""
     if shard.content is not ShardContent.LOST:
         return shard

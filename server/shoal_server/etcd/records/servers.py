@@ -1,4 +1,4 @@
-"""The parameter servers that are registered: a record of each, under a lease of its own."""
+"""Registered parameter servers: one record each, under its own lease."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ class Server:
     address: str
     """host:port under which workers and other servers reach it."""
     is_leaving: bool = False
-    """True if the server hands over what it holds."""
+    """True if the server is handing over its shards, and ends then."""
     torch_version: str = ""
     """The server's torch version; empty if it did not state one."""
 
 
 def parse(key: str, value: bytes) -> Server:
-    """The server of a key below `keys.SERVERS`. Raises InternalError for what is no record."""
+    """Parse the record of a key below `keys.SERVERS`. Raises InternalError if it is none."""
     try:
         record = Fields.parsed(value)
         return Server(

@@ -20,7 +20,8 @@ async def write(store: Keyspace, urls: Sequence[str]) -> None:
 
 
 async def read(store: Keyspace) -> Sequence[str]:
-    """Empty before a coordinator has led. Raises InternalError for what is no record."""
+    """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
+    parse."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()

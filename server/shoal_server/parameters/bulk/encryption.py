@@ -30,7 +30,7 @@ class ByteChannel(Protocol):
         ...
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send part of a file that nobody changes any more. Raises OSError."""
+        """Send part of a file that no longer changes. Raises OSError."""
         ...
 
     def send_some(self, data: bytes) -> int:

@@ -56,7 +56,7 @@ class FrameConnection:
     async def next_frame(self) -> Frame:
         """Return the next frame that the function given to `deliver` does not take.
 
-        Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
+        Raises PeerHungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
         """
         while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
@@ -80,10 +80,10 @@ class FrameConnection:
 
     async def next_descriptor(self) -> int:
         """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
-        The other end sends it only when asked. It must be read here: another read would lose the
-        descriptor.
+        The other end sends such a frame only when asked. Read it only by this method: any other
+        read would lose the descriptor.
 
-        Raises HungUp, MalformedMessage or ChecksumMismatch.
+        Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
         descriptors: list[int] = []
         try:
@@ -161,7 +161,7 @@ class FrameConnection:
             return
         except OSError as error:
             awaited.set_exception(PeerHungUp(repr(error)))
-        except Exception as error:  # noqa: BLE001 - whoever waits for a frame is to have it
+        except Exception as error:  # noqa: BLE001 - raised in the task that waits for a frame
             awaited.set_exception(error)
         else:
             if frame is not None:
@@ -186,8 +186,8 @@ class FrameConnection:
         self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
-        """Send a frame. Raises HungUp. If this is cancelled, half a frame may have been sent: close
-        the socket."""
+        """Send a frame. Raises PeerHungUp. If this is cancelled, half a frame may have been sent:
+        close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -199,7 +199,7 @@ class FrameConnection:
 
     async def send_descriptor(self, descriptor: int) -> None:
         """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
-        HungUp."""
+        PeerHungUp."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -219,7 +219,7 @@ class FrameConnection:
                 raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame whose body is part of a file that nobody changes any more; else like
+        """Send a frame whose body is part of a file that no longer changes; otherwise like
         `send`."""
         async with self._writing:
             self._sent_s = self._loop.time()
@@ -252,8 +252,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more; what it has sent can still be read, followed by
-        HungUp. See unix(7): the kernel decides both under one lock."""
+        """Keep the other end from sending more. Data already sent can still be read, followed by
+        PeerHungUp. See unix(7): the kernel decides both under one lock."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
@@ -261,11 +261,11 @@ class FrameConnection:
             log.debug("reading_ended_already", reason=str(error))
 
     def end_sending(self) -> None:
-        """End both directions. A waiting send raises HungUp, even if the other end does not read.
-        What has come can still be read."""
+        """End both directions. A waiting send raises PeerHungUp, even if the other end does not
+        read. Data already received can still be read."""
         self._end_pauses()
         try:
-            # For TLS too: the shutdown of SSLSocket would end the decryption of what still comes.
+            # For TLS too: SSLSocket.shutdown would end the decryption of data yet to be read.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_ended_already", reason=str(error))

@@ -98,7 +98,7 @@ class Fence:
         expected = runs.job_run(token.job)
         if expected and token.run != expected:
             raise Fenced(
-                f"member {token.member_id} goes by the shards of another run of job {token.job}",
+                f"member {token.member_id} uses the shard map of another run of job {token.job}",
                 seen=f"a call for shards of run {token.run}",
                 expected=f"run {expected}",
                 fix="Join again to continue.",

@@ -1,7 +1,8 @@
 """The previous process with this server's id: it may be partitioned from etcd and still serve.
 
-Its successor waits until it can no longer acknowledge anything, unless it is known to have ended:
-it said so itself, its process is gone from this machine, or its journal's lock was free.
+This process waits until the previous one can no longer acknowledge pushes, unless that one is known
+to have ended: it recorded its end in etcd, is gone from this machine, or had released the lock of
+the journal.
 """
 
 import json
@@ -45,7 +46,7 @@ class ProcessRecord:
 
     @classmethod
     def parsed(cls, value: bytes) -> "ProcessRecord":
-        """Parse a record. Raises Unreadable."""
+        """Parse a record. Raises UnreadableRecord."""
         fields = Fields.parsed(value)
         return cls(
             incarnation=fields.text("incarnation"),

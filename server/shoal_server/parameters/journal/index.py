@@ -87,15 +87,14 @@ class JournalIndex:
         return before if before != image else None
 
     def is_needed(self, key: Key, place: EntryLocation) -> bool:
-        """True if the entry at that place is not contained in its shard's image."""
+        """True if neither the shard's image nor an end entry replaces the entry at `place`."""
         if self._only not in (None, key) or place.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (place.epoch, place.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
-        """Remove the oldest segments of which nothing is needed, and return them; never the
-        newest."""
+        """Remove and return the oldest segments without a needed entry; never the newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
             removable.append(self.segments.pop(0))

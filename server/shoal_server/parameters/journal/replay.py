@@ -41,8 +41,8 @@ class RecoveredShard(Generic[State]):
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
-    """Read the index of a directory, and cut off a torn end; return it with the log number of the
-    next entry.
+    """Read a directory, and cut off a torn end; return its index and the log number of the next
+    entry.
 
     Raises JournalDamaged, naming the file, for any other damage.
     """

@@ -64,7 +64,7 @@ class Acknowledgements:
         try:
             outcome = await waiter.answered
         except asyncio.CancelledError:
-            self._driver.tell(AckAbandoned(waiter, (replica.job, replica.shard_id)))
+            self._driver.submit_event(AckAbandoned(waiter, (replica.job, replica.shard_id)))
             raise
         if isinstance(outcome, ShoalError):
             raise outcome
@@ -89,7 +89,7 @@ class Acknowledgements:
             return waiter
         wanted = _LEVELS.get(level, AckLevel.REPLICATED)
         key = replica.job, replica.shard_id
-        self._driver.tell(AckRequested(waiter, key, replica.epoch, version, wanted))
+        self._driver.submit_event(AckRequested(waiter, key, replica.epoch, version, wanted))
         return waiter
 
     def check_lease(self) -> None:
@@ -117,7 +117,7 @@ class Acknowledgements:
     def _fenced(self) -> Unavailable:
         server_id = self._driver.core.me.server_id
         return Unavailable(
-            f"server {server_id} acknowledges nothing: it may have been taken for dead",
+            f"server {server_id} acknowledges nothing: the coordinator may have given it up",
             seen="its registration in etcd was not renewed for so long that its shards may have "
             "been given to others",
             expected="a registration that etcd has renewed",

@@ -11,7 +11,7 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 TIMED_WITHIN_S = 0.002
-"""Most delay of a timer that an event has just set: the timer is set once for many events."""
+"""Delay before the timer is set after an event: it is set once for many events."""
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """The handler of each kind of effect. It returns at once; the result of longer work is an event."""
@@ -44,7 +44,7 @@ class CoreDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def tell(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
+    def submit_event(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
         """Handle an event. If called from a handler, the event is handled right after the current
         one."""
         self._waiting.append((event, arrived))
@@ -86,4 +86,4 @@ class CoreDriver:
 
     def _wake(self) -> None:
         self._timer = None
-        self.tell(WakeTimeReached())
+        self.submit_event(WakeTimeReached())

@@ -34,8 +34,8 @@ from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE, giving_way
 from shoal_server.parameters.replication.peer_link import PeerLink
+from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
@@ -144,7 +144,7 @@ class OutgoingLinks:
                 found.append(self._links[peer, link.number])
         return found
 
-    # --- what a link asks ---
+    # --- called by links: see `LinkOwner` ---
 
     async def reach(self, holder: Holder) -> str | None:
         return await self._directory.reach(holder)
@@ -179,12 +179,14 @@ class OutgoingLinks:
             raise InternalError(
                 "an image was closed before all of it was sent", seen=f"image {request.image}"
             )
-        return await giving_way(self._run, partial(kept.cut.chunk, request.index))
+        return await run_and_rest(self._run, partial(kept.cut.chunk, request.index))
 
-    def tell(self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived) -> None:
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None:
         if isinstance(event, LinkBroken):
             self._links.pop((event.peer, event.link), None)
-        self._driver.tell(event)
+        self._driver.submit_event(event)
 
     # --- images ---
 
@@ -199,18 +201,20 @@ class OutgoingLinks:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
         except Exception as error:
-            # This includes a lack of memory: other images to the same server wait for this one.
+            # Even a lack of memory is reported: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._cuts.pop(effect.image, None)
-            self._driver.tell(ImageNotCut(effect.key, effect.image, str(error) or repr(error)))
+            self._driver.submit_event(
+                ImageNotCut(effect.key, effect.image, str(error) or repr(error))
+            )
             return
         kept = self._cuts.get(effect.image)
         if kept is None:
             cut.close()
             return
         kept.cut = cut
-        self._driver.tell(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
+        self._driver.submit_event(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
 
     def _release(self, effect: ReleaseChunks) -> None:
         kept = self._cuts.get(effect.image)

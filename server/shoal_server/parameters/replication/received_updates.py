@@ -15,8 +15,8 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
+from shoal_server.parameters.replication.run_and_rest import LARGE
 from shoal_server.parameters.replication.wire.frames import ArrivedRequest, RequestAssembler
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
@@ -81,18 +81,18 @@ class ReceivedUpdates:
 
     @property
     def has_room(self) -> bool:
-        """True if so little waits to be applied that more may be received."""
+        """True if the updates that wait to be applied are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
     def assembly(self) -> RequestAssembler:
-        """Return the assembly for one stream, to be closed with the stream."""
+        """Return a new assembler for one stream, to be closed with the stream."""
         return RequestAssembler(self._memory, self._is_coming)
 
     def check_memory(self, arrived: ArrivedRequest) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
         not fit. What was acknowledged stays here until the assignment allows dropping it."""
         if arrived.why_dropped:
-            raise Overloaded("an update found no memory", seen=arrived.why_dropped)
+            raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")
@@ -160,7 +160,7 @@ class ReceivedUpdates:
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
         """Give up a backup that is not equal to its primary, for whatever reason."""
         if self._catalog.find(*key) is replica:
-            self._driver.tell(CopyFailed(key))
+            self._driver.submit_event(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
         seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, digest))
@@ -179,7 +179,7 @@ class ReceivedUpdates:
             )
             if self._catalog.find(*key) is replica:
                 # The backup is made anew; until then the primary goes on without it.
-                self._driver.tell(CopyFailed(key))
+                self._driver.submit_event(CopyFailed(key))
 
     async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
         num_bytes = _work_bytes(replica, arrived)
@@ -195,7 +195,7 @@ class ReceivedUpdates:
             await self._links.read_to_end(last)
         await self.settle(replica)
         if self._catalog.find(*key) is replica:
-            self._driver.tell(CopySettled(key, replica.state.version))
+            self._driver.submit_event(CopySettled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
         """Return once every update that was received for a backup is applied."""

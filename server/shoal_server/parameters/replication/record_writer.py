@@ -1,4 +1,4 @@
-"""Writes the changes of assignments that the core wants; those decided together in one write."""
+"""Writer of the core's changes of assignments; changes decided together are written together."""
 
 import asyncio
 from collections import defaultdict
@@ -22,7 +22,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a write that was refused for good."""
+"""Pause after a write that was refused."""
 
 
 class RecordWriter:
@@ -41,7 +41,7 @@ class RecordWriter:
     def _write(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
-            # Those that were decided on together are written together.
+            # Changes decided in this turn of the event loop are written together.
             asyncio.get_running_loop().call_soon(self._start, job)
         self._wanted[job].add(shard_id)
 
@@ -55,10 +55,10 @@ class RecordWriter:
             # Tried again later: an operator may change what etcd allows this server.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
-                self._driver.tell(ShardRecordNotWritten((job, shard_id)))
+                self._driver.submit_event(ShardRecordNotWritten((job, shard_id)))
             await asyncio.sleep(AGAIN_S)
         for shard_id in sorted(shard_ids):
-            self._driver.tell(ShardRecordWritten((job, shard_id)))
+            self._driver.submit_event(ShardRecordWritten((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         now_s = asyncio.get_running_loop().time()
@@ -73,4 +73,4 @@ class RecordWriter:
         except ShoalError as error:
             # The core answers waiting calls from what it knows.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
-        self._driver.tell(ShardRecordRefreshed(key))
+        self._driver.submit_event(ShardRecordRefreshed(key))

@@ -46,11 +46,10 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_ANSWERS = 4096
-"""Bound on one link's answers that are not sent yet; beyond it the primary's requests are not
-read."""
+"""Bound on one link's answers not sent yet; beyond it the primary's requests are not read."""
 
 SMALL_BYTES = 256 * 1024
-"""Largest push after which reading may pause; what follows a larger one is read at once."""
+"""Size of the largest push after which reading may pause."""
 
 Caller = tuple[Holder, int]
 
@@ -72,8 +71,8 @@ class DirectStream(Protocol):
         ...
 
     def send_soon(self, reply: pb.FollowReply) -> bool:
-        """Send an answer that nobody waits for within some milliseconds, and before any other
-        answer. A later one for the same shard replaces it. Returns True if it will be sent."""
+        """Send an answer within some milliseconds, and before any other answer. A later answer for
+        the same shard replaces it. Returns True if it will be sent."""
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
@@ -81,13 +80,13 @@ class DirectStream(Protocol):
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
-        """Note that the function given to `deliver` took a push. `may_wait`: nobody waits for its
-        answer. As long as that holds for all pushes, requests may stay unread for some
-        milliseconds, until `end_reading` or `end_sending`."""
+        """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
+        As long as that holds for all pushes, requests may stay unread for some milliseconds, until
+        `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:
-        """Keep the primary from sending more, if all is read."""
+        """Keep the primary from sending more, if `reads_to_end`."""
         ...
 
     def end_sending(self) -> None:
@@ -96,7 +95,7 @@ class DirectStream(Protocol):
 
 
 class _ByGrpc:
-    """The stream of a gRPC call, which can do none of this: requests come one by one."""
+    """The stream of a gRPC call, which supports none of these operations."""
 
     reads_to_end = False
 
@@ -178,8 +177,8 @@ class ReplicationServicer:
     async def follow(
         self, requests: AsyncIterator[Arriving], way: DirectStream = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Receive a primary's requests. Answers are yielded, or sent by `way` if it can. Pushes may
-        come by `way` as well as in `requests`."""
+        """Serve one stream of a link. Answers are sent by `way` if possible, otherwise yielded.
+        Pushes may arrive by `way` as well as in `requests`."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -201,10 +200,10 @@ class ReplicationServicer:
         """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        # The same server may have given up an earlier link: what came over that is read first.
+        # The primary's server may have given up an earlier link: its requests are read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(way)
-        self._driver.tell(IncomingLinkOpened(*caller))
+        self._driver.submit_event(IncomingLinkOpened(*caller))
         if way.reads_to_end:
             answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
@@ -223,7 +222,7 @@ class ReplicationServicer:
     def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
         if self._callers.get(caller) is answers:
             del self._callers[caller]
-            self._driver.tell(IncomingLinkEnded(*caller, is_torn=is_torn))
+            self._driver.submit_event(IncomingLinkEnded(*caller, is_torn=is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -235,7 +234,7 @@ class ReplicationServicer:
             raise MalformedMessage(
                 "a stream of images that belongs to no link",
                 seen=f"link {caller[1]} of server {caller[0].server_id}",
-                expected="a link whose first stream is open",
+                expected="a link with an open first stream",
             )
         beats = _Answers(_BY_GRPC)
         try:
@@ -293,13 +292,13 @@ class ReplicationServicer:
                     yield pb.FollowReply()
             if silent.done():
                 raise Unavailable(
-                    f"the primary {caller[0].server_id} says nothing any more",
+                    f"the primary {caller[0].server_id} has fallen silent",
                     seen=f"nothing for {self._timeouts.silence_s:g} s",
                 )
             if reading.done():
                 reading.result()
         except asyncio.CancelledError:
-            # This server ends: what it has not read is lost with it.
+            # This server ends: unread requests are lost with it.
             await cancel(reading)
             raise
         finally:
@@ -322,7 +321,7 @@ class ReplicationServicer:
                 has_room = answers.queue.has_room and self._received.has_room
                 if not (has_room and _is_of_push(request)):
                     return False
-                silence.heard()
+                silence.note_message()
                 arrived = assembly.take(request)
                 if arrived is not None:
                     way.has_read(may_wait=_may_wait(arrived))
@@ -349,7 +348,7 @@ class ReplicationServicer:
             # send.
             silence.expect()
             request = await anext(requests, None)
-            silence.heard()
+            silence.note_message()
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
@@ -378,7 +377,7 @@ class ReplicationServicer:
                 )
                 self._answer(SendReply(*caller, refusal))
                 return
-        self._driver.tell(RequestReceived(*caller, request), arrived)
+        self._driver.submit_event(RequestReceived(*caller, request), arrived)
 
     def _answer(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
@@ -401,18 +400,18 @@ class ReplicationServicer:
 
 
 def _is_of_push(request: Arriving) -> bool:
-    """True if it announces a push, or has data of one."""
+    """True if the message announces a push, or has data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 
 def _may_wait(arrived: ArrivedRequest) -> bool:
-    """True if nobody waits for the answer, and the push is small, so that its memory is not
-    missed."""
+    """True if the answer to a push may wait, and the push is so small that its sender does not need
+    its memory back soon."""
     return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:
-    """True if reading ended before the end of what was sent."""
+    """True if reading ended before all sent data were read."""
     if reading.cancelled():
         return True
     error = reading.exception()

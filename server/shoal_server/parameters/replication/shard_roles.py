@@ -1,4 +1,4 @@
-"""Changes of a replica's role: who may push to it, where pushes are sent, and what is kept."""
+"""Changes of a replica's role: whether it takes pushes, where they are sent, and what is kept."""
 
 import asyncio
 import threading
@@ -56,7 +56,7 @@ class _Led:
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
-    tell_applied: Callable[[], None]
+    report_applied: Callable[[], None]
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return self.acknowledgements.is_there(self.replica, version, level)
@@ -97,7 +97,7 @@ class ShardRoles:
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
-        """Shards in the journal that are not led from it yet."""
+        """Shards read from the journal that may still be loaded."""
         driver.carry_out(
             {
                 LeadShard: self._lead,
@@ -131,7 +131,7 @@ class ShardRoles:
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
         """Decide where a push's data are kept; see `Keep`. On the event loop, the push is passed on
-        right after it is applied, and no follower can come in between; in a thread one can."""
+        right after it is applied, and no backup can join in between; in a thread one can."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if not self._is_needed(replica):
@@ -163,13 +163,13 @@ class ShardRoles:
             else:
                 replica.log.skip(record.push.version)
             if self.shard_journal is not None:
-                self.shard_journal.tell(replica, record)
+                self.shard_journal.append_update(replica, record)
             key, version = (replica.job, replica.shard_id), record.push.version
-            self._driver.tell(PushApplied(key, version, is_kept))
+            self._driver.submit_event(PushApplied(key, version, is_kept))
             if record.is_lent and replica.log is not None:
                 replica.log.give_back(version, record.data)
 
-    # --- leading ---
+    # --- primaries ---
 
     def _lead(self, effect: LeadShard) -> None:
         replica = self._found(effect.key)
@@ -198,7 +198,7 @@ class ShardRoles:
         # From here on pushes of this epoch are refused; the next epoch is the successor's.
         replica.state.enter_epoch(replica.epoch + 1)
         self._tell_all()
-        self._driver.tell(PushesStopped(effect.key, replica.state.version))
+        self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
     def _resume(self, effect: ResumePushes) -> None:
         replica = self._found(effect.key)
@@ -219,7 +219,7 @@ class ShardRoles:
         replica.role, replica.epoch = ReplicaRole.BACKUP, effect.epoch
         replica.is_handing_over = False
         log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
-        self._driver.tell(CopySettled(effect.key, replica.state.version))
+        self._driver.submit_event(CopySettled(effect.key, replica.state.version))
 
     def _adopt(self, effect: AdoptImage) -> None:
         replica = self._images.take(effect)
@@ -239,10 +239,10 @@ class ShardRoles:
     async def _made_of_journal(self, effect: LoadJournal) -> None:
         found = self.recovered.pop(effect.key, None)
         if found is None and self.shard_journal is not None:
-            # This process has led it and dropped it since it was started.
+            # This process was the shard's primary, and has dropped it since.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
-            self._driver.tell(JournalShardMissing(effect.key, effect.epoch))
+            self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return
         self._load_found(effect, found)
 
@@ -250,7 +250,7 @@ class ShardRoles:
         replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
         found.state.enter_epoch(effect.epoch)
-        self._driver.tell(ShardRetired(effect.key))
+        self._driver.submit_event(ShardRetired(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
@@ -259,7 +259,7 @@ class ShardRoles:
             version=found.state.version,
             num_replayed=found.num_replayed,
         )
-        self._driver.tell(ShardCreated(effect.key, effect.epoch, found.state.version))
+        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, found.state.version))
 
     # --- the end ---
 
@@ -275,7 +275,7 @@ class ShardRoles:
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """End the leading of a shard, after passing on the pushes that were applied."""
+        """End what a primary does for its shard, after passing on the applied pushes."""
         self._tell_all()
         replica.state.subscribe(None)
         replica.log = None

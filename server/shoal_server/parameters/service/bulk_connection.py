@@ -110,7 +110,7 @@ class BulkServerConnection:
         arena: SharedArena | None,
         use: PermittedUse,
     ) -> None:
-        """`use`: what the connection's key was given for. Other calls are refused."""
+        """`use`: the permitted use of the connection's key. Other calls are refused."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -195,15 +195,15 @@ class BulkServerConnection:
         return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
-        """Check the request that begins a call, and that its caller may make it. Raises
-        AccessDenied too."""
+        """Check the request that begins a call, and that its caller may make it. Raises InvalidSpec
+        or AccessDenied."""
         _checked(request)
         if self._caller is not None:
             check_request(self._caller, request)
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it still listens; nothing more is sent afterwards."""
+        """Send the error to the client, if it is still connected; nothing is sent afterwards."""
         try:
             await self._wire.send(
                 bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
@@ -221,8 +221,8 @@ class BulkServerConnection:
 
 
 class _BulkCall:
-    """The frames of one call, incoming and outgoing. It serves as the `DirectWay` of a replication
-    call, and as the `SegmentWay` of a call about a segment."""
+    """The frames of one call, incoming and outgoing: the `DirectStream` of a replication call, and
+    the `SegmentTransport` of a call about a segment."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -240,12 +240,12 @@ class _BulkCall:
             yield OnlyPiece(piece)
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
-        """The pieces of the call, until its end."""
+        """Yield the pieces of the call, until its end."""
         while (piece := await self._next_piece()) is not None:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """The requests of another server, except those that the function given to `deliver`
+        """Yield the requests of another server, except those that the function given to `deliver`
         takes."""
         while True:
             frame = await self._wire.next_frame()
@@ -271,7 +271,7 @@ class _BulkCall:
         self._wire.deliver(None if take is None else given)
 
     def has_read(self, *, may_wait: bool) -> None:
-        """See `DirectWay`."""
+        """See `DirectStream`."""
         self._wire.pauses.read(may_wait=may_wait, now_s=asyncio.get_running_loop().time())
 
     def send_now(self, reply: FollowReply) -> bool:
@@ -279,7 +279,7 @@ class _BulkCall:
         return self._late.send_now(_frame(reply))
 
     def send_soon(self, reply: FollowReply) -> bool:
-        """See `DirectWay`."""
+        """See `DirectStream`."""
         self._late.put((reply.job, reply.shard_id), _frame(reply))
         return True
 
@@ -289,11 +289,11 @@ class _BulkCall:
 
     @property
     def reads_to_end(self) -> bool:
-        """True if everything that was sent is read, even if the sender dies."""
+        """True if all sent data are read, even if the sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
-        """Accept nothing that is not sent yet."""
+        """Keep the other end from sending more."""
         self._wire.end_reading()
 
     def end_sending(self) -> None:
@@ -316,21 +316,21 @@ class _BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _free_place(self, frame: Frame) -> None:
-        """Free the place of a frame that is applied, or that its receiver has copied."""
+        """Free the place of a frame whose data are applied or copied."""
         if frame.kind is FrameKind.PLACED:
             self._late.free(bulk.header(FrameKind.ROOM, at=frame.at))
 
     @property
     def is_local(self) -> bool:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         return self._wire.is_local
 
     async def receive_descriptor(self) -> int:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         return await self._wire.next_descriptor()
 
     async def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         try:
             for index in range(num_chunks(writer.num_bytes)):
                 start = index * CHUNK_BYTES
@@ -348,15 +348,15 @@ class _BulkCall:
             self._wire.place_chunks(None)
 
     def end(self) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         self._wire.end_sending()
 
     async def send_descriptor(self, segment: Segment) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         await self._wire.send_descriptor(segment.descriptor)
 
     async def send_chunk(self, index: int, segment: Segment) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         start = index * CHUNK_BYTES
         size = min(CHUNK_BYTES, segment.num_bytes - start)
         head = bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=size)
@@ -388,7 +388,7 @@ class _BulkCall:
             self._is_over = True
         else:
             raise MalformedMessage(
-                "a frame that does not belong into a call",
+                "a frame that does not belong to a call",
                 seen=frame.kind.name,
                 expected="PIECE, PLACED, ROOM or END",
             )

@@ -31,7 +31,7 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class BulkListener:
-    """Accepts connections from clients that show a key which `offers` gave."""
+    """Accepts connections from clients that present a key from `offers`."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
-"""The Parameters service: create, push and pull shards. Work on small shards runs on the event
-loop, work on big ones in a pool of threads, so that the loop stays free for other calls.
+"""The Parameters service: creates, pushes to and pulls shards. Work on small shards runs on the
+event loop, work on large ones in a pool of threads, so that the loop stays free for other calls.
 """
 
 import time
@@ -110,7 +110,7 @@ class ParametersServicer:
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # Read the record anew, as a watch may lag: a new shard must be led as the record says.
+        # Read the record anew, as a watch may lag: only the recorded primary may create a shard.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -146,7 +146,7 @@ class ParametersServicer:
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
                 replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
-                # Check again: the shard may have moved while its values came in.
+                # Check again: the shard may have moved while its values were being received.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
@@ -187,7 +187,7 @@ class ParametersServicer:
             if isinstance(replica, ShardReplica)
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):
-            # A version that no backup has may still be lost: it must not be visible before.
+            # A version may be lost until a backup has it, and must not be visible before.
             await replica.wait_safe(values.version)
             version = ShardVersion(
                 shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
@@ -224,8 +224,8 @@ class ParametersServicer:
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Apply a push as it comes in. Yields the outcome of each shard, and its values written by
-        `reply_writer`. Messages that are yielded together are sent together."""
+        """Apply a push while it is being received. Yields the outcome of each shard, and its values
+        written by `reply_writer`. Messages that are yielded together are sent together."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")

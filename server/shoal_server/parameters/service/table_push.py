@@ -78,7 +78,7 @@ class TablePushPart:
         return self.incoming.truncated()
 
     def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
-        """Make the update that the complete part asks for."""
+        """Make the push of a complete part."""
         rows = self.incoming.joined()
         return TablePush(
             session=session,
@@ -179,7 +179,7 @@ class TablePushKind:
         return asyncio.ensure_future(self._applied(part))
 
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
-        """Apply the part. Answers once the update is as safe as the push asks for."""
+        """Apply the part, and return its answer once the update is as safe as the push asks for."""
         self._memory.refresh()
         body = part.shard.body
         num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
@@ -212,8 +212,8 @@ class TablePushKind:
         return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))
 
     def refusal(self, shard_id: int, error: ShoalError) -> TablePushOutcome:
-        """Return the answer for a refused shard, with its new route if it moved while its rows came
-        in."""
+        """Return the answer for a refused shard, with its new route if the shard moved while its
+        rows were being received."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._maker.with_route(error, self._header.token.job, shard_id, epoch)
         return TablePushOutcome(shard_id=shard_id, error=to_detail(error))

@@ -103,7 +103,7 @@ class DenseBody:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
                 seen=f"codec {codec.kind!r} in a job that compensates for delay",
-                expected="gradients as they are, with the values they were computed on",
+                expected="uncompressed gradients, with the values that they were computed on",
                 fix="Train without compression, or with another staleness policy.",
             )
         sizes = [self._block_sizes[b] for b in blocks]
@@ -205,7 +205,7 @@ def dense_from_image(image: Image) -> DenseShard:
         raise InternalError(
             f"the image of shard {image.shard_id} has an optimizer that this server does not know",
             seen=str(error),
-            expected="one as it was created with",
+            expected="an optimizer that every server knows",
             fix="Run the same version of Shoal on every server.",
         ) from error
     num_elements = sum(block.num_elements for block in spec.shard.blocks)
@@ -223,8 +223,8 @@ def dense_from_image(image: Image) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements,
-    so two small shards with as many blocks tell them."""
+    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements:
+    computed from two small shards with as many blocks."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

@@ -34,7 +34,7 @@ class TablePush(Push):
     row_ids: bytes
     births: bytes
     step: int
-    """The step of the table that the sender takes the push for."""
+    """The table's step of which the push is part, as counted by the sender."""
     codec: GradientCodec | None = None
     """The encoding of the gradients; None: the table's dtype."""
 

@@ -52,7 +52,8 @@ class WeightHoldings:
             raise Unavailable(
                 f"this server does not hold the segment of series {series}",
                 seen=f"digest {digest.hex()}",
-                expected="one that it holds: another server of the version's record may have it",
+                expected="a segment that it holds: another server of the version's record may"
+                " have it",
                 details={"digest": digest.hex()},
             )
         return segment

@@ -126,7 +126,7 @@ class WeightsServicer(WeightStoreServicer):
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
             raise AccessDenied(
-                "a segment is put by who publishes",
+                "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
                 expected=f"one of the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )

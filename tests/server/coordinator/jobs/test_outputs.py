@@ -143,7 +143,7 @@ async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> No
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("a line")
-        with pytest.raises(UnknownMember, match="nobody has what b of job j printed"):
+        with pytest.raises(UnknownMember, match="no output of b of job j is kept"):
             await read(world, "b")
         position = (await read(world)).after
         with pytest.raises(InvalidSpec, match="on both sides"):

@@ -183,7 +183,7 @@ def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
 
 def a_standby_loses_patience(patch: pytest.MonkeyPatch) -> None:
     """It waits for nobody."""
-    patch.setattr(HeldClock, "stand_by", lambda clock, now_s, stands_by: None)
+    patch.setattr(HeldClock, "set_standby", lambda clock, now_s, is_standby: None)
 
 
 FAULTS: Mapping[Fault, Callable[[int], None]] = {

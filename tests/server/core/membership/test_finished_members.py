@@ -66,7 +66,7 @@ def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
     late = w.join("d", stateless=True)
     w.run(500.0)
     assert (w.roster(), w.job.last_generation) == (["a", "b", "c"], 1)
-    assert late.core.stands_by
+    assert late.core.is_standby
     assert late.refused is None
     w.kill("b", seen_by_launcher=True)
     w.run(501.0)

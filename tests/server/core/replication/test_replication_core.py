@@ -243,7 +243,7 @@ def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_m
     its copy go, and is named again: all before the primary knows what became of its write."""
     world = World()
     joined(world)
-    world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "it was let go of"))
+    world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "the copy was dropped"))
     world.assigned(record(ME, joining=C))
     asked = world.assigned(record(ME, joining=B))
     assert requests(asked) == [Offer(KEY, 1, 1)]

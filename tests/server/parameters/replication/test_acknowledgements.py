@@ -27,7 +27,7 @@ class Agreeing:
     def carry_out(self, handlers: Mapping[type, Callable[[Any], None]]) -> None:
         self.acknowledge = handlers[AcknowledgeVersion]
 
-    def tell(self, event: object) -> None:
+    def submit_event(self, event: object) -> None:
         assert isinstance(event, AckRequested) and self.acknowledge is not None
         self.acknowledge(AcknowledgeVersion(event.token))
 

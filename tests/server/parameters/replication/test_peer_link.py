@@ -48,7 +48,9 @@ class Refused:
     def chunk(self, request: ImageChunk) -> Awaitable[Buffer]:
         raise NotImplementedError
 
-    def tell(self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived) -> None:
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None:
         self.told.put_nowait(event)
 
 

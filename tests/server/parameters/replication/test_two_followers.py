@@ -79,7 +79,7 @@ class World:
             gradient=memoryview(self.gradient),
             is_borrowed=True,
         )
-        led.state.push(push, lambda session: True, on_applied=led.leading.tell_applied)
+        led.state.push(push, lambda session: True, on_applied=led.leading.report_applied)
         gradient.fill_(float("nan"))
 
     def follows(self, server: RunningServer) -> bool:

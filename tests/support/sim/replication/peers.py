@@ -92,7 +92,7 @@ class ServerPeers:
 
         def broken() -> None:
             if self._opened.pop((peer, number), None) is not None:
-                self._server.tell(ev.LinkBroken(peer, number, False, near.was_heard))
+                self._server.tell(ev.LinkBroken(peer, number, False, near.has_replied))
 
         def left() -> None:
             other.peers.caller_left(me, number)

@@ -63,7 +63,7 @@ def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
         take_step(strategy, loader().synchronous(0, *share), cross_entropy)
     except RuntimeError:
         # In memory ranks are told that they do different things; NCCL's would wait.
-        return strategy.position.exchanges.told()
+        return strategy.position.exchanges.record()
     raise AssertionError("messages of different sizes were added")
 
 

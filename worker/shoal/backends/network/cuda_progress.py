@@ -35,7 +35,7 @@ class DeviceProgress:
         self._since_s = 0.0
         self._is_failed = False
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         """Time of the check since which the device has not finished the work that it had then; None
         if it has finished."""
         if self._is_failed:

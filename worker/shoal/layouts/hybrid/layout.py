@@ -188,7 +188,7 @@ class _OneStage(Layout):
         self.non_finite_check.begin()
 
     def reduce(self) -> None:
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
 
     @property
     def parameters(self) -> Mapping[str, nn.Parameter]:

@@ -146,8 +146,8 @@ class PipelineLayout(Layout):
         if not words.is_shared:
             self._near.p2p.broadcast(loss, self._near.size - 1)
             return loss
-        words.tell([bits_of(float(loss))])
-        return torch.tensor(number_of(words.hear()[-1][0]), dtype=torch.float64)
+        words.send_values([bits_of(float(loss))])
+        return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
         """Switch to shared memory for losses and messages, if all ranks are on one machine.
@@ -160,19 +160,19 @@ class PipelineLayout(Layout):
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
         """Exchange the number of bytes that each rank sends forward in a pass. Collective."""
-        self._words.tell([runner.sent_bytes])
-        return [row[0] for row in self._words.hear()]
+        self._words.send_values([runner.sent_bytes])
+        return [row[0] for row in self._words.receive_values()]
 
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
         for the first pass of a runner since there is shared memory."""
         if self._room is None:
             return self._near.p2p
-        if runner.way is None:
-            runner.way = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
-        if isinstance(runner.way, StageLanes):
-            runner.way.begin()
-        return runner.way
+        if runner.p2p is None:
+            runner.p2p = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
+        if isinstance(runner.p2p, StageLanes):
+            runner.p2p.begin()
+        return runner.p2p
 
     @property
     def num_moved(self) -> int:
@@ -200,7 +200,7 @@ class PipelineLayout(Layout):
 
     def _tell(self, refusal: InvalidSpec) -> None:
         """Send a refusal to the other stages, which wait for this one and do not know of it."""
-        self.world.exchanges.tell(refusal)
+        self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
         """Return the parameters that this stage trains and other stages use too."""
@@ -211,7 +211,7 @@ class PipelineLayout(Layout):
     def _complete(self) -> None:
         """Sum the gradients of parameters that several stages use, among those stages."""
         self.world.exchanges.completes()
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
         for name, parameter in self._tied().items():
             _sum_among(parameter, self.stage.holders[name], self._near)
 

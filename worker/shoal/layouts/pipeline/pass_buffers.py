@@ -79,23 +79,23 @@ class PassBuffers:
         self._num_writes = all_writes(self._counted)
 
     @contextmanager
-    def of_micro_batch(self, deed: str) -> Iterator[None]:
+    def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
         """Surround a forward or backward of one micro-batch. Raises InvalidSpec if it leaves
         buffers with other values than the first micro-batch did."""
         if not self._keys:
             yield
             return
-        self._go_to(FORWARD if deed == BACKWARD else None)
+        self._go_to(FORWARD if pass_kind == BACKWARD else None)
         yield
-        left, first = self._changed(), self._left.get(deed)
+        left, first = self._changed(), self._left.get(pass_kind)
         if first is None:
             passed = self._left.get(FORWARD)
             # A backward without recomputation leaves the forward's values: nothing to restore.
             first = left if passed is None or self._differing(passed, left) else passed
-            self._left[deed] = first
+            self._left[pass_kind] = first
         else:
             self._compare(first, left, "one micro-batch, and another value by another")
-        self._at = FORWARD if first is self._left[FORWARD] else deed
+        self._at = FORWARD if first is self._left[FORWARD] else pass_kind
 
     def probe(self, of_one: Callable[[], _T], of_two: Callable[[], object]) -> _T:
         """Find the buffers that a pass over one micro-batch changes; return the pass' result.
@@ -120,12 +120,12 @@ class PassBuffers:
             self._compare(left, found, "one micro-batch, and another by the samples of two")
         return returned
 
-    def _go_to(self, deed: str | None) -> None:
+    def _go_to(self, pass_kind: str | None) -> None:
         """Restore the values that the first micro-batch left after this operation; None: those
         from before the pass."""
-        if self._at != deed:
-            self._put({} if deed is None else self._left[deed])
-            self._at = deed
+        if self._at != pass_kind:
+            self._put({} if pass_kind is None else self._left[pass_kind])
+            self._at = pass_kind
 
     def _present(self) -> list[Tensor | None]:
         return list(map(dict.get, self._tables, self._keys))
@@ -206,7 +206,7 @@ def _refusal(names: str, seen: str) -> InvalidSpec:
         f"a forward pass computes buffers from its samples, but a pipeline passes these in"
         f" micro-batches: {names}",
         seen=seen,
-        expected="buffers with the same values after a pass over any samples, however many: only"
-        " then they equal those of one process, which passes the whole batch at once",
-        fix="microbatches=1; or compute them between two steps, with session.all_reduce.",
+        expected="buffers that do not depend on which samples a pass has, or how many: then they"
+        " are equal to those of one process, with one pass over the whole batch",
+        fix="microbatches=1; or compute it after the step, with session.all_reduce.",
     )

@@ -84,7 +84,7 @@ class PipelineRunner:
         sent = [] if self.is_last else returned
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
         """Bytes sent to the next stage in a pass through shared memory."""
-        self.way: AbortableP2P | StageLanes | None = None
+        self.p2p: AbortableP2P | StageLanes | None = None
         """The transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
@@ -133,7 +133,7 @@ class PipelineRunner:
 
     def release(self) -> None:
         """Drop the references to the group."""
-        self._torch_stage.group = self._torch_stage.p2p = self.way = None
+        self._torch_stage.group = self._torch_stage.p2p = self.p2p = None
 
     @property
     def is_last(self) -> bool:
@@ -154,9 +154,9 @@ class PipelineRunner:
                 raise _not_a_tensor(self._stage.index, output)
         return tuple(output.contiguous() for output in outputs)
 
-    def micro_batch(self, deed: str) -> AbstractContextManager[None]:
+    def micro_batch(self, pass_kind: str) -> AbstractContextManager[None]:
         """Surround a forward or backward of one micro-batch of a pass."""
-        return self._buffers.of_micro_batch(deed) if self._count > 1 else nullcontext()
+        return self._buffers.of_micro_batch(pass_kind) if self._count > 1 else nullcontext()
 
     def rows_of(self, microbatch: int) -> tuple[int, int]:
         size = self._step_inputs.num_samples // self._count

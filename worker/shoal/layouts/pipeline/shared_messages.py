@@ -140,7 +140,7 @@ class _Lane:
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
             raise InternalError(
-                "a stage of the pipeline sends more than there is room for",
+                "a stage of the pipeline sends more than its shared memory holds",
                 seen=f"{self._next - self._start} bytes in a pass",
                 expected=f"{self._stop - self._start} bytes",
             )

@@ -43,7 +43,7 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
             raise InvalidSpec(
                 f"the forward pass of {type(model).__name__} cannot be cut into stages",
                 seen=f"{type(error).__name__}: {error}",
-                expected="a forward pass that calls its layers one after the other, whatever the"
+                expected="a forward pass that calls its layers one after the other, for all"
                 " values and shapes of its inputs",
                 fix="Move what depends on values or shapes into a layer, or make the model an"
                 " nn.Sequential.",

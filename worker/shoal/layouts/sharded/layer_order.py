@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import let_all_hear
+from shoal.backends.abortable.gather import meet_after_collective
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
@@ -38,22 +38,23 @@ class LayerOrder:
         names: Sequence[str],
         tell: Callable[[InvalidSpec], None] = lambda refusal: None,
     ) -> None:
-        """`names`: of the parameter groups, by number. `tell`: see `LayerExchanges.tell`."""
+        """`names`: of the parameter groups, by number. `tell`: see
+        `LayerExchanges.report_refusal`."""
         self._group, self._names, self._tell = group, names, tell
 
-    def check(self, deed: int) -> None:
+    def check(self, exchange: int) -> None:
         """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
 
         Each rank sends its operation to every other rank, which takes the latency of one message; a
         ring would take one latency for each rank.
         """
-        own = torch.full((self._group.size(),), deed, dtype=torch.int64)
+        own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
         words = torch.empty_like(own)
         work = dist.all_to_all_single(words, own, group=self._group, async_op=True)
         wait_abortable(work, self._group)
         deeds = words.tolist()
         if len(set(deeds)) > 1:
-            let_all_hear(self._group)
+            meet_after_collective(self._group)
             ranks = dist.get_process_group_ranks(self._group)
             refusal = different_layers(ranks, deeds, self._names)
             self._tell(refusal)
@@ -69,11 +70,11 @@ class NotedOrder:
         """`names`: of the parameter groups, by number."""
         self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
 
-    def check(self, deed: int) -> None:
+    def check(self, exchange: int) -> None:
         """Record that the rank is about to run this operation."""
-        if deed == PASSES_END:
+        if exchange == PASSES_END:
             return  # `LayerExchanges` records it
-        number, is_sum = divmod(deed, 2)
+        number, is_sum = divmod(exchange, 2)
         site = self._sites[number]
         if is_sum:
             site.gradient()
@@ -88,7 +89,7 @@ def different_layers(
     said = zip(ranks, deeds, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",
-        seen="; ".join(f"rank {rank}: {_in_words(deed, names)}" for rank, deed in said),
+        seen="; ".join(f"rank {rank}: {_in_words(exchange, names)}" for rank, exchange in said),
         expected="the same layers in the same order in each pass on every member: they gather"
         " and reduce these together",
         fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"
@@ -97,9 +98,9 @@ def different_layers(
     )
 
 
-def _in_words(deed: int, names: Sequence[str]) -> str:
-    if deed == PASSES_END:
+def _in_words(exchange: int, names: Sequence[str]) -> str:
+    if exchange == PASSES_END:
         return "done with its forward passes"
-    number, is_sum = divmod(deed, 2)
+    number, is_sum = divmod(exchange, 2)
     name = names[number] if number < len(names) else str(number)
     return f"at the {'gradients' if is_sum else 'weights'} of the layer of {name}"

@@ -190,7 +190,7 @@ class ShardedLayout(Layout):
         names = [reduction.parameter for reduction in self._reductions.values()]
         order = LayerOrder(rows, names, self._tell) if slots is None else None
         if slots is not None:
-            slots.names, slots.tell = names, self._tell
+            slots.names, slots.report_refusal = names, self._tell
             slots.ranks = dist.get_process_group_ranks(rows)
         for number, head in enumerate(heads):
             gathering = SharedMemoryAllGather(slots, number)
@@ -230,7 +230,7 @@ class ShardedLayout(Layout):
     def _tell(self, refusal: InvalidSpec) -> None:
         """Send a refusal to ranks of other groups, which wait and do not know of it."""
         if self._groups:
-            self.world.exchanges.tell(refusal)
+            self.world.exchanges.report_refusal(refusal)
 
     def _reduce_by_spreading(self, module: Any, names: Sequence[str]) -> None:
         if names:
@@ -373,10 +373,9 @@ class ShardedLayout(Layout):
             found = sorted(names[id(part.sharded_param)] for part in changed)
             raise InvalidSpec(
                 f"a forward pass has written to weights, in step {self.step} or before it",
-                seen=f"writes to {', '.join(found[:5])}, of which a pass has a copy that is freed"
-                " after it",
+                seen=f"writes to {', '.join(found[:5])}, where a pass has only a temporary copy",
                 expected="writes between passes, when a member has its own part of the weights",
-                fix="Move weights that follow others, or clip them, outside of forward(); or"
+                fix="Move or clip weights outside of forward(); or use"
                 " strategy 'ddp' or 'zero1', whose members have the whole weights.",
             )
 
@@ -451,7 +450,7 @@ def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
     weighted by the member's share of the batch, it would differ between ranks."""
     if ours():
         raise InvalidSpec(
-            "a loss computed with parameters of which each member has a part",
+            "a loss computed with parameters that are sharded over the members",
             seen=f"{name} by itself, outside of a forward pass of the model",
             expected="a loss of what the model's forward() returns",
             fix="Compute what the loss needs of parameters in forward(), or use weight_decay;"

@@ -52,8 +52,8 @@ class SharedSlots:
         """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
         """Global ranks of these ranks, for error messages."""
-        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
-        """See `LayerExchanges.tell`."""
+        self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
+        """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
         self._gathered = memory.room[:end]
@@ -168,8 +168,8 @@ class SharedSlots:
         self._did(PASSES_END, 0)
         self.meet()
 
-    def _did(self, deed: int, slot: int) -> None:
-        self._last = deed & ((1 << _LAST_BITS) - 1)
+    def _did(self, exchange: int, slot: int) -> None:
+        self._last = exchange & ((1 << _LAST_BITS) - 1)
         self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
 
     def meet(self) -> None:
@@ -186,16 +186,16 @@ class SharedSlots:
         words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
             meet_before_leaving(self._memory.meet, GenerationBroken)
-            deeds = [_deed(word >> NUM_GATHERED) for word in words]
+            deeds = [_exchange_number(word >> NUM_GATHERED) for word in words]
             refusal = different_layers(self.ranks, deeds, self.names)
-            self.tell(refusal)
+            self.report_refusal(refusal)
             raise refusal
         self._used_anywhere = 0
         for word in words:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
 
 
-def _deed(said: int) -> int:
+def _exchange_number(said: int) -> int:
     last = said & ((1 << _LAST_BITS) - 1)
     return last if last != PASSES_END & ((1 << _LAST_BITS) - 1) else PASSES_END
 

@@ -159,7 +159,7 @@ class _Derivation:
             bad = [n for n, s in styles.items() if self._chosen.get(n, s) not in (s, WHOLE)]
             if bad:
                 raise InvalidSpec(
-                    f"the weights of {' and '.join(names)} are tied: they are cut in one way",
+                    f"the weights of {' and '.join(names)} are tied: they must be cut alike",
                     seen=f"{bad[0]!r}: {self._chosen[bad[0]]!r}",
                     expected="'vocab' for embeddings and 'column' for linear modules, or 'whole'",
                 )

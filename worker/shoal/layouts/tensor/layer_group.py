@@ -51,7 +51,7 @@ class TensorGroup:
         self._num_steps = 0
         self._memory: SharedMemory | None = None
         self._places = torch.empty(0, dtype=torch.uint8)
-        self._set = self._deed = 0
+        self._set = self._exchange_number = 0
         self._reason = ""
 
     def of_layer(self, name: str) -> "LayerGroup":
@@ -82,9 +82,9 @@ class TensorGroup:
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
-    def comes_for(self, deed: int) -> None:
+    def set_exchange(self, exchange: int) -> None:
         """Set the number, of an `ExchangeSite`, of the next collective."""
-        self._deed = deed
+        self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:
         """Return the sum over the ranks; in shared memory it is added in the order of ranks."""
@@ -188,10 +188,10 @@ class TensorGroup:
         """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
         Raises GenerationBroken as `SharedMemory.meet`. If ranks come for different layers, or with
         values of different sizes, this is recorded, and refused when records are compared."""
-        word = self._deed << _SIZE_BITS | size
+        word = self._exchange_number << _SIZE_BITS | size
         words = memory.meet(word)
         if any(each != word for each in words):
-            same = all(each >> _SIZE_BITS == self._deed for each in words)
+            same = all(each >> _SIZE_BITS == self._exchange_number for each in words)
             self._exchanges.differ(size if same else None)
 
 
@@ -216,7 +216,7 @@ class LayerGroup:
         return self.ranks.reduce_scatter(parts)
 
     def _note(self, backward: bool) -> None:
-        self.ranks.comes_for(self.site.gradient() if backward else self.site.value())
+        self.ranks.set_exchange(self.site.gradient() if backward else self.site.value())
 
 
 def _spread(flat: Tensor, tensors: Sequence[Tensor]) -> None:

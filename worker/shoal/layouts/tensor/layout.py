@@ -219,7 +219,7 @@ class TensorLayout(Layout):
     def _complete(self) -> None:
         """Sum, over the ranks, the gradients that each rank has for its positions only."""
         self.world.exchanges.completes()
-        self.non_finite_check.look_behind_pass(self._parameters)
+        self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 

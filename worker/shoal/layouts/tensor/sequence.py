@@ -38,7 +38,7 @@ class Positions:
         """Begin a pass with a whole value, which sets the length of the sequence."""
         if whole.ndim < 2:
             raise InvalidSpec(
-                "a block whose positions are spread was given a value without positions",
+                "a block with spread positions got a value without positions",
                 seen=f"shape {tuple(whole.shape)}",
                 expected="(samples, positions, features)",
             )
@@ -55,7 +55,8 @@ def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
             "positions of one pass were used in another",
             seen=f"{own.shape[DIM]} of them on this rank",
             expected=f"{cut.size}",
-            fix="Sequences of several lengths in a step: one backward pass after each forward.",
+            fix="For sequences of several lengths in a step, run one backward pass after each"
+            " forward.",
         )
     widest = max(cut.sizes)
     rows = own.movedim(DIM, 0)

@@ -58,7 +58,7 @@ class AsyncDiLoCo(AsyncSGD):
         """
         if staleness not in KINDS:
             raise InvalidSpec(
-                "there is no such treatment of stale rounds",
+                "stale rounds cannot be treated so",
                 seen=repr(staleness),
                 expected=f"one of {', '.join(map(repr, KINDS))}",
             )

@@ -172,14 +172,14 @@ class StepRefusals:
         self._passes.undo()
         self._passes.check_whole(step)
 
-    def over(self) -> None:
+    def mark_taken(self) -> None:
         """Note that the step was taken."""
         self.shards, self.num_redone = frozenset(), 0
         if self._passes.in_step:
             self._passes.settle()
             self._passes.commit()
 
-    def tell(self, step: int, refusal: StalePush) -> NoReturn:
+    def raise_refusal(self, step: int, refusal: StalePush) -> NoReturn:
         """Raise the refusal, or an error if there were too many."""
         if self.may_redo:
             raise refusal
@@ -411,7 +411,7 @@ class AsyncSGD(Strategy):
             push_of_rows.result()
         if result.stale:
             self._begin_anew(result)
-        self._refusals.over()
+        self._refusals.mark_taken()
         self._clock.pushed()
         # The servers have stepped. Without the mark, torch's schedules warn about a wrong order.
         mark_stepped(self._shared.optimizer)
@@ -469,7 +469,7 @@ class AsyncSGD(Strategy):
         self._refusals.refused(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
-        self._refusals.tell(self._step, next(iter(result.stale.values())))
+        self._refusals.raise_refusal(self._step, next(iter(result.stale.values())))
 
     def redoes(self, error: BaseException) -> bool:
         return isinstance(error, StalePush) and self._refusals.may_redo

@@ -183,8 +183,8 @@ def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
             "the schedule does not begin with this training",
             seen="another optimizer's"
             if schedule.optimizer is not optimizer
-            else f"{begun} steps taken",
-            expected="a schedule of the distributed optimizer, not stepped yet",
+            else f"{begun} steps taken with it",
+            expected="one of the optimizer that is distributed, not stepped yet",
         )
 
 

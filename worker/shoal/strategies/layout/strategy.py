@@ -254,7 +254,7 @@ class LayoutStrategy(SynchronousStrategy):
                 if layout is not None:
                     layout.cut(f"generation {generation} is over")
 
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         binding, filling = self._binding, self._filling
         self._binding, self._filling, self._copy_due = None, None, False
         with ExitStack() as releases:
@@ -306,7 +306,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not self._passes.in_step or not torch.is_grad_enabled():
             return layout.plain
         self._begin()
-        self._tell_parts()
+        self._exchange_parts()
         first = self._agreement is not None and self._agreement.is_first_step
         if layout.meets_in_forward(is_first_step=first):
             self._announce()
@@ -438,7 +438,7 @@ class LayoutStrategy(SynchronousStrategy):
         check.look(layout.parameters)
         self._propose(is_faulty=check.is_own, idle=layout.idle())
         self._settle()
-        check.hear(agreement.faults)
+        check.note_faults(agreement.faults)
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         if self._passes.training is not None:
@@ -492,7 +492,7 @@ class LayoutStrategy(SynchronousStrategy):
 
     def _write_checkpoint(self) -> None:
         binding, is_first = self._binding, self.group.rank() == 0
-        assert binding is not None, "called after a step"
+        assert binding is not None, "after a step"
 
         def writes(name: str) -> bool:
             return is_first if name.startswith(REGISTERED) else binding.writes(name)

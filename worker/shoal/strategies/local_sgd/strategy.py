@@ -202,7 +202,7 @@ class LocalSGD(SynchronousStrategy):
         self._outer_loop.regroup()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         self._gradients.forget()
 
     def _hand_over(self, leaving: Collection[int]) -> None:

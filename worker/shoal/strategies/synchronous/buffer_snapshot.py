@@ -202,7 +202,7 @@ class _Lasting:
 
 def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
     return InvalidSpec(
-        f"another tensor was put in the place of a module's buffer {name!r}",
+        f"another tensor replaced a module's buffer {name!r}",
         seen="nothing" if seen is None else _outline(seen),
         expected=expected,
         fix="Make it with its final size, and write to it in place.",

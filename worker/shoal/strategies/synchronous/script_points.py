@@ -87,7 +87,7 @@ class ScriptPoints:
         """True if the finding is about the layers within a pass."""
         self._told_refusal: InvalidSpec | None = None
         if exchanges is not None:
-            exchanges.tell = self.tell
+            exchanges.report_refusal = self.report_refusal
 
     def look(self, place: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this place, so long without pauses and so long in all.
@@ -118,7 +118,7 @@ class ScriptPoints:
         if self._of_layers:
             return different_layers(self._found)
         return InvalidSpec(
-            "the members' scripts wait for each other in different places",
+            "the members' scripts wait for each other at different points",
             seen=self._found,
             expected="the same calls in the same order on every member",
             fix="session.evaluate, session.all_reduce and, under strategies that spread the model,"
@@ -127,7 +127,7 @@ class ScriptPoints:
             " What one member does alone belongs into session.pause.",
         )
 
-    def tell(self, refusal: InvalidSpec) -> None:
+    def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave, to members that wait for it.
         Returns once all members have read it, or after `heard_within_s`."""
         # From now on the watch of this member has nothing to find.
@@ -177,7 +177,7 @@ class ScriptPoints:
         if stood_s < self._next_exchange_look_s:
             return
         self._next_exchange_look_s = stood_s * NEXT_LOOK
-        told = exchanges.told()
+        told = exchanges.record()
         if told is not None:
             self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(told)))
             self._compare_exchanges(exchanges.peers)

@@ -66,7 +66,7 @@ class ScriptPosition:
     _place: ScriptPoint | None = None
     """The point at which the script waits for others, without the step."""
 
-    def stands(self, what: str, *, is_call: bool = False) -> None:
+    def mark_wait(self, what: str, *, is_call: bool = False) -> None:
         """Note the point at which the script waits for others from now on, if it waits."""
         self._place = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
@@ -75,7 +75,7 @@ class ScriptPosition:
         """Note, within the block, that the script waits in a call that all members make together in
         a step."""
         before = self._place
-        self.stands(what, is_call=True)
+        self.mark_wait(what, is_call=True)
         try:
             yield
         finally:
@@ -99,7 +99,7 @@ class ScriptPosition:
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins, after so many committed ones."""
-        self.stands(f"session.step() behind {step} steps")
+        self.mark_wait(f"session.step() after {step} steps")
         self.norms.clear()
 
     def undo(self, step: int) -> None:

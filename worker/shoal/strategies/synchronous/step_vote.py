@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
 from shoal.backends.shared_memory.messages import bits_of, number_of
-from shoal.layouts.layer_exchanges import ExchangeRecord, check_told, ranks_that_differ
+from shoal.layouts.layer_exchanges import ExchangeRecord, check_exchanges, ranks_that_differ
 from shoal.strategies.synchronous.hyperparameters import (
     Values,
     by_value,
@@ -215,7 +215,7 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     told = [
         ExchangeRecord(**each.told) if each.told is not None else None for each in votes.values()
     ]
-    check_told([each.layers for each in votes.values()], told, list(votes))
+    check_exchanges([each.layers for each in votes.values()], told, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
         _check_hyperparameters(votes, step)

@@ -201,9 +201,9 @@ class LedShard:
         is_first = disk.version is None
         disk.version, disk.keeps = max(version, disk.version or 0), True
         if is_first:
-            self.tell_disk()
+            self.note_disk_version()
 
-    def tell_disk(self) -> bool:
+    def note_disk_version(self) -> bool:
         """Have the record say how far it is on disk by now; whether that is news."""
         disk = self._disk
         if disk.version is None or disk.version <= disk.told:
@@ -330,7 +330,7 @@ class LedShard:
             self.handover.phase = HandoverPhase.STOPPING
             yield StopPushes(self.key)
 
-    def told_of(self, epoch: int) -> Iterator[Effect]:
+    def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
         """A backup knows of that epoch: whoever waits need not wait until etcd tells so here."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True

@@ -117,7 +117,7 @@ class LedShards:
             follower.phase = FollowerPhase.OFFERED
             yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
-    def tell(self, led: LedShard, version: int) -> Iterator[Effect]:
+    def send_update(self, led: LedShard, version: int) -> Iterator[Effect]:
         """A push was applied."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
@@ -157,7 +157,9 @@ class LedShards:
             return touched
         match reply:
             case RecordsReceived():
-                if follower.phase is FollowerPhase.FOLLOWING and follower.heard(reply.version):
+                if follower.phase is FollowerPhase.FOLLOWING and follower.note_received(
+                    reply.version
+                ):
                     touched.shards.append(led)
             case ImageInstalled():
                 self._installed(touched, led, follower, link, reply)
@@ -234,7 +236,7 @@ class LedShards:
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
-            touched.effects += led.told_of(reply.newest_epoch)
+            touched.effects += led.note_newer_epoch(reply.newest_epoch)
             detail = f"{reply.why.value}: {reply.detail}"
             touched.effects.append(LogLine("copy_refused", led.key, peer, detail))
         self._lose(touched, led, peer)
@@ -362,12 +364,12 @@ class LedShards:
         if now_s < self._tells_disk_s:
             return []
         self._tells_disk_s = inf
-        return [led for led in self._shards.values() if led.tell_disk()]
+        return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
         """Shards that a full server must still get, if its pause is over."""
         due: list[LedShard] = []
-        for peer in self.full.over(now_s):
+        for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]
             if not shards:
                 self.full.forget(peer)

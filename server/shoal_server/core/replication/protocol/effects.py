@@ -12,7 +12,7 @@ class AckRefusalReason(Enum):
     """Reason why a version is not acknowledged."""
 
     DEPOSED = "another server leads the shard, or is about to"
-    FENCED = "this server may have been taken for dead"
+    FENCED = "other servers may have given this one up"
     NO_DISK = "the journal does not keep the shard"
 
 

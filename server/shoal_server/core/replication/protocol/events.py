@@ -169,7 +169,7 @@ class LinkBroken:
     link: int
     is_gone: bool
     """True if the peer's process is known to be gone, so that waiting is useless."""
-    was_heard: bool = False
+    has_replied: bool = False
     """True if anything was received over the link."""
 
 

@@ -176,13 +176,12 @@ class ArrivedRequest:
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """Why the data were dropped: there was no memory for them, or no such image is being
-    received."""
+    """The reason if the data were dropped: no memory, or no such image is being received."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is asked for:
-    to keep the data for longer, take `owned`."""
+    """True if the sender reuses the memory of a record's data once the next request is read: to
+    keep the data for longer, use `owned`."""
     answer_may_wait: bool = False
-    """True if nobody waits for the answer to a record."""
+    """True if the answer to a record is not urgent."""
 
     def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
@@ -200,7 +199,7 @@ class _Unfinished:
     arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """Counts the data; None: they were reserved before."""
+    """The memory in which data are counted; None: their memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     """Bytes of the parts that are reserved in `memory`."""
@@ -243,7 +242,7 @@ class _Unfinished:
         if self.uncounted_bytes <= INLINE_BYTES + PART_BYTES:
             return True
         try:
-            self.memory.reserve(self.uncounted_bytes, "what another server tells of its shards")
+            self.memory.reserve(self.uncounted_bytes, "an update from a shard's primary")
         except Overloaded as error:
             self.drop(str(error))
             return False
@@ -336,7 +335,7 @@ class RequestAssembler:
         unfinished = self._open
         if unfinished is None or len(data) > unfinished.left_bytes:
             raise MalformedMessage(
-                "bytes that nobody announced",
+                "bytes that no message announced",
                 seen=f"{len(data)} bytes",
                 expected=f"at most {unfinished.left_bytes if unfinished else 0}",
             )

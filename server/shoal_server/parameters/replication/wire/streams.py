@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""A larger record goes through shared memory if there is some: within a message it would be copied
+"""Largest record that is sent within its message if there is shared memory: a message is copied
 several times."""
 
 
@@ -50,18 +50,18 @@ class PeerStream(Protocol):
     over."""
 
     inline_bytes: int
-    """A record's data of up to so many bytes are best written within its message."""
+    """Largest size at which a record's data are best written within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the record that may be written next to shared memory. None if they
-        cannot go through it now."""
+        """Copy to shared memory the data of the record that may be written next. None if that is
+        not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a record without waiting, if possible. True if all of it was written, else nothing
-        was. `keep` is called if its data lie in memory of this stream."""
+        """Write a record without waiting, if possible. True if all of it was written; otherwise
+        nothing was. `keep` is called if its data were copied to shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -75,8 +75,8 @@ class PeerStream(Protocol):
 
     @property
     def is_in_memory(self) -> bool:
-        """True if all that was written lies in the memory of the other process, which can read it
-        even if this one dies."""
+        """True if all written data lie in the memory of the other process, which can read them even
+        if this process dies."""
         ...
 
 
@@ -265,7 +265,7 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     try:
         opened = await asyncio.shield(opening)
     except asyncio.CancelledError:
-        # The thread goes on: close what it opens.
+        # The thread continues: close the connection that it opens.
         opening.add_done_callback(_discard)
         raise
     except (OSError, ShoalError) as error:

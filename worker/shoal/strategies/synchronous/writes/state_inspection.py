@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.gather import gather, let_all_hear
+from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal.model.several import optimizers_of
 from shoal.model.trained_parameters import are_same
 from shoal.state.optimizer_state import take_settings
@@ -64,7 +64,7 @@ class StateInspection:
         words = gather(json.dumps(own).encode(), group)
         found = next((told for told in map(json.loads, words) if told is not None), None)
         if found is not None:
-            let_all_hear(group)
+            meet_after_collective(group)
             raise ShoalError.from_dict(found)
 
 

@@ -1,0 +1,104 @@
+"""Machines of the comparisons: they are lost as a whole, and started again if they end alone."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WITHIN_S = 60.0
+WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
+"""A launcher whose worker leads a session of its own, as torchrun's do."""
+
+
+@pytest.fixture
+def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    from training import machines as module  # noqa: PLC0415 - bench/ is on the path of a test only
+
+    from shoal_client.local.process import Command  # noqa: PLC0415
+
+    monkeypatch.setattr(module, "RELAUNCH_S", 0.0)
+
+    def command(name: str) -> Command:
+        return Command(name=name, arguments=("sh", "-c", WITH_A_SESSION.format(place=tmp_path)))
+
+    plan = module.Plan(directory=tmp_path, pause_s=0.0, max_machines=4, checkpoint_every=1)
+    with module.Machines(plan, module.Running(command=command)) as running:
+        yield running
+    assert not any(is_running(pid) for pid in workers(tmp_path)), "left behind"
+
+
+def workers(place: Path) -> list[int]:
+    path = place / "workers"
+    return [int(pid) for pid in path.read_text().split()] if path.exists() else []
+
+
+def is_running(pid: int) -> bool:
+    """True unless the process is gone or is a zombie that nobody has reaped yet."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return status.rpartition(")")[2].split()[0] != "Z"
+
+
+def await_true(holds: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WITHIN_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+def num_starts(place: Path) -> int:
+    path = place / "starts"
+    return len(path.read_text().split()) if path.exists() else 0
+
+
+def test_a_lost_machine_takes_its_worker_with_it(machines: Any, tmp_path: Path) -> None:
+    """The worker's session of its own does not save it, and nothing starts the machine again."""
+    machines.join("machine-0")
+    await_true(lambda: num_starts(tmp_path) == 1)
+    (worker,) = workers(tmp_path)
+    machines.lose("machine-0")
+    await_true(lambda: not is_running(worker))
+    assert machines.names == []
+    assert machines.num_relaunches == 0
+
+
+def test_a_launcher_that_ends_alone_is_started_again(machines: Any, tmp_path: Path) -> None:
+    machines.join("machine-0")
+    await_true(lambda: num_starts(tmp_path) == 1)
+    (worker,) = workers(tmp_path)
+    os.kill(machines.pid("machine-0"), 9)
+    await_true(lambda: num_starts(tmp_path) == 2)
+    os.kill(worker, 9)
+    assert machines.num_relaunches == 1
+    assert machines.names == ["machine-0"]
+
+
+def test_a_notice_comes_before_the_kill(machines: Any, tmp_path: Path) -> None:
+    """A launcher that ends by SIGTERM is gone long before the kill that was announced."""
+    machines.join("machine-0")
+    await_true(lambda: num_starts(tmp_path) == 1)
+    pid = machines.pid("machine-0")
+    machines.lose("machine-0", notice_s=30.0)
+    await_true(lambda: not is_running(pid))
+    for worker in workers(tmp_path):
+        os.kill(worker, 9)
+
+
+def test_a_worker_that_is_dropped_is_read_no_more(tmp_path: Path) -> None:
+    from training.steps import Steps  # noqa: PLC0415
+
+    line = '{"at_s": 1.0, "pid": 7, "agent": 1, "formation": 1, "world_size": 1, "step": 3}\n'
+    (tmp_path / "steps-7").write_text(line)
+    steps = Steps(tmp_path)
+    steps.read()
+    newest = steps.newest()
+    assert newest is not None and newest.step == 3
+    steps.drop(7)
+    steps.read()
+    assert steps.newest() is None
+    assert not (tmp_path / "steps-7").exists()
