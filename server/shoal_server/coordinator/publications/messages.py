@@ -1,7 +1,7 @@
 """Messages of the WeightSeries service, and the events and errors that they stand for."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal_proto.errors import (
@@ -192,10 +192,8 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
     )
 
 
-def view_of(
-    series: PublishedSeries, servers: Mapping[str, str], now_s: float, *, only_serving: bool
-) -> pb.SeriesView:
-    """The series for its readers. `servers`: addresses by id."""
+def view_of(series: PublishedSeries, servers: Mapping[str, str]) -> pb.SeriesView:
+    """The series without its readers. `servers`: addresses by id."""
     head, versions = series.head, series.versions
     holders = {h for v in versions.values() for s in v.segments for h in s.holders}
     present = sorted(holders & servers.keys())
@@ -206,14 +204,15 @@ def view_of(
         versions=(records.version_to_pb(versions[number]) for number in head.kept),
         options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
         servers=(pb.StoreServer(id=each, address=servers[each]) for each in present),
-        readers=(
-            _reader_view(series, name, reader, now_s)
-            for name, reader in sorted(series.readers.known.items())
-            if reader.report.serves_at or not only_serving
-        ),
         lost=head.lost,
         publisher=str(head.publisher) if head.epoch else "",
     )
+
+
+def readers_of(series: PublishedSeries, now_s: float) -> list[pb.ReaderView]:
+    """The readers of a series, by id."""
+    known = sorted(series.readers.known.items())
+    return [_reader_view(series, name, reader, now_s) for name, reader in known]
 
 
 def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
@@ -229,8 +228,3 @@ def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: floa
         fetch_s=report.fetch_s,
         fetch_bytes=report.fetch_bytes,
     )
-
-
-def serving(readers: Iterable[Reader]) -> set[tuple[str, int]]:
-    """The readers that pass versions on, each with the one that it has."""
-    return {(r.report.serves_at, r.report.installed) for r in readers if r.report.serves_at}

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, Kind
+from shoal_proto.bulk_offers import Purpose, Use
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.segments.digests import num_chunks
@@ -23,7 +24,6 @@ from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.late_frames import LateFrames
-from shoal_server.parameters.bulk.offers import Purpose, Use
 from shoal_server.parameters.bulk.places import PLACE_BYTES
 from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
