@@ -1,10 +1,9 @@
 """Readers of bench/weights.py that relay: many in one process, without torch.
 
-    python bench/weights_relays.py 127.0.0.1:7700 bench/policy r0 8
-
-Says "ready", and for each reader and version: "done", its number, when it was verified, and the
-bytes that came from servers. Each relay sends to each of the two that fetch from it at half of the
-speed of a link, as if it had a network of its own.
+Started with the address of a coordinator, a series, a name, and the number of readers. Says
+"ready", and for each reader and version: "done", its number, when it was verified, and the bytes
+that came from servers. Each relay sends to each of the two that fetch from it at half of the speed
+of a link, as if it had a network of its own.
 """
 
 import sys
