@@ -698,7 +698,14 @@ def relay_rounds(
     sizes = [min(RELAYS_A_PROCESS, count - at) for at in range(0, count, RELAYS_A_PROCESS)]
     processes = [
         subprocess.Popen(
-            [sys.executable, program, os.environ["SHOAL_COORDINATOR"], SERIES, f"r{i}", str(size)],
+            [
+                sys.executable,
+                str(program),
+                os.environ["SHOAL_COORDINATOR"],
+                SERIES,
+                f"r{i}",
+                str(size),
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )

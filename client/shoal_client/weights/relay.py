@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from secrets import token_hex
+from typing import Any
 
 import grpc
 import structlog
@@ -147,10 +148,10 @@ class Relay(WeightStoreServicer):
         with closing(WeightStores(self._series, may_be_local=False, of_relays=True)) as stores:
             try:
                 stores.check_reached(StoreServer(id="itself", address=self.address))
-            except (CertificateRefused, AccessDenied) as error:
+            except ShoalError as error:
                 raise CertificateRefused(
                     "a relay needs a reader's certificate",
-                    seen=error.seen,
+                    seen=str(error),
                     expected=f"one with the name {READER_NAME}, for series {self._series}",
                     fix=f"`shoal certs issue reader --series {self._series}`, or relay=False.",
                 ) from error
@@ -251,7 +252,7 @@ class Relay(WeightStoreServicer):
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         """The caller by its certificate. Raises AccessDenied for one that may not read the
         series."""
-        found = context.auth_context()
+        found: Any = context.auth_context()
         caller = caller_among(found.get("x509_subject_alternative_name", ()))
         job = self._series.partition("/")[0]
         if (
