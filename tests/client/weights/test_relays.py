@@ -1,21 +1,20 @@
 """Readers that pass on to each other what they fetch."""
 
-import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 from client.weights.test_series import LIMIT_S, SERIES, Script, contents, sealed
 from support.clusters.parameter_cluster import ParameterCluster
-from support.processes.forking import forked
 from support.processes.served_process import awaited
+from support.weights import halting_relay
 
 from shoal_client.weights.reader import SeriesReader
 from shoal_client.weights.relay import Relay
@@ -222,22 +221,6 @@ def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -
         reader.fetch(reader.wait(0, LIMIT_S), [0], {0: [(0, 1)]})
 
 
-def fetch_two_chunks(coordinator: str, to_test: Connection) -> None:
-    """The life of a relay whose third chunk does not arrive."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    verify, may_go_on = StagedSegment.verify, threading.Event()
-
-    def two(self: StagedSegment, index: int, chunk: memoryview) -> None:
-        verify(self, index, chunk)
-        if index == 1:
-            to_test.send("two")
-            may_go_on.wait()
-
-    StagedSegment.verify = two  # type: ignore[method-assign]
-    reader = SeriesReader([coordinator], SERIES, "killed", may_be_local=False, relay_at=HOST)
-    reader.fetch(reader.wait(0, LIMIT_S))
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
 def test_a_relay_that_dies_costs_a_retry(
@@ -246,30 +229,27 @@ def test_a_relay_that_dies_costs_a_retry(
     """What it had sent counts; the rest comes from a server."""
     part = os.urandom(6 * CHUNK_BYTES)
     record = script.publish(part, b"bytes")
-    here, there = Pipe()
-    process = forked.Process(
-        target=fetch_two_chunks, args=(cluster.coordinator.grpc, there), daemon=True
-    )
-    process.start()
+    command = [sys.executable, halting_relay.__file__, cluster.coordinator.grpc, SERIES]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
-        assert here.poll(LIMIT_S)
+        assert process.stdout is not None
+        assert process.stdout.readline()
         with closing(relaying(cluster, "child")) as child, ThreadPoolExecutor(1) as pool:
             found = pool.submit(child.fetch, record)
-            awaited(lambda: _num_relayed(child), LIMIT_S, "two chunks from the relay")
-            assert process.pid is not None
-            os.kill(process.pid, sent)
+            awaited(lambda: _has_two_chunks(child), LIMIT_S, "two chunks from the relay")
+            process.send_signal(sent)
             assert contents(found.result(LIMIT_S)) == [part, b"bytes"]
             assert child.relayed_bytes >= 2 * CHUNK_BYTES
             assert child.fetched_bytes - child.relayed_bytes <= len(part) - 2 * CHUNK_BYTES + 5
     finally:
         process.kill()
-        process.join()
+        process.wait()
 
 
-def _num_relayed(child: SeriesReader) -> bool:
+def _has_two_chunks(child: SeriesReader) -> bool:
     relay = child._relay
     assert relay is not None
-    return any(each.has(1) for each in relay._segments.values())
+    return any(each.has(1) for each in list(relay._segments.values()))
 
 
 def test_an_address_of_another_machine_is_refused() -> None:
