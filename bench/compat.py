@@ -36,7 +36,7 @@ import torch
 from rows import Row, publish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 PROGRAMS = Path(__file__).parent / "compat_programs"
 DRIVER = Path(__file__).parent / "compat_driver.py"
@@ -187,8 +187,8 @@ class StruckProgram:
             pids=tuple(each["process"]["pid"] for each in within),
         )
 
-    def _command(self) -> Command:
-        return Command(
+    def _command(self) -> ChildCommand:
+        return ChildCommand(
             name="launcher",
             arguments=(
                 *(sys.executable, "-m", "shoal_client", "run", "-n", str(NUM_WORKERS)),

@@ -25,7 +25,7 @@ from rows import Row, publish, spread
 
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.local.etcd import start_etcd
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
@@ -57,7 +57,7 @@ class Replica:
             *("--listen", self.grpc, "--http", "127.0.0.1:0"),
             *("--ready-file", str(self._ready_path)),
         )
-        command = Command(name=self._name, arguments=arguments, log_path=self._log_path)
+        command = ChildCommand(name=self._name, arguments=arguments, log_path=self._log_path)
         self.process: Process = self._supervisor.spawn(command)
         await_true(self._ready_path.exists, f"{self._name} serves", self._log_path)
         addresses = json.loads(self._ready_path.read_text())
@@ -103,7 +103,7 @@ def training(directory: Path, coordinators: str) -> Iterator[None]:
     """Four workers of one job, until the end of the block."""
     with Supervisor(grace_s=2.0) as supervisor:
         supervisor.spawn(
-            Command(
+            ChildCommand(
                 name="launcher",
                 arguments=(
                     *(sys.executable, "-m", "shoal_client", "run", "-n", str(NUM_WORKERS)),

@@ -59,7 +59,7 @@ class LargeDriver(Driver):
         async def one(player: Played) -> None:
             async with width:
                 record = player.core.record  # type: ignore[attr-defined]
-                await self._do(player, ev.BroughtUp(record=record))
+                await self._do(player, ev.GenerationBroughtUp(record=record))
 
         await asyncio.gather(*(one(player) for player in self.players))
         return {"ready_s": time.monotonic() - started_s}
@@ -157,11 +157,11 @@ class LargeDriver(Driver):
             if names.get(player.member_id) != member.identity.public_id:
                 raise RuntimeError("shown a roster that it is not in")
             number = notice.prepare.roster.generation
-            await self._do(player, ev.Judged(generation=number, digest=digest))
+            await self._do(player, ev.RosterJudged(generation=number, digest=digest))
         elif kind == "outcome" and notice.outcome.verdict == pb.VERDICT_COMMITTED:
             self._hold(player, member, notice.outcome)
         elif kind == "break":
-            await self._do(player, ev.StoodStill(step=5, has_state=True))
+            await self._do(player, ev.TrainerStopped(step=5, has_state=True))
 
     def _hold(self, player: Played, member: LightMember, record: pb.GenerationRecord) -> None:
         if record.digest != member.accepted:

@@ -78,22 +78,22 @@ class LightMember:
 
     def step(self, event: ev.Event, now_s: float) -> Sequence[ev.Effect]:
         match event:
-            case ev.JoinWished():
+            case ev.JoinWanted():
                 return [ev.OpenStream(request=self.identity.attend_request(0))]
-            case ev.Proposed():
+            case ev.ProposalMade():
                 proposes = pb.ProposeRequest(token=self.token, proposal=event.proposal)
                 return [self._call(proposes)]
-            case ev.Judged():
+            case ev.RosterJudged():
                 self.accepted = event.digest
                 generation, digest = event.generation, event.digest
                 answers = pb.AnswerRequest(token=self.token, generation=generation, digest=digest)
                 return [self._call(answers)]
-            case ev.StoodStill():
+            case ev.TrainerStopped():
                 stands = pb.SettleRequest(
                     token=self.token, step=event.step, has_state=event.has_state
                 )
                 return [self._call(stands)]
-            case ev.BroughtUp():
+            case ev.GenerationBroughtUp():
                 generation = event.record.roster.generation
                 token = self.identity.token(generation)
                 self.track.generation = generation
@@ -101,6 +101,6 @@ class LightMember:
         return []
 
     @staticmethod
-    def _call(request: ev.Request) -> ev.Call:
+    def _call(request: ev.Request) -> ev.CallLeader:
         rule = ev.Persistence.UNTIL_ANSWERED
-        return ev.Call(request=request, persistence=rule, timeout_s=60.0)
+        return ev.CallLeader(request=request, persistence=rule, timeout_s=60.0)

@@ -38,7 +38,7 @@ from membership import cpu_s
 from rows import Row, publish
 
 from shoal_client.local.etcd import start_etcd
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.incarnation import new_incarnation
@@ -50,12 +50,12 @@ from shoal_server.coordinator.persistence.stored_generations import record_to_js
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress, Result, Tally
+from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
-    Record,
-    Roster,
     RosterEntry,
     Step,
     Verdict,
@@ -117,13 +117,15 @@ def job_that_is_over(name: str) -> list[Operation]:
         last_generation=Generation(NUM_GENERATIONS),
         finished=True,
         reason="w0 completed its work",
-        progress=Progress(trained_in=Generation(NUM_GENERATIONS), reached=Step(1000)),
-        tally=Tally(begun_s=now_s - 7200, result=Result(step=Step(1000), loss=0.1, num_samples=1)),
+        progress=JobProgress(trained_in=Generation(NUM_GENERATIONS), reached=Step(1000)),
+        tally=LifetimeFigures(
+            begun_s=now_s - 7200, result=JobResult(step=Step(1000), loss=0.1, num_samples=1)
+        ),
         ended_s=now_s - 3600,
     )
     operations: list[Operation] = [Put(keys.job_state(name), state_to_json(state))]
     for number in range(1, NUM_GENERATIONS + 1):
-        roster = Roster(
+        roster = GenerationRoster(
             generation=Generation(number),
             entries=(RosterEntry(member_id="w0", incarnation=f"{name}-{number}", rank=0),),
             source_member_id="w0",
@@ -132,7 +134,7 @@ def job_that_is_over(name: str) -> list[Operation]:
             synchronous=True,
             fields={"strategy": "ddp"},
         )
-        record = Record(
+        record = GenerationRecord(
             job=name,
             roster=roster,
             verdict=Verdict.COMMITTED,
@@ -169,7 +171,9 @@ class Coordinators:
             *("--listen", listen, "--http", "127.0.0.1:0", "--ready-file", str(ready)),
             *options,
         )
-        process = self._supervisor.spawn(Command(name=name, arguments=arguments, log_path=log_path))
+        process = self._supervisor.spawn(
+            ChildCommand(name=name, arguments=arguments, log_path=log_path)
+        )
         give_up_s = time.monotonic() + START_S
         while not ready.exists():
             if process.wait(POLL_S) is not None or time.monotonic() > give_up_s:

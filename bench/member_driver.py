@@ -154,7 +154,7 @@ class Driver:
         async def one(player: Played) -> None:
             async with width:
                 proposal = pb.Proposal(fields=FIELDS, synchronous=True)
-                await self._do(player, ev.Proposed(proposal=proposal))
+                await self._do(player, ev.ProposalMade(proposal=proposal))
 
         await asyncio.gather(*(one(player) for player in chosen))
         return {"started_s": started_s}
@@ -185,7 +185,7 @@ class Driver:
 
     async def _attend(self, player: Played) -> None:
         try:
-            await self._do(player, ev.JoinWished())
+            await self._do(player, ev.JoinWanted())
             raise RuntimeError(f"the stream of {player.member_id} ended")
         finally:
             if not player.admitted.is_set():
@@ -196,20 +196,20 @@ class Driver:
         due = deque(player.core.step(event, time.monotonic()))
         while due:
             effect = due.popleft()
-            if isinstance(effect, ev.Call):
+            if isinstance(effect, ev.CallLeader):
                 method = type(effect.request).__name__.removesuffix("Request")
                 await getattr(player.stub, method)(effect.request, timeout=CALL_S)
                 due.extend(player.core.step(ev.CallEnded(call=effect), time.monotonic()))
-            elif isinstance(effect, ev.Judge):
+            elif isinstance(effect, ev.JudgeRoster):
                 number, digest = effect.prepare.roster.generation, effect.digest
                 if digest != effect.prepare.digest:
                     raise RuntimeError("the digest of the roster shown is not the one named")
-                judged = ev.Judged(generation=number, digest=digest)
+                judged = ev.RosterJudged(generation=number, digest=digest)
                 due.extend(player.core.step(judged, time.monotonic()))
             elif isinstance(effect, ev.OpenStream):
                 async for notice in player.stub.Attend(effect.request):
                     await self._take(player, notice)
-            elif isinstance(effect, ev.Raise | ev.Break):
+            elif isinstance(effect, ev.RaiseError | ev.BreakGeneration):
                 raise RuntimeError(f"{player.member_id}: {effect}")
 
     async def _take(self, player: Played, notice: pb.Notice) -> None:
@@ -217,14 +217,14 @@ class Driver:
         if kind == "refused" or notice.outcome.verdict == pb.VERDICT_ABORTED:
             raise RuntimeError(f"{kind}: {notice.reason}")
         await self._complete(player, notice)
-        await self._do(player, ev.NoticeCame(notice=notice))
+        await self._do(player, ev.NoticeReceived(notice=notice))
         if not player.admitted.is_set():
             player.admitted.set()
             self._attended.append(player)
             self._attending.release()
         now_s = time.monotonic()
         entered = player.core.next_generation(player.core.track.generation, now_s, now_s)
-        if isinstance(entered, ev.BringUp):
+        if isinstance(entered, ev.BringUpGeneration):
             player.record = entered.record.SerializeToString(deterministic=True)
             player.committed.set()
 

@@ -28,7 +28,7 @@ from typing import Any
 from rows import Row, publish
 
 from shoal_client.local.etcd import start_etcd
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import JobSpec, MemberInfo, Proposal
@@ -121,7 +121,7 @@ def coordinator(heartbeat_s: float = HEARTBEAT_S) -> Iterator[Running]:
         )
         log_path = directory / "coordinator.log"
         process = supervisor.spawn(
-            Command(name="coordinator", arguments=arguments, log_path=log_path)
+            ChildCommand(name="coordinator", arguments=arguments, log_path=log_path)
         )
         while not ready.exists():
             if process.wait(0.05) is not None:
@@ -189,7 +189,7 @@ def form_cost_s(num_members: int) -> float:
     proposal = Proposal(fields={"strategy": "ddp", "schema": "s"})
     names = {f"member-{number:05d}": new_incarnation() for number in range(num_members)}
 
-    def handle(event: events.Event) -> None:
+    def handle(event: events.MemberEvent) -> None:
         nonlocal now_s
         now_s += 1e-6
         job.handle(event, now_s)
@@ -198,19 +198,21 @@ def form_cost_s(num_members: int) -> float:
     for number, (name, incarnation) in enumerate(names.items()):
         host = number // 8
         info = MemberInfo(host=f"host-{host}", address=f"10.{host // 250}.{host % 250}.1")
-        handle(events.Joined(member_id=name, incarnation=incarnation, spec=spec, info=info))
+        handle(events.MemberJoined(member_id=name, incarnation=incarnation, spec=spec, info=info))
     for name, incarnation in names.items():
-        handle(events.Proposed(member_id=name, incarnation=incarnation, proposal=proposal))
+        handle(events.TrainingProposed(member_id=name, incarnation=incarnation, proposal=proposal))
     assert job.agreement is not None
     generation, digest = job.agreement.generation, job.agreement.digest
     for name, incarnation in names.items():
         handle(
-            events.Answered(
+            events.RosterAnswered(
                 member_id=name, incarnation=incarnation, generation=generation, digest=digest
             )
         )
     for name, incarnation in names.items():
-        handle(events.BecameReady(member_id=name, incarnation=incarnation, generation=generation))
+        handle(
+            events.ReadinessReported(member_id=name, incarnation=incarnation, generation=generation)
+        )
     assert job.phase is Phase.RUNNING
     return (time.process_time() - start_s) / num_members
 

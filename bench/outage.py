@@ -30,7 +30,7 @@ import httpx
 from rows import Row, publish
 
 from shoal_client.local.etcd import RunningEtcd, start_etcd, start_members
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 AWAY_S = 120.0
 BEFORE_S = 15.0
@@ -113,7 +113,7 @@ class Cluster:
 
     def _spawn(self, name: str, *arguments: str) -> Process:
         return self._supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=name,
                 arguments=(sys.executable, "-m", "shoal_client", *arguments),
                 environment={**os.environ, "OMP_NUM_THREADS": "1"},

@@ -23,7 +23,7 @@ class ReportingDriver(Driver):
         async def one(player: Played) -> None:
             async with width:
                 record = pb.GenerationRecord.FromString(player.record)
-                await self._do(player, ev.BroughtUp(record=record))
+                await self._do(player, ev.GenerationBroughtUp(record=record))
 
         await asyncio.gather(*(one(player) for player in self.players))
         return {"ready": float(len(self.players))}

@@ -42,7 +42,7 @@ from training.store_ranks import (
 
 from shoal_client.host.reports import HostReporter
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 
 WORLD_SIZES = (2, 4, 8)
@@ -137,7 +137,7 @@ def leader_loss_time_s() -> float:
                 *("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--ready-file", str(ready)),
             )
             supervisor.spawn(
-                Command(name="second", arguments=arguments, log_path=directory / "second.log")
+                ChildCommand(name="second", arguments=arguments, log_path=directory / "second.log")
             )
             await_file(ready)
             both = [cluster.coordinator, json.loads(ready.read_text())["grpc"]]

@@ -78,6 +78,15 @@ def introduction() -> str:
     cores = len(os.sched_getaffinity(0))
     return f"""# Benchmarks
 
+> **Most people need this**
+>
+> - What a lost worker costs: [survival](#survival) (a plot over time), [recovery](#recovery) of
+>   `ddp`, [strategy_recovery](#strategy_recovery) of the others.
+> - What Shoal costs while nothing happens: [step_overhead](#step_overhead), [data](#data).
+>   Whether weights stay exact: [exactness](#exactness).
+> - Parameter servers: [parameters](#parameters), [faults](#faults),
+>   [async_accuracy](#async_accuracy). GPUs: [gpu.md](gpu.md).
+
 Written by `make report` from what `make bench NAME=...` measured. Each benchmark says at the head
 of its file in `bench/` what it does and how it measures. Peers were measured on the same machine in
 the same run. A figure of several runs is their median, if its name does not say `p99`.

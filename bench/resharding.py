@@ -21,9 +21,9 @@ from rows import Row, publish
 
 from shoal.state.inventory import (
     Inventory,
-    Listing,
     Meta,
-    Table,
+    ShardListing,
+    TensorTable,
     chunks_from_json,
     chunks_to_json,
     from_message,
@@ -82,7 +82,9 @@ def message_of(metas: dict[str, Meta], parts: list[dict[str, Chunk]]) -> bytes:
     """Return the message of a rank with these chunks, its own and copies of its peer's."""
     values: dict[str, Json] = {"groups": [{"lr": 1e-4, "params": list(metas)[::3]}]}
     listings = [
-        Listing(step=STEP, chunks=part, values=values, elsewhere=frozenset(metas) - part.keys())
+        ShardListing(
+            step=STEP, chunks=part, values=values, elsewhere=frozenset(metas) - part.keys()
+        )
         for part in parts
     ]
     return to_message(Inventory(metas=metas if parts else {}, listings=listings))
@@ -92,7 +94,7 @@ def seconds(words: list[bytes], asked: list[bytes], rank: int) -> float:
     """Processor time of this process from what all ranks say to one's plan."""
     began_s = time.process_time()
     chosen = choose([from_message(word, number) for number, word in enumerate(words)])
-    table = Table(chosen.metas)
+    table = TensorTable(chosen.metas)
     needs = [chunks_from_json(unpack(word, number), table) for number, word in enumerate(asked)]
     todo = plan(chosen, needs, rank, stripe_bytes=STRIPE_BYTES)
     took_s = time.process_time() - began_s

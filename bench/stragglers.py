@@ -23,7 +23,7 @@ from rows import Row, publish
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 
 MODES = {"async": ("async", 0), "ssp": ("ssp", 8), "ssp_bound_2": ("ssp", 2), "bsp": ("bsp", 0)}
 FAST_MS, SLOW_MS = 50, 250
@@ -45,7 +45,7 @@ def job(
         for number, pause_ms in enumerate(pauses_ms):
             arguments = (str(directory), kind, str(bound), str(pause_ms), str(len(pauses_ms)))
             supervisor.spawn(
-                Command(
+                ChildCommand(
                     name=f"worker-{number}",
                     arguments=(sys.executable, str(SCRIPT), *arguments),
                     environment={

@@ -27,7 +27,7 @@ from typing import Any
 from rows import Row, publish
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 DEFAULT_RUNS = 3
 START_S = 120.0
@@ -98,8 +98,8 @@ def running(backend: Backend, directory: Path) -> Iterator[list[Process]]:
         kill_workers({step["pid"] for step in steps_in(directory)})
 
 
-def node(backend: Backend, directory: Path, number: int) -> Command:
-    return Command(
+def node(backend: Backend, directory: Path, number: int) -> ChildCommand:
+    return ChildCommand(
         name=f"node-{number}",
         arguments=[
             *(sys.executable, "-m", "torch.distributed.run"),

@@ -37,7 +37,7 @@ from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import CA_KEY_FILE, CertificateFolder
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.identity import CA_FILE
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_server.status.access import tokens
 from shoal_server.status.access.tokens import HttpRole
 
@@ -59,7 +59,7 @@ PARTS: Mapping[str, Mapping[str, str]] = {
             f"{role.value}.crt": f"shoal/{role.value}.crt",
             f"{role.value}.key": f"shoal/{role.value}.key",
         }
-        for role in Role
+        for role in CertificateRole
     },
     "etcd": {CA_FILE: f"etcd/{CA_FILE}", "etcd.crt": "etcd/etcd.crt", "etcd.key": "etcd/etcd.key"},
 }
@@ -91,15 +91,17 @@ def make(
         "shoal": [
             CertificateHolder(
                 caller=Caller(role, role.value),
-                hosts=hosts if role is Role.COORDINATOR else (),
+                hosts=hosts if role is CertificateRole.COORDINATOR else (),
                 valid=valid,
             )
-            for role in Role
+            for role in CertificateRole
         ],
         # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
         "etcd": [
-            CertificateHolder(caller=Caller(Role.SERVER, "etcd"), hosts=etcd_hosts, valid=valid),
-            CertificateHolder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
+            CertificateHolder(
+                caller=Caller(CertificateRole.SERVER, "etcd"), hosts=etcd_hosts, valid=valid
+            ),
+            CertificateHolder(caller=Caller(CertificateRole.OPERATOR, "etcd-client"), valid=valid),
         ],
     }
     for name, holders in wanted.items():

@@ -17,7 +17,7 @@ from shoal_client.bulk.sending import Sending
 from shoal_client.parameters import calls
 from shoal_client.parameters.receiver import Receiver
 from shoal_proto.bulk import FrameReader
-from shoal_proto.pieces import Decoder
+from shoal_proto.pieces import PieceDecoder
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
 from shoal_server.parameters.shard.dense import DenseBody
 from shoal_server.parameters.shard.versioned import VersionedShard
@@ -74,7 +74,7 @@ def of_server() -> PhaseClock:
     clock = PhaseClock()
     clock.time(FrameReader, "next", "server receive")
     clock.time(FrameReader, "space", "server receive")
-    clock.time(Decoder, "__call__", "server receive")
+    clock.time(PieceDecoder, "__call__", "server receive")
     clock.time(ChunkAssembler, "take", "server check")
     clock.time(ChunkAssembler, "join", "server join")
     clock.time(VersionedShard, "push", "server apply")

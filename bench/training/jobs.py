@@ -16,7 +16,7 @@ import httpx
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 NUM_WORKERS = 4
 START_S = 120.0
@@ -107,9 +107,9 @@ def shoal_launcher(
     options: Mapping[str, object],
     script: Sequence[str],
     variables: Mapping[str, str] = MappingProxyType({}),
-) -> Command:
+) -> ChildCommand:
     """A `shoal run`; `script`: its name in this folder, and its arguments."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(
             *(sys.executable, "-m", "shoal_client", "run"),
@@ -122,9 +122,11 @@ def shoal_launcher(
     )
 
 
-def python_script(python: str, directory: Path, name: str, script: str, *arguments: str) -> Command:
+def python_script(
+    python: str, directory: Path, name: str, script: str, *arguments: str
+) -> ChildCommand:
     """A script of this folder, by that interpreter."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(python, str(HERE / script), *arguments),
         environment=environment(),
@@ -170,7 +172,7 @@ def torchrun_job(directory: Path, port: int, script: str = "on_torchrun.py") -> 
         yield Steps(directory)
 
 
-def torchrun_node(directory: Path, port: int, number: int, script: str) -> Command:
+def torchrun_node(directory: Path, port: int, number: int, script: str) -> ChildCommand:
     is_host = "true" if number == 0 else "false"
     return torchrun_agent(
         directory,
@@ -184,9 +186,9 @@ def torchrun_node(directory: Path, port: int, number: int, script: str) -> Comma
 
 def torchrun_agent(
     directory: Path, *, name: str, port: int, max_nodes: int, conf: str, script: Sequence[str]
-) -> Command:
+) -> ChildCommand:
     """A node of one worker; `conf`: options of the rendezvous, whose store is at `port`."""
-    return Command(
+    return ChildCommand(
         name=name,
         arguments=(
             *(sys.executable, "-m", "torch.distributed.run"),

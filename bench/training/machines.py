@@ -22,7 +22,7 @@ from training.jobs import await_file, logs_in, python_script, shoal_launcher, to
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 RELAUNCH_S = 1.0
 """A launcher that ends while its machine is there is started again after so long, as a scheduler
@@ -53,7 +53,7 @@ class Plan:
 class Running:
     """A system, ready for machines."""
 
-    command: Callable[[str], Command]
+    command: Callable[[str], ChildCommand]
     """The command of the machine of that name."""
     services: Mapping[str, int] = field(default_factory=dict)
     """Process ids of what the machines meet at, by name."""

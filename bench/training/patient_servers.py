@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from shoal_client.local.etcd import start_etcd
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 HEARTBEAT_S, JOIN_S = 10.0, 1800.0
 NUM_SERVERS = 2
@@ -29,7 +29,7 @@ def patient_servers(directory: Path) -> Iterator[str]:
                 *(sys.executable, "-m", "shoal_client", *arguments),
                 *("--etcd", etcd.endpoint, "--listen", "127.0.0.1:0", "--ready-file", str(ready)),
             )
-            spawned = supervisor.spawn(Command(name=name, arguments=command, log_path=log))
+            spawned = supervisor.spawn(ChildCommand(name=name, arguments=command, log_path=log))
             return spawned, ready, log
 
         limits = ("--heartbeat-s", str(HEARTBEAT_S), "--join-s", str(JOIN_S))

@@ -1,12 +1,13 @@
 """The difference between two versions of the same bytes, exact for every bit pattern.
 
 In one training step few 16-bit weights change, and most of these by one representable number. So
-of elements of 16 bits a difference has the gaps between changed positions and the distances,
-counted in representable numbers; low and high bytes of the gaps lie apart, and each stream is
-compressed by zstandard. Of other sizes it has the exclusive or of the bytes, in planes. NaN,
-infinities and both zeros are bit patterns like all others.
+for elements of 16 bits a difference has the gaps between changed positions, and the distances from
+old to new values, counted in representable numbers. Low and high bytes of the gaps are separate
+streams, and each stream is compressed by zstandard. For elements of other sizes a difference has
+the exclusive or of the bytes, in planes. NaN, infinities and both zeros are bit patterns like all
+others.
 
-A difference gives the target from its own base alone: the caller verifies both by their digests.
+A difference gives the target only from its own base: the caller verifies both by their digests.
 """
 
 import struct
@@ -22,18 +23,18 @@ from shoal_proto.pieces import Buffer
 
 MAGIC = b"SHDIFF01"
 SPAN_BYTES = 64 * 1024 * 1024
-"""Encoded as one: bounds the memory that encoding and applying take."""
+"""Most bytes of a span, which is encoded on its own: bounds the memory that this takes."""
 CACHED_ELEMENTS = 256 * 1024
-"""Compared at a time, within the processor's cache."""
+"""Number of elements that are compared at a time: they fit into the processor's cache."""
 LEVEL = 1
-"""Of zstandard. Higher ones take several times as long for a few percent."""
+"""Compression level of zstandard. Higher levels take several times as long for a few percent."""
 SKIP = 65535
-"""A gap of at least so many unchanged elements goes on in the next number."""
+"""The number for this many unchanged elements of a gap that continues in the next number."""
 FAR = -128
-"""In place of a distance that has more than 8 bits."""
+"""The number in place of a distance of more than 8 bits."""
 NUM_SAMPLES, SAMPLE_ELEMENTS = 256, 4096
 SIZES = (1, 2, 4, 8, 16)
-"""Bytes that an element may have."""
+"""Possible sizes of an element in bytes."""
 
 Shorts = npt.NDArray[np.uint16]
 Bytes = npt.NDArray[np.uint8]
@@ -42,23 +43,23 @@ Positions = npt.NDArray[np.int64]
 
 class _Kind(IntEnum):
     SAME = 0
-    """The span is as in the base; no streams."""
+    """The span equals that of the base; no streams."""
     DISTANCES = 1
-    """Low bytes and high bytes of gaps, distances of 8 bits, the others of 16 bits."""
+    """Four streams: low bytes of gaps, high bytes of gaps, distances of 8 bits, and of 16 bits."""
     PLANES = 2
-    """Exclusive or of the bytes: for each byte of an element a stream."""
+    """One stream for each byte of an element: the exclusive or of old and new."""
 
 
 _SPAN = struct.Struct("<BBxxxxxxQ")
-"""Kind, number of streams, bytes of the span; then the length of each stream."""
+"""Kind, number of streams, bytes of the span. The length of each stream follows."""
 _LENGTH = struct.Struct("<Q")
 
 
 def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) -> list[bytes]:
-    """The difference, in parts to be joined.
+    """Return the difference, in parts to be joined.
 
-    `elements`: runs of (bytes of an element, bytes of the run) that make up both buffers. Elements
-    that were misnamed cost size, never exactness.
+    `elements`: runs (bytes of an element, bytes of the run) that make up both buffers. A wrong size
+    of an element makes the difference larger, but not inexact.
     """
     old, new = _bytes(base), _bytes(target)
     compressor = zstandard.ZstdCompressor(level=LEVEL)
@@ -74,7 +75,7 @@ def encode(base: Buffer, target: Buffer, elements: Iterable[tuple[int, int]]) ->
 
 
 def changed_share(base: Buffer, target: Buffer) -> float:
-    """Estimate of the share of 16-bit elements that differ, from samples all over the buffers."""
+    """Estimate the share of 16-bit elements that differ, from samples all over the buffers."""
     num_bytes = len(memoryview(target)) // 2 * 2
     if not num_bytes:
         return 0.0
@@ -87,9 +88,9 @@ def changed_share(base: Buffer, target: Buffer) -> float:
 
 
 def apply(base: Buffer, difference: Buffer, into: memoryview) -> None:
-    """Write the target into `into`, which is as large as the base and another memory.
+    """Write the target into `into`, which is as large as the base and does not overlap it.
 
-    Raises MalformedMessage for what is no difference of that size.
+    Raises MalformedMessage if `difference` is not a difference of that size.
     """
     old, new = _bytes(base), _bytes(into)
     view = memoryview(difference)
@@ -154,7 +155,7 @@ def _spans(view: memoryview) -> Iterator[tuple[_Kind, int, list[memoryview]]]:
 
 
 def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
-    """Low and high bytes of the gaps, near distances, far distances; none if nothing changed."""
+    """Return the four streams of DISTANCES; none if nothing changed."""
     positions, before, after = _changes(old.view("<u2"), new.view("<u2"))
     if not len(positions):
         return []
@@ -174,7 +175,7 @@ def _distances(old: Bytes, new: Bytes) -> list[Buffer]:
 
 
 def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
-    """Positions of the changed elements, and their values before and after."""
+    """Return the positions of the changed elements, and their values before and after."""
     differs = np.empty(CACHED_ELEMENTS, np.bool_)
     found = []
     for start in range(0, len(old), CACHED_ELEMENTS):
@@ -187,7 +188,7 @@ def _changes(old: Shorts, new: Shorts) -> tuple[Positions, Shorts, Shorts]:
 
 
 def _gaps(positions: Positions) -> Shorts:
-    """Unchanged elements before each changed one, in numbers of 16 bits; see SKIP."""
+    """Return the number of unchanged elements before each changed one, in 16 bits; see SKIP."""
     gaps = np.diff(positions, prepend=-1) - 1
     if gaps.max() < SKIP:
         return gaps.astype("<u2")
@@ -220,8 +221,8 @@ def _apply_distances(after: Bytes, streams: list[Bytes]) -> None:
 
 
 def _ranked(values: Shorts) -> Shorts:
-    """Bit patterns of 16-bit floating-point numbers in the order of the numbers, as two's
-    complement: -0.0 is just below 0.0. Its own inverse."""
+    """Map the bit patterns of 16-bit floating-point numbers to integers in the order of the
+    numbers, in two's complement: -0.0 is just below 0.0. The function is its own inverse."""
     signs = (values.view(np.int16) >> np.int16(15)).view(np.uint16)
     ranked: Shorts = values ^ (signs & np.uint16(0x7FFF))
     return ranked
@@ -231,7 +232,7 @@ def _ranked(values: Shorts) -> Shorts:
 
 
 def _planes(old: Bytes, new: Bytes, size: int) -> list[Buffer]:
-    """Exclusive or of old and new, a plane for each byte of an element; empty without changes."""
+    """Return the streams of PLANES; none if nothing changed."""
     changed = old ^ new
     if not changed.any():
         return []

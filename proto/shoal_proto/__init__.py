@@ -5,10 +5,10 @@ from shoal_proto.forks import grpc
 grpc.prepare()
 
 MAX_PIECE_BYTES = 4 * 1024 * 1024
-# A message holds one piece and its framing, so this bound is never met by data of any size.
+# A message holds one piece and its framing: data of any size stay below this bound.
 MAX_MESSAGE_BYTES = MAX_PIECE_BYTES + 1024 * 1024
 # A coordinator's answer: the shard map of a model of many parameters is larger than any request.
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 CHUNK_BYTES = 8 * 1024 * 1024
-"""Of a segment of published weights: the unit of transfer and verification. The last one of a
+"""Size of a chunk of published weights, the unit of transfer and verification. The last chunk of a
 segment may be shorter."""

@@ -3,24 +3,25 @@
 FIRST_S = 0.02
 LONGEST_S = 1.0
 PROMPT_S = 3.0
-"""The length of a fail-over, as a rule: for so long no pause is longer than PROMPT_LONGEST_S."""
+"""Usual length of a leader failover: for so long, no pause is longer than PROMPT_LONGEST_S."""
 PROMPT_LONGEST_S = 0.2
 
 
 _MOST_DOUBLINGS = 64
-"""Beyond it a float overflows, and every pause has long reached its bound."""
+"""Bound on the exponent: far above it a float overflows, and pauses have long reached theirs."""
 
 
 def doubled_s(first_s: float, longest_s: float, num_before: int) -> float:
-    """Pause after so many others in a row: each is twice the last one, up to `longest_s`."""
+    """Return the pause after `num_before` others in a row: `first_s`, doubled each time, up to
+    `longest_s`."""
     return min(first_s * 2.0 ** min(num_before, _MOST_DOUBLINGS), longest_s)
 
 
 class BackOff:
     """Pauses of one caller, each twice the last one, from `first_s` up to `longest_s`.
 
-    As it is by default it is for a caller that looks for the coordinator that leads: its pauses
-    stay short for as long as a fail-over takes.
+    The defaults are for a caller that looks for the leading coordinator: pauses stay short for as
+    long as a leader failover takes.
     """
 
     def __init__(self, first_s: float | None = None, longest_s: float | None = None) -> None:
@@ -37,10 +38,10 @@ class BackOff:
         self._next_s, self._waited_s = self._first_s, 0.0
 
     def pause_s(self, chance: float = 1.0) -> float:
-        """Seconds to wait now.
+        """Return the number of seconds to wait now.
 
         `chance`: a random number from 0 to 1, on which half of the pause depends, so that the
-        members of a large job do not come in step.
+        members of a large job do not retry at the same time.
         """
         longest_s = PROMPT_LONGEST_S if self._waited_s < self._prompt_s else self._longest_s
         pause_s = min(self._next_s, longest_s) * (0.5 + 0.5 * chance)

@@ -1,8 +1,9 @@
 """Frames of the bulk transport: calls of parameter servers without gRPC around them.
 
-A connection carries one call at a time. It begins with CALL, a serialized request; what belongs to
-it follows in both directions until END or ERROR. A frame is a header of HEADER_BYTES and a body;
-the data of a piece may also lie in memory that both ends share, and then only the header travels.
+A connection carries one call at a time. A call begins with the frame of its request (PUSH, PULL,
+...); its other frames follow in both directions until END or ERROR. A frame is a header of
+HEADER_BYTES and a body. The data of a piece may also lie in memory that both ends share: then only
+the header is sent.
 """
 
 import struct
@@ -16,17 +17,17 @@ from shoal_proto.errors import ChecksumMismatch, MalformedMessage
 
 KEY_BYTES = 32
 BEAT_S = 0.5
-"""A server in a call is silent for no longer than that."""
+"""Longest silence of a server during a call: it sends BEAT when it has nothing else to send."""
 SILENCE_S = 3.0
-"""A server that is silent for so long is taken for gone."""
+"""Silence after which a server is taken for dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
-"""Of memory shared by a client and a server."""
+"""Most bytes of memory shared by a client and a server."""
 
 
-class Kind(IntEnum):
+class FrameKind(IntEnum):
     HELLO = 1
-    """The key that was given over gRPC, and `at` bytes of shared memory are wanted. In the answer
-    `at` are given, whose descriptor comes with it; 0: none are."""
+    """The key that was given over gRPC; the client asks for `at` bytes of shared memory. In the
+    answer, `at` is the size of the memory whose descriptor is attached; 0: none."""
     PUSH = 2
     """A call: PushRequest with the header."""
     PULL = 3
@@ -34,34 +35,37 @@ class Kind(IntEnum):
     PIECE = 4
     """`num_bytes` of a shard from `offset_bytes` on, in the body."""
     PLACED = 5
-    """The same, at `at` of the shared memory. The sender leaves them alone until it is answered."""
+    """The same, at `at` of the shared memory. The sender does not change the data until it is
+    answered."""
     ROOM = 6
-    """At `at` of the shared memory, `num_bytes` are free for the values of a shard. From a server
-    that was announced for shards: its content has been taken."""
+    """From a client: `num_bytes` at `at` of the shared memory are free for the values of a shard.
+    From a server, to another one: the data at `at` were applied or copied, and the memory is free
+    again."""
     END = 7
-    """This end sends nothing more of this call."""
+    """This end sends no more frames of this call."""
     MESSAGE = 8
-    """Of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest or
-    FollowReply."""
+    """A message of the call: PushReply, ShardData, TablePushReply, TableLookupReply, FollowRequest
+    or FollowReply."""
     ERROR = 9
     """The call failed: ErrorDetail."""
     BEAT = 10
-    """The server is there, and at work."""
+    """The server is alive, and works on the call."""
     FOLLOW = 11
-    """A call of another server: what the Replication service calls Follow."""
+    """A call of another server: `Follow` of the Replication service."""
     TABLE_PUSH = 12
     """A call: TablePushRequest with the header."""
     TABLE_LOOKUP = 13
-    """A call: TableLookupRequest with the header. Pieces and rooms are those of its items."""
+    """A call: TableLookupRequest with the header. In PIECE, PLACED and ROOM, `shard_id` is the
+    number of an item."""
     SEGMENT_PUT = 14
     """A call: PutSegmentRequest. Its chunks or descriptor follow once the server asks for them."""
     SEGMENT_FETCH = 15
     """A call: FetchSegmentRequest."""
     CHUNK = 16
-    """`num_bytes` of a segment from `offset_bytes` on, in the body: verified by the digest that the
-    segment has for them, so that they have no checksum of their own."""
+    """`num_bytes` of a segment from `offset_bytes` on, in the body; without a checksum, as they are
+    verified by the segment's digests."""
     DESCRIPTOR = 17
-    """A segment as a sealed memory file, whose descriptor comes with the header, over a Unix
+    """A segment as a sealed memory file, whose descriptor is attached to the header, over a Unix
     socket."""
 
 
@@ -70,29 +74,29 @@ _CHECK = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size + _CHECK.size
 BUFFER_BYTES = 64 * 1024
 _MAX_BODY_BYTES = {
-    Kind.HELLO: KEY_BYTES,
-    Kind.PUSH: MAX_MESSAGE_BYTES,
-    Kind.PULL: MAX_MESSAGE_BYTES,
-    Kind.PIECE: MAX_PIECE_BYTES,
-    Kind.MESSAGE: MAX_MESSAGE_BYTES,
-    Kind.ERROR: MAX_MESSAGE_BYTES,
-    Kind.TABLE_PUSH: MAX_MESSAGE_BYTES,
-    Kind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
-    Kind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
-    Kind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
-    Kind.CHUNK: CHUNK_BYTES,
+    FrameKind.HELLO: KEY_BYTES,
+    FrameKind.PUSH: MAX_MESSAGE_BYTES,
+    FrameKind.PULL: MAX_MESSAGE_BYTES,
+    FrameKind.PIECE: MAX_PIECE_BYTES,
+    FrameKind.MESSAGE: MAX_MESSAGE_BYTES,
+    FrameKind.ERROR: MAX_MESSAGE_BYTES,
+    FrameKind.TABLE_PUSH: MAX_MESSAGE_BYTES,
+    FrameKind.TABLE_LOOKUP: MAX_MESSAGE_BYTES,
+    FrameKind.SEGMENT_PUT: MAX_MESSAGE_BYTES,
+    FrameKind.SEGMENT_FETCH: MAX_MESSAGE_BYTES,
+    FrameKind.CHUNK: CHUNK_BYTES,
 }
 _MESSAGES = frozenset(
     {
-        Kind.HELLO,
-        Kind.PUSH,
-        Kind.PULL,
-        Kind.MESSAGE,
-        Kind.ERROR,
-        Kind.TABLE_PUSH,
-        Kind.TABLE_LOOKUP,
-        Kind.SEGMENT_PUT,
-        Kind.SEGMENT_FETCH,
+        FrameKind.HELLO,
+        FrameKind.PUSH,
+        FrameKind.PULL,
+        FrameKind.MESSAGE,
+        FrameKind.ERROR,
+        FrameKind.TABLE_PUSH,
+        FrameKind.TABLE_LOOKUP,
+        FrameKind.SEGMENT_PUT,
+        FrameKind.SEGMENT_FETCH,
     }
 )
 _EMPTY = memoryview(b"")
@@ -101,7 +105,7 @@ _EMPTY = memoryview(b"")
 class Frame(NamedTuple):
     """Header and body of a frame. A message's checksum is verified, a piece's is not yet."""
 
-    kind: Kind
+    kind: FrameKind
     shard_id: int
     offset_bytes: int
     num_bytes: int
@@ -111,7 +115,7 @@ class Frame(NamedTuple):
 
 
 def header(
-    kind: Kind,
+    kind: FrameKind,
     *,
     shard_id: int = 0,
     offset_bytes: int = 0,
@@ -119,13 +123,13 @@ def header(
     at: int = 0,
     checksum: int = 0,
 ) -> bytes:
-    """The header of a frame; `num_bytes` of a body are to follow, if the kind has one."""
+    """Return the header of a frame; a body of `num_bytes` has to follow, if the kind has one."""
     head = _HEADER.pack(kind, shard_id, offset_bytes, num_bytes, at, checksum)
     return head + _CHECK.pack(crc32(head))
 
 
-def message(kind: Kind, serialized: bytes, *, shard_id: int = 0, at: int = 0) -> bytes:
-    """A whole frame around a message."""
+def message(kind: FrameKind, serialized: bytes, *, shard_id: int = 0, at: int = 0) -> bytes:
+    """Return a whole frame around a message."""
     size, checksum = len(serialized), crc32(serialized)
     head = header(kind, shard_id=shard_id, num_bytes=size, at=at, checksum=checksum)
     return head + serialized
@@ -136,15 +140,15 @@ def _new(num_bytes: int) -> memoryview:
 
 
 class FrameReader:
-    """Cuts what is received into frames, without I/O of its own: receive into `space()`, tell
+    """Cuts received bytes into frames, without I/O of its own: receive into `space()`, call
     `received()`, then take frames from `next()` until there is none."""
 
     def __init__(
-        self, allocate: Callable[[int], memoryview] = _new, *, first: Kind | None = None
+        self, allocate: Callable[[int], memoryview] = _new, *, first: FrameKind | None = None
     ) -> None:
-        """`allocate` gives the memory for the body of a piece or chunk of so many bytes. `first`:
-        the kind that the first frame has to have. Nobody is known before it: a stranger's header of
-        another kind gets no memory for what it announces."""
+        """`allocate` returns memory for the body of a piece or chunk, given its size. `first`: the
+        kind that the first frame must have. Before that frame the peer is not authenticated: no
+        memory is allocated for a frame of another kind."""
         self._allocate = allocate
         self._first = first
         self._buffer = memoryview(bytearray(BUFFER_BYTES))
@@ -153,7 +157,7 @@ class FrameReader:
         self._filled_bytes = 0
 
     def space(self) -> memoryview:
-        """Memory for the next bytes that arrive; never empty."""
+        """Return the memory for the next received bytes; never empty."""
         if self._frame is not None:
             return self._frame.body[self._filled_bytes :]
         if self._start == self._stop:
@@ -172,9 +176,9 @@ class FrameReader:
             self._stop += num_bytes
 
     def next(self) -> Frame | None:
-        """The next whole frame, or None until more is received.
+        """Return the next whole frame, or None until more is received.
 
-        Raises MalformedMessage or ChecksumMismatch; then nothing after it can be read.
+        Raises MalformedMessage or ChecksumMismatch: no later frame can be read.
         """
         if self._frame is None:
             if self._stop - self._start < HEADER_BYTES:
@@ -204,10 +208,10 @@ class FrameReader:
             )
         number, shard_id, offset_bytes, num_bytes, at, checksum = _HEADER.unpack_from(head)
         try:
-            kind = Kind(number)
+            kind = FrameKind(number)
         except ValueError:
             raise MalformedMessage(
-                "a frame of unknown kind", seen=str(number), expected=f"1 to {max(Kind)}"
+                "a frame of unknown kind", seen=str(number), expected=f"1 to {max(FrameKind)}"
             ) from None
         if self._first is not None and kind is not self._first:
             raise MalformedMessage(
@@ -222,7 +226,7 @@ class FrameReader:
                 expected=f"at most {limit}",
             )
         self._first = None
-        if kind is Kind.PIECE or kind is Kind.CHUNK:
+        if kind is FrameKind.PIECE or kind is FrameKind.CHUNK:
             body = self._allocate(num_bytes)
         else:
             body = _new(num_bytes) if kind in _MESSAGES and num_bytes else _EMPTY

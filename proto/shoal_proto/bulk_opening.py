@@ -1,11 +1,11 @@
-"""Opening a connection of the bulk transport, by the nearest way that its offer leaves. Blocks."""
+"""Opening of a bulk connection: over a Unix socket on the same machine, else over TCP. Blocks."""
 
 import mmap
 import os
 import socket
 
 from shoal_proto import bulk
-from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameReader, Kind
+from shoal_proto.bulk import HEADER_BYTES, MAX_ARENA_BYTES, FrameKind, FrameReader
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
@@ -14,8 +14,8 @@ HELLO_S = 3.0
 
 
 def reach(offer: OpenBulkReply, address: str) -> socket.socket:
-    """A connection to the server at `address` that made the offer: by a name on this machine if
-    it is here, else to its port. Raises OSError."""
+    """Connect to the server at `address` that made the offer: to its Unix socket if it is on this
+    machine, else to its TCP port. Raises OSError."""
     if offer.local_name:
         local = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         local.settimeout(CONNECT_S)
@@ -33,14 +33,15 @@ def reach(offer: OpenBulkReply, address: str) -> socket.socket:
 
 
 def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap | None:
-    """Show the key, and ask for so much shared memory, of which all or none is given.
+    """Present the key, and ask for `arena_bytes` of shared memory. Returns the memory; None if the
+    server gave none.
 
     Raises OSError, TimeoutError or MalformedMessage.
     """
     connected.settimeout(HELLO_S)
     is_local = connected.family == socket.AF_UNIX
     at = arena_bytes if is_local else 0
-    connected.sendall(bulk.message(Kind.HELLO, key, at=at))
+    connected.sendall(bulk.message(FrameKind.HELLO, key, at=at))
     descriptors: list[int] = []
     reader = FrameReader()
     try:
@@ -50,12 +51,10 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
             else:
                 data = connected.recv(HEADER_BYTES)
             if not data:
-                raise MalformedMessage(
-                    "the server did not take a bulk connection", seen="it hung up"
-                )
+                raise MalformedMessage("the server refused a bulk connection", seen="it hung up")
             reader.space()[: len(data)] = data
             reader.received(len(data))
-        if frame.kind is not Kind.HELLO or frame.at > MAX_ARENA_BYTES:
+        if frame.kind is not FrameKind.HELLO or frame.at > MAX_ARENA_BYTES:
             raise MalformedMessage(
                 "the server's answer to a bulk connection is not as it should be",
                 seen=f"{frame.kind.name} with {frame.at} bytes",

@@ -9,9 +9,9 @@ __all__ = ["crc32", "verify"]
 
 
 def verify(what: str, checksum: int | None, *buffers: Buffer) -> None:
-    """Raise ChecksumMismatch, which says that `what` changed in transit, if the bytes of these
-    buffers, one after the other, do not have that sum. None: their sender has not summed them up,
-    since they lie in memory that it shares with the receiver."""
+    """Raise ChecksumMismatch, naming `what`, unless `checksum` is that of the buffers, one after
+    the other. None: the sender computed none, as the data lie in memory shared with the
+    receiver."""
     if checksum is None:
         return
     seen = num_bytes = 0

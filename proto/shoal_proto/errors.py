@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 
 
 class ShoalError(Exception):
-    """The root. `str()` gives one sentence made of the parts; use the attributes in code."""
+    """The root of all errors. `str()` gives one sentence made of the parts; use the attributes in
+    code."""
 
     kinds: ClassVar[dict[str, type["ShoalError"]]] = {}
 
@@ -38,13 +39,14 @@ class ShoalError(Exception):
         return (_rebuild, (type(self), self.what, parts, self.details))
 
     def to_dict(self) -> dict[str, Any]:
-        """The error as JSON can carry it to another member."""
+        """Return the error as a dictionary of JSON values."""
         parts = {key: getattr(self, key) for key in ("what", "seen", "expected", "fix", "details")}
         return {"kind": type(self).__name__, **parts}
 
     @staticmethod
     def from_dict(parts: Mapping[str, Any]) -> "ShoalError":
-        """The error that gave `to_dict`; an InternalError for a kind that is not known here."""
+        """Return the error of a `to_dict`; an InternalError if this release does not know its
+        kind."""
         kind = ShoalError.kinds.get(parts["kind"], InternalError)
         return kind(**{key: value for key, value in parts.items() if key != "kind"})
 
@@ -93,20 +95,20 @@ class Overloaded(RetryError):
 
 
 class DiskFull(Overloaded):
-    """The disk of a server's journal has no room. Pushes that are to be durable are retried until
-    there is some, however long that takes."""
+    """The disk of a server's journal is full. Durable pushes are retried until there is space,
+    however long that takes."""
 
 
 class CheckpointFailed(RetryError):
-    """A checkpoint could not be written; training is as it was. `details` holds path, rank, errno.
+    """A checkpoint could not be written; training is not affected. `details` has path, rank, errno.
 
-    The next one may succeed, once there is room or permission.
+    The next checkpoint may succeed, once there is space or permission.
     """
 
 
 class LoadingFailed(RetryError):
     """Samples could not be loaded: storage failed, or a process that loads them has ended.
-    `details["index"]` names the sample, where it is one."""
+    `details["index"]` names the sample, if it was a single one."""
 
 
 class SnapshotFailed(RetryError):
@@ -114,11 +116,11 @@ class SnapshotFailed(RetryError):
 
 
 class RejoinError(ShoalError):
-    """The caller's view of the membership is over: join again to go on."""
+    """The caller's membership has ended or is out of date: join again to continue."""
 
 
 class Fenced(RejoinError):
-    """The token is stale. `details["generation"]` is the generation that is current."""
+    """The token is stale. `details["generation"]` is the current generation."""
 
 
 class GenerationBroken(RejoinError):
@@ -126,7 +128,7 @@ class GenerationBroken(RejoinError):
 
 
 class LeaseExpired(RejoinError):
-    """The lease that the key was to live under has run out."""
+    """The lease under which a key was to be written has expired."""
 
 
 class RefusedError(ShoalError):
@@ -138,7 +140,7 @@ class AccessDenied(RefusedError):
 
 
 class CertificateRefused(AccessDenied):
-    """A side does not accept the other's certificate, or speaks no TLS while the other does."""
+    """One side does not accept the other's certificate, or only one side uses TLS."""
 
 
 class InvalidSpec(RefusedError, ValueError):
@@ -156,7 +158,7 @@ class UnsupportedOptimizer(RefusedError):
 class ProposalConflict(RefusedError):
     """Members, or a member and its job, differ in what must be the same.
 
-    `details` maps each field at fault to the values seen and who holds them.
+    `details` maps each field that differs to the values, each with the members that have it.
     """
 
 
@@ -168,8 +170,9 @@ class UnequalPasses(RefusedError):
 
 
 class HyperparametersDiffer(RefusedError):
-    """The members would apply other learning rates, or the like, than each other in a step, or than
-    when it was taken before; it was not committed. `details` names the fields and who has what.
+    """Members would apply different learning rates or other hyperparameters in a step, or others
+    than when the step was taken before. The step was not committed. `details` has the fields, and
+    each member's values.
     """
 
 
@@ -180,8 +183,8 @@ class RegisteredStateDiffers(RefusedError):
 
 
 class SampleFailed(RefusedError):
-    """A dataset raised an error for a sample, or samples made no batch. `details["index"]` names
-    the sample, where it is one."""
+    """A dataset raised an error for a sample, or samples could not be made into a batch.
+    `details["index"]` names the sample, if it was a single one."""
 
 
 class PeersUnreachable(RefusedError):
@@ -189,7 +192,8 @@ class PeersUnreachable(RefusedError):
 
 
 class BringUpFailed(RefusedError):
-    """The member failed repeatedly to bring a generation up. The others continue without it."""
+    """The member failed repeatedly in the bring-up of a generation. The others continue without
+    it."""
 
 
 class MemberDrained(RefusedError):
@@ -209,7 +213,7 @@ class JobStopped(RefusedError):
 
 
 class JobInUse(RefusedError):
-    """The job has members, and what was asked for would change everything under them."""
+    """The job has members, and the request would change the job's state while they train."""
 
 
 class UnknownMember(RefusedError):
@@ -229,11 +233,12 @@ class UnknownSnapshot(RefusedError):
 
 
 class ForgottenPush(RefusedError):
-    """The push is older than what its shard remembers: whether it was applied cannot be told."""
+    """The push is older than those that its shard remembers: it may have been applied or not."""
 
 
 class StalePush(RefusedError):
-    """The gradient is of values that too many updates came after: pull, and compute it anew."""
+    """The gradient was computed on values that are too old, or were lost: pull, and compute it
+    anew."""
 
 
 class UnknownSeries(RefusedError):
@@ -245,7 +250,7 @@ class SeriesHeld(RefusedError):
 
 
 class StaleEpoch(RefusedError):
-    """The publisher was replaced: another one publishes the series now, under a later epoch."""
+    """The publisher was replaced: another one publishes the series now, in a later epoch."""
 
 
 class PublicationAbandoned(RefusedError):
@@ -270,12 +275,12 @@ class DtypeMismatch(RefusedError):
 
 
 class NonFiniteGradient(RefusedError):
-    """A gradient holds NaN or Inf. `details["parameter"]` names where."""
+    """A gradient has a NaN or Inf. `details["parameter"]` names the parameter."""
 
 
 class TrainingFailed(RefusedError):
-    """Training is complete, and its loss is not as required: it is not finite, or not lower than at
-    the start although the script asks for that."""
+    """Training is complete, but its loss is not finite, or not lower than at the start although the
+    script requires that."""
 
 
 class MalformedMessage(RefusedError):
@@ -287,7 +292,7 @@ class NoServers(RefusedError):
 
 
 class NothingLost(RefusedError):
-    """A loss was to be accepted of what is not lost."""
+    """A loss was to be accepted, but nothing is lost."""
 
 
 class AddressInUse(RefusedError):
@@ -312,25 +317,25 @@ class SnapshotDamaged(CorruptError):
 
 
 class JournalDamaged(CorruptError):
-    """A journal holds something else than what was brought to disk. `details` names the file."""
+    """A journal's file is not what was written. `details` names the file."""
 
 
 class StateLost(CorruptError):
-    """The state that the job had come to is not whole on the members that are left, or with nobody
-    at all: go on from a checkpoint, or begin anew.
+    """The job's newest state is not complete on the members that are left, or on the parameter
+    servers: continue from a checkpoint or snapshot, or start over.
 
-    Where members looked at what they hold, `details` maps each step to the first parts that nobody
-    has. Where parameter servers lost a shard, it has `job`, `shard`, `epoch`, `table` for one of a
-    table, `version`, the newest one that the member has seen, if any, and what the coordinator
+    If members lack parts, `details` maps each step to the first parts that no member has. If
+    parameter servers lost a shard, `details` has `job`, `shard`, `epoch`; `table` if the shard is
+    part of one; `version`, the newest that the member has seen, if any; and what the coordinator
     knows: `at_least_version`, `lost_unix_s`, `servers`, `on_disk`, `snapshot`.
     """
 
 
 class JobQuarantined(CorruptError):
-    """The coordinator cannot go on with this one job: what etcd holds of it cannot be read, or
-    etcd refused to keep it. `details` holds the job and, of a record that cannot be read, its key.
-    All other jobs go on; `shoal repair` shows what is wrong with this one, and mends it."""
+    """The coordinator cannot go on with this job: one of its records in etcd cannot be read, or
+    etcd refused to store one. `details` has the job and, for a record that cannot be read, its key.
+    Other jobs go on; `shoal repair` shows what is wrong with this one, and repairs it."""
 
 
 class InternalError(CorruptError):
-    """The peer failed in a way it has no name for; its log has the traceback."""
+    """The peer failed with an unexpected error; its log has the traceback."""

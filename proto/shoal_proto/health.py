@@ -8,18 +8,18 @@ from typing import Annotated, Any, ClassVar, get_args, get_type_hints
 from annotated_types import Ge, Le, MaxLen, MinLen
 
 MAX_COUNT = 2**53 - 1
-"""Beyond it a number in JSON is not exact."""
+"""Largest integer up to which numbers in JSON are exact."""
 
 Count = Annotated[int, Ge(0), Le(MAX_COUNT)]
 Amount = Annotated[float, Ge(0), Le(MAX_COUNT)]
 MAX_LOGGED = 32
-"""Names that a report says what was logged under."""
+"""Most names of logged values in a report."""
 LoggedName = Annotated[str, MinLen(1), MaxLen(100)]
 
 
 @dataclass(frozen=True)
 class Gauge:
-    """Marks a figure that Prometheus is told, under this name."""
+    """Marks a figure that is exported to Prometheus, under this name."""
 
     name: str
 
@@ -35,13 +35,13 @@ class CourseFigures:
     }
 
     num_steps: Count | None = None
-    """Steps that the job has in all, where its members take them together."""
+    """Total number of steps of the job, if its members take them together."""
     checkpoint_step: Count | None = None
     """The step of the newest checkpoint that the member has helped to write."""
     logged: Annotated[dict[LoggedName, tuple[Count, float]], MaxLen(MAX_LOGGED)] = field(
         default_factory=dict
     )
-    """Step and newest value of what the script logged, by name; the one member says it that writes
+    """Step and newest value of each name that the script logged; reported by the member that writes
     to the trackers. "NaN" and "Infinity" (as text) are allowed."""
 
 
@@ -50,7 +50,7 @@ class HealthFigures:
     """Figures of a member's training, as it reports them. None: not reported."""
 
     __pydantic_config__: ClassVar[Any] = {"use_attribute_docstrings": True}
-    """For a server that makes a schema of it: the texts are those below."""
+    """Pydantic's settings, for a server that makes a schema of this class with the texts below."""
 
     step: Count | None = None
     """Optimizer steps so far."""
@@ -63,15 +63,15 @@ class HealthFigures:
     )
     """Samples this member trains on in a second."""
     memory_bytes: Annotated[Count | None, Gauge("shoal_member_memory_bytes")] = None
-    """Memory in use: the device's, or the process's where it trains on the CPU."""
+    """Memory in use: the device's, or the process's if it trains on the CPU."""
     device: Annotated[str, MaxLen(100)] | None = None
-    """What it trains on: cpu, cuda:0 ..."""
+    """Device that it trains on: cpu, cuda:0 ..."""
     staleness_steps: Annotated[Amount | None, Gauge("shoal_member_staleness_steps")] = None
     """Mean number of updates by others between this member's pull and its push."""
     sent_bytes_per_step: Annotated[Amount | None, Gauge("shoal_member_sent_bytes")] = None
     """Bytes that this member sent for its gradients in the newest step."""
     compression_ratio: Annotated[Amount | None, Gauge("shoal_member_compression_ratio")] = None
-    """How many times more that would have been without compression."""
+    """Ratio of the bytes without compression to those sent, in the newest step."""
     last_error: Annotated[str, MaxLen(2000)] | None = None
     """The last error the training went through; empty: none."""
     generation: Count | None = None
@@ -85,24 +85,24 @@ class HealthFigures:
     """How far the job has come."""
 
     def said(self) -> dict[str, Any]:
-        """The figures that are known, by name."""
+        """Return the figures that are not None, by name."""
         known = {each.name: getattr(self, each.name) for each in fields(HealthFigures)}
         return {name: value for name, value in known.items() if value is not None}
 
 
 def gauges() -> dict[str, str]:
-    """The names under which Prometheus is told figures, by figure."""
+    """Return the names in Prometheus of exported figures, by figure."""
     return {name: mark.name for name, mark in _marked(Gauge)}
 
 
 def max_lengths() -> dict[str, int]:
-    """Maximum number of characters of each figure that is a text."""
+    """Return the maximum number of characters of each figure that is a text."""
     return {name: mark.max_length for name, mark in _marked(MaxLen)}
 
 
 def _marked(kind: type) -> Iterator[tuple[str, Any]]:
     for name, hint in get_type_hints(HealthFigures, include_extras=True).items():
-        # The mark stands on the whole type, or on its part that is not None.
+        # The whole type has the mark, or its part that is not None.
         parts = [hint, *get_args(hint)]
         marks = [mark for part in parts for mark in getattr(part, "__metadata__", ())]
         yield from ((name, mark) for mark in marks if isinstance(mark, kind))

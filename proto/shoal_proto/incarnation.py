@@ -1,8 +1,8 @@
-"""A name for one process start, which is a secret, and what others may know it by.
+"""Incarnations: the secret name of a process start, and its public id.
 
-Whoever has a member's incarnation can speak as that member: it is what tokens are checked by. So
-only its owner, the coordinator and the parameter servers know it; rosters, the page, logs and
-messages of errors have the public id.
+A process that knows a member's incarnation can act as that member, as tokens are checked by it. So
+only the member, the coordinator and the parameter servers know it; rosters, the page, logs and
+error messages have the public id.
 """
 
 import hashlib
@@ -13,9 +13,9 @@ from uuid import UUID
 
 
 def new_incarnation(unix_ms: int | None = None) -> str:
-    """A fresh UUID of version 7 (RFC 9562): 48 bits of Unix milliseconds, then random ones.
+    """Return a fresh UUID of version 7 (RFC 9562): 48 bits of Unix milliseconds, then random ones.
 
-    Its order is the order of process starts, as far as one host's clock tells.
+    Incarnations are ordered by the time of the process start, by the host's clock.
     """
     unix_ms = time.time_ns() // 1_000_000 if unix_ms is None else unix_ms
     random_bits = secrets.randbits(74)
@@ -25,8 +25,8 @@ def new_incarnation(unix_ms: int | None = None) -> str:
 
 @lru_cache(maxsize=16_384)
 def public_id(incarnation: str) -> str:
-    """16 hexadecimal digits that tell process starts apart, from which none can be derived.
+    """Return 16 hexadecimal digits that identify a process start without revealing its incarnation.
 
-    74 bits of an incarnation are random, so that nobody finds one by trying.
+    74 bits of an incarnation are random, so it cannot be found by trying.
     """
     return hashlib.sha256(f"shoal incarnation\0{incarnation}".encode()).hexdigest()[:16]

@@ -27,11 +27,11 @@ BUCKET_KINDS = {
     "gcs": "gs",
     "az": "az",
     "abfs": "az",
-    # Of this process alone; for tests.
+    # Within one process; for tests.
     "memory": "memory",
 }
-"""The kinds of storage that snapshots and checkpoints may lie in, beside directories; one name for
-each. `fsspec` is asked for no other: it reaches far more than storage."""
+"""Kinds of storage for snapshots and checkpoints besides directories, by scheme of the URL. No
+other scheme is passed to `fsspec`, which reaches far more than storage."""
 
 
 def is_name(text: str) -> bool:
@@ -46,7 +46,7 @@ def is_series(text: str) -> bool:
 
 
 def check_name(name: str, what: str) -> None:
-    """Raise InvalidSpec unless `name` may be that of a `what`: a job, a member."""
+    """Raise InvalidSpec unless `name` follows `NAME_RULE`. `what`: what it names, such as a job."""
     if not is_name(name):
         seen = repr(name[: 2 * MAX_NAME_LENGTH])
         raise InvalidSpec(f"bad name of a {what}", seen=seen, expected=NAME_RULE)
@@ -58,6 +58,6 @@ def check_prefix(prefix: str) -> None:
     if not _PREFIX.fullmatch(prefix) or len(prefix) > MAX_PREFIX_LENGTH:
         expected = PREFIX_RULE
     elif "/shoal/v1/" in f"{prefix}/":
-        expected = "one without /shoal/v1, within which the keys of another cluster lie"
+        expected = "one without /shoal/v1, which contains the keys of another cluster"
     if expected:
         raise InvalidSpec("bad --prefix", seen=repr(prefix[:MAX_PREFIX_LENGTH]), expected=expected)

@@ -1,7 +1,7 @@
-"""Numbers that a script gives, of whatever library: converted once, where they come in.
+"""Numbers that a script passes, of any library: converted once, where they enter Shoal.
 
-NumPy's integers wrap, its floats are no Python floats to JSON and to checkpoints, and a 0-d tensor
-compares as a tensor. Behind these functions there are Python's own numbers alone.
+NumPy's integers overflow, its floats are not Python floats to JSON and checkpoints, and a 0-d
+tensor compares as a tensor. These functions return Python's own numbers only.
 """
 
 import math
@@ -13,8 +13,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 def as_index(name: str, value: Any) -> int:
-    """The integer that an argument of this name is given as: a Python int, a NumPy integer or a
-    0-d tensor of integers.
+    """Return the integer value of the argument `name`: a Python int, a NumPy integer or a 0-d
+    tensor of integers.
 
     Raises InvalidSpec for anything else: True and False, floats, text, arrays.
     """
@@ -28,8 +28,7 @@ def as_index(name: str, value: Any) -> int:
 
 
 def as_number(name: str, value: Any) -> float:
-    """The real number that an argument of this name is given as: a Python number, one of NumPy's or
-    a 0-d tensor.
+    """Return the real value of the argument `name`: a number of Python or NumPy, or a 0-d tensor.
 
     Raises InvalidSpec for anything else: True and False, NaN, text, complex numbers, arrays.
     Infinity passes, for callers to judge.
@@ -47,9 +46,9 @@ def as_number(name: str, value: Any) -> float:
 
 
 def plain_number(name: str, value: Any) -> Any:
-    """Python number in a scalar of another library, such as np.float32(1.5) or a 0-d tensor; other
-    values are returned unchanged. Raises InvalidSpec for a scalar without a value, as on the meta
-    device."""
+    """Return the Python number in a scalar of another library, such as np.float32(1.5) or a 0-d
+    tensor; other values are returned unchanged. Raises InvalidSpec for a scalar without a value, as
+    on the meta device."""
     if getattr(value, "shape", None) != () or not hasattr(value, "item"):
         return value
     try:

@@ -1,9 +1,9 @@
-"""Pieces of shards as they lie on the wire, without copying their data in and out of a message.
+"""Pieces of shards as encoded on the wire, without copying their data in and out of a message.
 
 protobuf's Python messages copy a bytes field when it is set, when it is read, and once more when
 the message is serialized or parsed: at gigabytes a second that is most of the work. The functions
-here write and read the very same encoding (`Piece` in parameters.proto, as the one field of the
-message around it), so either end may as well use the generated messages.
+here write and read the same encoding (`Piece` in parameters.proto, as the only field of the message
+around it), so either end may use the generated messages instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,8 @@ _DATA = 3 << 3 | _LENGTH
 _CHECKSUM = 4 << 3 | _FIXED32
 
 ALIGNMENT = 8
-"""Bytes. What is read in place is aligned for any dtype: a bytes object's own memory is."""
+"""Alignment in bytes of data that are read in place, enough for any dtype: the memory of a bytes
+object is aligned itself."""
 
 PUSH_REQUEST = CREATE_REQUEST = SHARD_DATA = 2
 """Number of the field `piece` in PushRequest, CreateRequest and ShardData."""
@@ -32,7 +33,7 @@ PUSH_REPLY = 3
 
 
 class AnyPiece(Protocol):
-    """A Piece, or what was read in place of one."""
+    """A Piece message, or a ReadPiece."""
 
     @property
     def shard_id(self) -> int: ...
@@ -52,9 +53,9 @@ class ReadPiece:
     offset_bytes: int
     data: memoryview
     checksum: int | None
-    """None: of data in shared memory that nobody has summed up."""
+    """None: the data lie in shared memory, and have no checksum."""
     is_shared: bool = False
-    """The data lie in memory of which the sender may make other use once it is answered."""
+    """True if the data lie in shared memory, which the sender may reuse once it is answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +74,10 @@ class OnlyPiece:
 def encode(
     field: int, shard_id: int, offset_bytes: int, parts: Sequence[Buffer], checksum: int
 ) -> bytes:
-    """The serialized message around a piece whose data are these parts, one after the other.
+    """Return the serialized message around a piece whose data are these parts, one after the other.
 
-    The data begin at a multiple of ALIGNMENT: the numbers in front of them are written with as many
-    bytes as that takes, which protobuf allows.
+    The data begin at a multiple of ALIGNMENT: the numbers before them are padded with extra bytes,
+    which protobuf allows.
     """
     num_bytes = sum(map(len, parts))
     tail = bytes((_CHECKSUM,)) + checksum.to_bytes(4, "little")
@@ -89,7 +90,7 @@ def encode(
         _put_varint(head, num_bytes)
         around = bytearray((field << 3 | _LENGTH,))
         _put_varint(around, len(head) + num_bytes + len(tail))
-        # Numbers that leave no room are larger than any shard's; the reader copies then.
+        # Numbers without space for padding are larger than any shard's: the reader then copies.
         if left or (len(around) + len(head)) % ALIGNMENT == 0:
             break
     return b"".join((around, head, *parts, tail))
@@ -98,18 +99,18 @@ def encode(
 Whole = TypeVar("Whole", bound=Message)
 
 
-class Decoder(Generic[Whole]):
-    """Reads messages of one type; those that are a piece and nothing else, in place."""
+class PieceDecoder(Generic[Whole]):
+    """Reads messages of one type. A message that has only a piece is read in place."""
 
     def __init__(self, field: int, parse: Callable[[bytes], Whole]) -> None:
-        """`field` is the number of the piece; `parse` reads any message."""
+        """`field` is the field number of the piece; `parse` reads any other message."""
         self._tag = field << 3 | _LENGTH
         self._parse = parse
-        # Where an unreadable message is reported, this is what names its type.
+        # Names the type in reports of unreadable messages.
         self.__self__: Any = getattr(parse, "__self__", None)
 
     def __call__(self, data: bytes) -> "Whole | OnlyPiece":
-        """Raises DecodeError for bytes that are no such message."""
+        """Decode a message. Raises DecodeError for bytes that are not of this type."""
         if data and data[0] == self._tag:
             piece = _read(data)
             if piece is not None:
@@ -118,7 +119,7 @@ class Decoder(Generic[Whole]):
 
 
 def _read(data: bytes) -> ReadPiece | None:
-    """The piece; None for an encoding that is not just the fields in order, which is rare."""
+    """Return the piece; None for an encoding with other fields or another order, which is rare."""
     try:
         size, at = _varint(data, 1)
         if at + size != len(data):
@@ -144,7 +145,7 @@ def _read(data: bytes) -> ReadPiece | None:
 
 
 def _put_varint(into: bytearray, value: int, padding: int = 0) -> int:
-    """Write a number with so many bytes more than it needs; how many found no room."""
+    """Write a number with `padding` more bytes than it needs; return how many did not fit."""
     start = len(into)
     while value > 0x7F:
         into.append(value & 0x7F | 0x80)

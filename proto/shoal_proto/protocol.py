@@ -1,11 +1,11 @@
 """Versions of the protocol that a process speaks, and the choice of one by two processes.
 
-A version of the protocol stands for what messages and calls mean, not for the fields that they
-have: a field that one side does not know is ignored, or handed on, by the other. So the number
-changes rarely, and a release speaks the versions of the release before it as well.
+A version stands for the meaning of messages and calls, not for their fields: a field that one side
+does not know is ignored or passed on. So the number changes rarely, and a release also speaks the
+versions of the release before it.
 
-Each process tells its range with every call, in the user agent of gRPC; a call whose range has
-nothing in common with the server's is refused by name before its request is looked at.
+Each process sends its range with every call, in the user agent of gRPC. A call whose range has no
+version in common with the server's is refused before its request is read.
 """
 
 import re
@@ -27,12 +27,12 @@ class ProtocolRange:
         return f"{self.oldest}-{self.newest}"
 
     def shared_with(self, other: "ProtocolRange") -> int | None:
-        """The newest version that both speak; None where there is none."""
+        """Return the newest version that both speak; None if there is none."""
         shared = min(self.newest, other.newest)
         return shared if shared >= max(self.oldest, other.oldest) else None
 
     def agreed_with(self, caller: "ProtocolRange") -> int:
-        """The version to speak with a caller. Raises ProtocolMismatch."""
+        """Return the version to speak with a caller. Raises ProtocolMismatch."""
         shared = self.shared_with(caller)
         if shared is None:
             older = "caller" if caller.newest < self.oldest else "server"
@@ -50,7 +50,7 @@ OWN_PROTOCOLS = ProtocolRange(oldest=3, newest=3)
 
 
 def user_agent(spoken: ProtocolRange) -> str:
-    """User agent that a caller sends with each call."""
+    """Return the user agent that a caller sends with each call."""
     return f"shoal-protocol/{spoken}"
 
 
@@ -59,7 +59,7 @@ USER_AGENT_OPTION = ("grpc.primary_user_agent", user_agent(OWN_PROTOCOLS))
 
 
 def announced(agent: str) -> ProtocolRange | None:
-    """The range in the user agent of a call; None for a caller that does not say: another client
-    of gRPC, whose requests are judged by what they hold."""
+    """Return the range in the user agent of a call; None if there is none: the caller is another
+    gRPC client, whose requests are checked by their content."""
     found = _ANNOUNCED.search(agent)
     return ProtocolRange(int(found[1]), int(found[2])) if found else None

@@ -1,7 +1,7 @@
 """Rosters of any size: their digest, and the form in which they are fetched and stored.
 
 Deflated, a roster of 10,000 members has 0.25 MB, and 0.5 MB with the members' incarnations. So each
-lies in etcd as one value, and members that share a host fetch it once.
+is one value in etcd, and members that share a host fetch it once.
 """
 
 import hashlib
@@ -14,16 +14,16 @@ from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1.membership_pb2 import Roster
 
 LARGE_ENTRIES = 500
-"""A roster of more members is fetched by its digest, not sent with each notice."""
+"""Number of members above which a roster is fetched by its digest, not sent with each notice."""
 MAX_UNPACKED_BYTES = 32 * 1024 * 1024
 LEVEL = 1
-"""Fast: incarnations do not shrink further at a higher level, and the rest is small."""
+"""Compression level: at a higher one incarnations do not shrink further, and the rest is small."""
 
 M = TypeVar("M", bound=Message)
 
 
 def roster_digest(roster: Roster) -> str:
-    """SHA-256 in hex over the roster's encoding, fields by number and map entries by key.
+    """Return the SHA-256, in hex, of the roster's encoding: fields by number, map entries by key.
 
     Protobuf leaves the order of a map's entries open unless asked for a deterministic one. Members
     and coordinator have the same message type: another protocol version is refused when a member
@@ -33,12 +33,12 @@ def roster_digest(roster: Roster) -> str:
 
 
 def pack(message: Message) -> bytes:
-    """Encoding of the message, deflated (RFC 1950)."""
+    """Return the message's encoding, deflated (RFC 1950)."""
     return zlib.compress(message.SerializeToString(deterministic=True), LEVEL)
 
 
 def unpack(kind: type[M], packed: bytes) -> M:
-    """The message that was packed. Raises MalformedMessage."""
+    """Return the message that was packed. Raises MalformedMessage."""
     unpacking = zlib.decompressobj()
     try:
         plain = unpacking.decompress(packed, MAX_UNPACKED_BYTES)

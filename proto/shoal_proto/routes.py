@@ -1,7 +1,7 @@
 """Route to the primary of a shard, sent with the refusal of a call that reached another server.
 
-In the details of a WrongEpoch, one entry a shard: `details["shard 3"] == "6 ps-2 10.0.0.2:7710"`,
-its epoch, the id of its primary's server, and host:port of that.
+A route is an entry in the details of a WrongEpoch: `details["shard 3"] == "6 ps-2 10.0.0.2:7710"`
+has the shard's epoch, the id of the primary's server, and that server's host:port.
 """
 
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ _PREFIX = "shard "
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Server that leads a shard, or is about to, and the epoch."""
+    """The server of a shard's primary, or of the successor during a handover, and the epoch."""
 
     shard_id: int
     epoch: int
@@ -22,13 +22,13 @@ class Route:
     address: str
 
 
-def told(routes: Iterable[Route]) -> dict[str, str]:
-    """The routes as details of an error."""
+def as_details(routes: Iterable[Route]) -> dict[str, str]:
+    """Return the routes as details of an error."""
     return {f"{_PREFIX}{r.shard_id}": f"{r.epoch} {r.server_id} {r.address}" for r in routes}
 
 
 def of(error: WrongEpoch) -> list[Route]:
-    """The routes that an error tells; what does not read as one is passed over."""
+    """Return the routes in the details of an error; other details are ignored."""
     routes = []
     for key, value in error.details.items():
         shard_id, words = key.removeprefix(_PREFIX), value.split(" ")
@@ -40,7 +40,7 @@ def of(error: WrongEpoch) -> list[Route]:
 
 
 def gather(worst: ShoalError, errors: Iterable[ShoalError]) -> ShoalError:
-    """The worst of some errors; if that is a WrongEpoch, with the routes of all the others."""
+    """Return the worst of some errors; if it is a WrongEpoch, with the routes of all the others."""
     if isinstance(worst, WrongEpoch):
         for error in errors:
             if isinstance(error, WrongEpoch):

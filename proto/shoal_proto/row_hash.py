@@ -1,7 +1,7 @@
 """Hash of a row's id, which determines its shard; fixed, and the same in every program.
 
 The finaliser of SplitMix64 (Steele, Lea, Flood 2014) after one step of its counter. Servers and
-workers have the same in arrays; the tests hold them to this.
+workers compute the same over arrays; tests compare them with this module.
 """
 
 MASK = 2**64 - 1
@@ -11,7 +11,7 @@ SECOND_FACTOR = 0x94D049BB133111EB
 
 
 def mix64(value: int) -> int:
-    """64 bits that depend on every bit of the value; a bijection of 64-bit words."""
+    """Return 64 bits that depend on every bit of the value; a bijection of 64-bit words."""
     mixed = (value + GAMMA) & MASK
     mixed = ((mixed ^ (mixed >> 30)) * FIRST_FACTOR) & MASK
     mixed = ((mixed ^ (mixed >> 27)) * SECOND_FACTOR) & MASK
@@ -19,5 +19,6 @@ def mix64(value: int) -> int:
 
 
 def shard_of(row_id: int, num_shards: int) -> int:
-    """Index of the table's virtual shard that has the row; ids are signed 64-bit integers."""
+    """Return the index of the table's virtual shard that has the row; ids are signed 64-bit
+    integers."""
     return ((mix64(row_id & MASK) >> 32) * num_shards) >> 32

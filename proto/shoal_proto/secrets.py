@@ -1,7 +1,7 @@
-"""Secrets that are proven by saying them, and of which only digests are kept.
+"""Secrets that a process proves by presenting them, and that are stored only as digests.
 
-A job's is in a file, so that it is in no process' arguments: SHOAL_JOB_SECRET_FILE names it. A
-launcher's is drawn for each process that it starts.
+A job's secret is in a file named by SHOAL_JOB_SECRET_FILE, so that it is not in the arguments of a
+process. A launcher's secret is drawn for each process that it starts.
 """
 
 import hashlib
@@ -21,21 +21,22 @@ MIN_LENGTH, MAX_LENGTH = 16, 128
 
 @dataclass(frozen=True, kw_only=True)
 class MemberSecrets:
-    """Secrets that a member, or its launcher for it, presents."""
+    """Secrets that a member presents, or its launcher for the member."""
 
     job: str = field(default="", repr=False)
-    """Secret with which its job was begun, or is to begin; empty: none."""
+    """Secret with which the job was begun, or is to be begun; empty: none."""
     launch_digest: str = field(default="", repr=False)
-    """Of the secret by which its launcher reports on it; empty: whoever names it may."""
+    """Digest of the secret with which the launcher reports on the member; empty: reports on the
+    member need no secret."""
 
 
 def drawn() -> str:
-    """A fresh one: 256 bits in hexadecimal digits."""
+    """Return a fresh secret: 256 bits in hexadecimal digits."""
     return secrets.token_hex(32)
 
 
 def digest_of(secret: str) -> str:
-    """Digest of a secret, which is stored instead of it; empty for no secret."""
+    """Return the digest of a secret, which is stored in its stead; empty for no secret."""
     if not secret:
         return ""
     return hashlib.sha256(f"shoal secret\0{secret}".encode()).hexdigest()
@@ -47,23 +48,24 @@ def proves(secret: str, digest: str) -> bool:
 
 
 def job_secret(environment: Mapping[str, str]) -> str:
-    """The secret of the job that this process belongs to; empty where none is set. Raises
-    InvalidSpec."""
+    """Return the secret of this process's job; empty if none is set. Raises InvalidSpec."""
     name = environment.get(JOB_VARIABLE)
     return read_job_secret(Path(name)) if name else ""
 
 
 def member_secrets(environment: Mapping[str, str]) -> MemberSecrets:
-    """Secrets of the member that this process becomes. Raises InvalidSpec."""
+    """Return the secrets of the member that this process becomes. Raises InvalidSpec."""
     launch = environment.get(LAUNCH_VARIABLE, "")
     if not launch and not environment.get("SHOAL_BEATS"):
-        # No launcher has started this process: one that nobody knows, for reports of nobody's.
+        # No launcher has started this process: with a secret that nobody knows, no launcher can
+        # report on it.
         launch = drawn()
     return MemberSecrets(job=job_secret(environment), launch_digest=digest_of(launch))
 
 
 def read_job_secret(path: Path) -> str:
-    """The first line of the file. Raises InvalidSpec for one that others may read, or too short."""
+    """Return the first line of the file. Raises InvalidSpec if other users may read the file, or
+    the line has a bad length."""
     try:
         mode = path.stat().st_mode
         text = path.read_text(encoding="ascii").partition("\n")[0].strip()

@@ -1,7 +1,7 @@
 """Errors over gRPC: `to_status` on the serving side, `from_rpc_error` on the calling side.
 
-The status code tells any gRPC client what kind of failure it is; the trailing metadata entry
-`shoal-error-bin` holds the whole error, from which a Shoal client raises the same class again.
+The status code shows any gRPC client the kind of failure; the trailing metadata entry
+`shoal-error-bin` has the whole error, from which a Shoal client raises the same class again.
 """
 
 from collections.abc import Iterable, Mapping
@@ -32,7 +32,7 @@ from shoal_proto.v1.identity_pb2 import ErrorDetail
 
 ERROR_METADATA_KEY = "shoal-error-bin"
 
-# First match wins, so the narrow classes stand before their parents.
+# The first match wins, so subclasses come before their parents.
 _CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (DeadlineExceeded, grpc.StatusCode.DEADLINE_EXCEEDED),
@@ -53,7 +53,7 @@ _CODES: tuple[tuple[type[ShoalError], grpc.StatusCode], ...] = (
 
 
 def to_detail(error: ShoalError) -> ErrorDetail:
-    """The error as a message."""
+    """Return the error as a message."""
     return ErrorDetail(
         kind=type(error).__name__,
         what=error.what,
@@ -65,7 +65,7 @@ def to_detail(error: ShoalError) -> ErrorDetail:
 
 
 def from_detail(detail: ErrorDetail) -> ShoalError:
-    """The error a message stands for; a class this version does not know becomes InternalError."""
+    """Return the error of a message; an InternalError if this release does not know its class."""
     kind = ShoalError.kinds.get(detail.kind, InternalError)
     return kind(
         detail.what,
@@ -77,7 +77,7 @@ def from_detail(detail: ErrorDetail) -> ShoalError:
 
 
 def to_status(error: ShoalError) -> tuple[grpc.StatusCode, str, tuple[tuple[str, bytes], ...]]:
-    """Status code, text and trailing metadata that tell a client of the error."""
+    """Return the status code, text and trailing metadata that report the error to a client."""
     code = next(code for kind, code in _CODES if isinstance(error, kind))
     # Metadata counts towards HTTP/2's header limit (8 KiB by default); the text alone can grow.
     detail = to_detail(error)
@@ -106,7 +106,7 @@ def _shortened(detail: ErrorDetail) -> ErrorDetail:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> ShoalError:
-    """The ShoalError behind a failed call to `target` (host:port, for the message).
+    """Return the ShoalError of a failed call to `target` (host:port, for the message).
 
     A failure that no Shoal server explained is mapped by its status code.
     """

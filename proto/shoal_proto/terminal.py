@@ -1,8 +1,8 @@
-"""Text of others as a terminal shows it, and does nothing else with it.
+"""Text from other processes, made safe to show on a terminal.
 
-A host's name, a reason or an error comes from whoever joins a job. A terminal would take an escape
-sequence in it as an order, a line feed begins a line that looks like one of ours, and marks of
-direction show other text than there is.
+A host's name, a reason or an error comes from any process that joins a job. A terminal would obey
+an escape sequence in it, a line feed would begin a line that looks like one of ours, and direction
+marks would show a different text.
 """
 
 import re
@@ -20,16 +20,17 @@ _ALL = {
 }
 _WITHIN_LINES = {code: shown for code, shown in _ALL.items() if chr(code) != "\n"}
 OF_SEVERAL_LINES = frozenset({"exception", "stack", "last_error"})
-"""Names of texts whose lines stand below each other: tracebacks."""
+"""Names of texts that have several lines: tracebacks."""
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """The text, with escapes in place of what a terminal obeys. `lines`: it may have several."""
+    """Return the text, with escapes in place of characters that a terminal obeys. `lines`: line
+    feeds are kept."""
     return text.translate(_WITHIN_LINES if lines else _ALL)
 
 
 def printable_json(value: Any, name: str = "") -> Any:
-    """Value from JSON with all its texts made printable; `name` is its key there."""
+    """Return a value from JSON with all its texts made printable; `name` is the value's key."""
     if isinstance(value, str):
         return printable(value, lines=name in OF_SEVERAL_LINES)
     if isinstance(value, list):
@@ -42,7 +43,7 @@ def printable_json(value: Any, name: str = "") -> Any:
 def printable_event(
     logger: Any, method: str, event: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """A processor of structlog for lines that a terminal shows."""
+    """Make the texts of an event printable: a processor of structlog."""
     for name, value in event.items():
         if isinstance(value, str):
             event[name] = printable(value, lines=name in OF_SEVERAL_LINES)
@@ -59,9 +60,10 @@ _SEQUENCE = re.compile(
 
 
 def plain_lines(data: bytes) -> list[str]:
-    """The lines of the bytes, without escape sequences; what is not UTF-8 is replaced.
+    """Return the lines of the bytes, without escape sequences; bytes that are not UTF-8 are
+    replaced.
 
-    Of a line that a progress bar wrote again and again the newest state is left.
+    If a progress bar has overwritten a line, only its newest state is kept.
     """
     text = data.decode("utf-8", "replace")
     return [_plain(line) for line in text.removesuffix("\n").split("\n")] if text else []

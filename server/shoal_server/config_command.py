@@ -1,4 +1,4 @@
-"""`shoal config`: what two numbers lead to."""
+"""`shoal config`: the time limits that follow from the few that are chosen."""
 
 import json
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from shoal_server.core.limits import Limits
 from shoal_server.serving.options import FLAT
 
 _CHOSEN = {
-    "heartbeat_s": "How often a member says that it lives. You choose it: --heartbeat-s.",
-    "join_s": "The longest wait of a newcomer for a generation before it gets an error that says"
-    " why. You choose it: --join-s.",
-    "collective_s": "The longest wait in one collective before it is taken for hung, and for a"
+    "heartbeat_s": "The time between a member's heartbeats. You choose it: --heartbeat-s.",
+    "join_s": "The longest wait of a joining member for a generation; then it gets an error with"
+    " the reason. You choose it: --join-s.",
+    "collective_s": "The longest time in one collective before it counts as hung, and for a"
     " trainer to stop after a break. You may choose it: --collective-s.",
-    "wait_for_members_s": "How long a job that has trained waits for members while fewer than its"
-    " minimum are there. You may choose it: --wait-for-members-s.",
+    "wait_for_members_s": "How long a job that has trained waits while it has fewer members than"
+    " its minimum. You may choose it: --wait-for-members-s.",
 }
 
 
@@ -54,7 +54,7 @@ def show(config: ShowConfig) -> int:
 
 
 def meanings() -> Iterator[tuple[str, str]]:
-    """Each limit's name and what it is, in a line."""
+    """Yield each limit's name, and its meaning in one line."""
     yield from _CHOSEN.items()
     for name, attribute in vars(Limits).items():
         if isinstance(attribute, property):
@@ -84,7 +84,7 @@ def _as_dict(limits: Limits) -> dict[str, object]:
 
 
 def _chains(limits: Limits) -> list[list[tuple[str, float]]]:
-    """The pairs of the hierarchy, those put into one line where one ends as the next begins."""
+    """The pairs of the hierarchy, joined to chains: a < b and b < c become a < b < c."""
     chains: list[list[tuple[str, float]]] = []
     for smaller, larger in limits.hierarchy():
         if chains and chains[-1][-1] == smaller:

@@ -16,7 +16,7 @@ from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.parameters.config import ParameterServerConfig
 
 OTHERS = 0o077
-"""The rights of everybody but the user of a process."""
+"""Mode bits of group and others."""
 
 
 def coordinator(config: CoordinatorConfig) -> int:
@@ -38,8 +38,8 @@ def parameter_server(config: ParameterServerConfig) -> int:
 
 
 def _lacks(command: str, *modules: str, extra: str = "") -> bool:
-    """True if one of the modules is not installed, which is printed. The extra has the command's
-    name by default."""
+    """True if a module is not installed; prints which, and the extra to install (by default named
+    like the command)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     if missing:
         extra = extra or command
@@ -52,7 +52,7 @@ def _lacks(command: str, *modules: str, extra: str = "") -> bool:
 
 
 def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
-    # Journals and snapshots are all that a job has learnt: other users of the machine read none.
+    # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
     os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()
     refusal, code = asyncio.run(_refusal_of(work))
@@ -62,13 +62,14 @@ def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
 
 
 async def _refusal_of(work: Coroutine[Any, Any, None]) -> tuple[str, int]:
-    """Why it refuses to start, or to go on, empty if it came to its end; and its exit code. In
-    words: with the error, its frames would outlive the event loop, and what they hold of gRPC
-    needs that to end."""
+    """Run `work`; return the text of the error that ended it (empty: none) and the exit code.
+
+    Not the error itself: its frames would outlive the event loop, and hold gRPC objects that need
+    the loop to be released."""
     try:
         await work
     except Unavailable as error:
-        # Whoever started it may start it again until etcd answers: nothing is wrong with it.
+        # Temporary: a supervisor may restart this process until etcd answers.
         return str(error), os.EX_TEMPFAIL
     except ShoalError as error:
         return str(error), 1

@@ -1,4 +1,4 @@
-"""`shoal token`: tokens by which people and tools read a coordinator's page, or act."""
+"""`shoal token`: tokens for people and tools that use a coordinator's status page and HTTP API."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ class TokenConfig:
 
 
 def token(config: TokenConfig) -> int:
-    """Print a new token, or who has one. Raises InvalidSpec."""
+    """Print a new token, or the names and roles of all tokens. Raises InvalidSpec."""
     if config.action == "create":
         print(tokens.add(config.file, config.name or config.role, HttpRole(config.role)))
         return 0

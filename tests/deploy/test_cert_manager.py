@@ -24,7 +24,7 @@ from deploy.kustomization import Resource, find, render, workloads
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 KUBERNETES = Path(__file__).parents[2] / "deploy" / "kubernetes"
 TOKENS = "shoal-tokens"
@@ -167,14 +167,14 @@ def test_a_cluster_trains_with_these_certificates(
         issued(certificates, name, tmp_path)
     folder = tmp_path / "certs"
     folder.mkdir()
-    for role in Role:
+    for role in CertificateRole:
         secret = tmp_path / f"{role.value}-tls"
         for kind in ("crt", "key"):
             (folder / f"{role.value}.{kind}").write_bytes((secret / f"tls.{kind}").read_bytes())
     (folder / "ca.crt").write_bytes((tmp_path / "worker-tls" / "ca.crt").read_bytes())
     for path in folder.iterdir():
         path.chmod(0o600)
-    worker: TlsFiles = in_folder(folder, Role.WORKER)
+    worker: TlsFiles = in_folder(folder, CertificateRole.WORKER)
     config = LocalClusterConfig(
         directory=tmp_path / "cluster", num_parameter_servers=1, certificates=folder
     )

@@ -21,9 +21,9 @@ from support.processes.served_process import awaited
 
 from shoal.launcher.metrics import _Collector
 from shoal.launcher.worker_slots import Exit, WorkerSlot
-from shoal_client.liveness.beat_board import Ending
+from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_server.core.generations.roster import Generation, Step
-from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.core.membership.changes import ChangeSummary, Departure
 from shoal_server.serving.durations import BOUNDS_S, Durations
 from shoal_server.serving.process_metrics import histogram
 from shoal_server.status.app import build_app
@@ -60,8 +60,8 @@ async def exposed() -> str:
     return (await render(StatusQueries(world, world.board), measures)).decode()
 
 
-def story() -> Story:
-    return Story(
+def story() -> ChangeSummary:
+    return ChangeSummary(
         generation=Generation(4),
         cause="lost w9 (SIGKILL); 3 go on",
         lost=(Departure(member_id="w9", cause="SIGKILL", lost=True),),
@@ -80,7 +80,10 @@ def launched() -> str:
     from prometheus_client import CollectorRegistry, generate_latest  # noqa: PLC0415
 
     slots = [WorkerSlot(index=index, member_id=f"w{index}") for index in range(2)]
-    slots[0].exits = [Exit(code=-9, ending=Ending.UNKNOWN), Exit(code=0, ending=Ending.UNKNOWN)]
+    slots[0].exits = [
+        Exit(code=-9, ending=MembershipEnding.UNKNOWN),
+        Exit(code=0, ending=MembershipEnding.UNKNOWN),
+    ]
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Collector(slots))  # type: ignore[arg-type]
     return generate_latest(registry).decode()

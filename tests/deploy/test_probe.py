@@ -13,7 +13,7 @@ from deploy.scripts import credentials
 
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
@@ -85,7 +85,10 @@ def test_over_tls_it_asks_a_coordinator_and_nobody_else(tmp_path: Path) -> None:
     worker = tmp_path / "worker"
     environment = {"SHOAL_TLS": str(worker), "SHOAL_TOKEN_FILE": str(worker / "token")}
     for role, expected in (("coordinator", 0), ("server", 1)):
-        with identity.using(in_folder(tmp_path / role, Role(role))), serving(Guarded) as server:
+        with (
+            identity.using(in_folder(tmp_path / role, CertificateRole(role))),
+            serving(Guarded) as server,
+        ):
             own = identity.own()
             assert own is not None
             server.socket = own.material.server.wrap_socket(server.socket, server_side=True)

@@ -16,7 +16,7 @@ import yaml
 
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.local.etcd import find_etcd
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "skypilot"
 TASKS, SCRIPT = FOLDER / "shoal.sky.yaml", FOLDER / "node.sh"
@@ -68,7 +68,9 @@ def test_a_node_has_the_keys_that_it_uses(
     }
     assert keys.pop("cluster") == {"coordinator.key", "server.key", "operator.key"}
     assert all(of_worker == {"worker.key", "viewer.key"} for of_worker in keys.values())
-    made = {f"{role.value}.{kind}" for role in Role for kind in ("crt", "key")} | {"ca.crt"}
+    made = {f"{role.value}.{kind}" for role in CertificateRole for kind in ("crt", "key")} | {
+        "ca.crt"
+    }
     for task in tasks.values():
         for to, source in task["file_mounts"].items():
             if source.startswith("~/.shoal/sky/"):

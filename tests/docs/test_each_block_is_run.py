@@ -20,6 +20,7 @@ RUNS = ("sh", "bash", "console", "python", "")
 STORY = "tests/e2e/test_run_own_script.py::test_the_readmes_script_survives_a_kill"
 FRAGMENT = "tests/docs/test_fragments.py::test_a_fragment_runs"
 TUTORIAL = "tests/docs/test_tutorials.py::test_a_tutorial_prints_what_its_page_says"
+EXTENDING = "tests/docs/test_extending.py"
 HTTP = "tests/server/status/test_http_api.py"
 DEMO = "tests/e2e/test_demo.py::test_the_demo_trains_and_counts"
 UP = "tests/e2e/test_run_own_script.py::test_up_serves_until_ctrl_c"
@@ -84,6 +85,14 @@ TABLE = {
     ("docs/deploy.md", "etcdctl role add"): "tests/server/etcd/test_etcd_access.py",
     ("docs/deploy.md", "PIP_EXTRA_INDEX_URL"): NOT_RUN
     + "fetches 2 GB; compose-test builds from it",
+    ("docs/extending.md", "distribute -> attach"): NO_CODE,
+    **dict.fromkeys(
+        [("docs/extending.md", "# majority_sign.py"), ("docs/extending.md", "# train_majority.py")],
+        f"{EXTENDING}::test_the_strategy_survives_a_kill",
+    ),
+    ("docs/extending.md", "# second_network.py"): f"{EXTENDING}::test_the_backend_carries_a_step",
+    ("docs/extending.md", "# shoal_names.py"): f"{EXTENDING}::test_the_command_is_found",
+    ("docs/extending.md", "# tokenizer_field.py"): f"{EXTENDING}::test_a_field_is_proposed",
     ("docs/gpu.md", "make gpu-test"): "tests/gpu/test_campaign.py::test_every_case_passes_on_a_cpu",
     ("docs/gpu.md", "make gpu-bundle"): NOT_RUN
     + "fetches 30 MB; tests/deploy/test_gpu_bundle.py tries its parts",
@@ -165,14 +174,14 @@ TABLE = {
         "tests/worker/planning/test_plan_in_docs.py::test_the_table_shown_is_the_table_printed"
     ),
     (
-        "docs/strategies.md",
+        "docs/loop.md",
         "for part in batch.parts(4)",
     ): "tests/worker/session/test_micro_batches.py",
-    ("docs/strategies.md", "model, optimizer = session.distribute(torch.compile("): (
+    ("docs/models.md", "model, optimizer = session.distribute(torch.compile("): (
         "tests/worker/strategies/test_compiled_models.py"
     ),
-    ("docs/strategies.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
-    ("docs/strategies.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
+    ("docs/loop.md", "scaler ="): "tests/worker/session/test_grad_scaler.py",
+    ("docs/models.md", "torch.manual_seed(7)"): "tests/worker/session/test_models_on_meta.py",
     (
         "docs/strategies.md",
         "model, optimizer = shoal.distribute",

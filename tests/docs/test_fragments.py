@@ -103,16 +103,16 @@ RAN = {
     ("contrastive.md", 2): (CLIP, ""),
     ("data.md", 0): (DISTRIBUTES + "dataset = torch.utils.data.TensorDataset(*dataset)\n", ""),
     ("logging.md", 0): ("", ""),
+    ("loop.md", 0): (DISTRIBUTES, ""),
+    ("loop.md", 1): (DISTRIBUTES + BAR + LOOP, "\nassert 0 < bar.loss < 3\n"),
+    ("loop.md", 2): (DISTRIBUTES + DRAWS, ""),
+    ("loop.md", 3): (DISTRIBUTES + LOOP, ""),
+    ("loop.md", 6): (DISTRIBUTES + "rate = lambda step: 0.1 / (step + 1)\n", ""),
+    ("loop.md", 7): (SCHEDULES, ""),
+    ("loop.md", 8): (DISTRIBUTES, ""),
     ("membership.md", 1): (DISTRIBUTES + "evaluate = print\n", ""),
-    ("strategies.md", 2): (DISTRIBUTES, ""),
-    ("strategies.md", 3): (DISTRIBUTES + BAR + LOOP, "\nassert 0 < bar.loss < 3\n"),
-    ("strategies.md", 4): (DISTRIBUTES + DRAWS, ""),
-    ("strategies.md", 5): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),
-    ("strategies.md", 6): (GAN, ""),
-    ("strategies.md", 7): (DISTRIBUTES + LOOP, ""),
-    ("strategies.md", 10): (DISTRIBUTES + "rate = lambda step: 0.1 / (step + 1)\n", ""),
-    ("strategies.md", 11): (SCHEDULES, ""),
-    ("strategies.md", 12): (DISTRIBUTES, ""),
+    ("models.md", 0): (GAN, ""),
+    ("models.md", 1): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),
 }
 """By page and number among its blocks of Python: what stands before and behind it."""
 
@@ -126,7 +126,7 @@ def test_a_fragment_runs(page: str, number: int, tmp_path: Path) -> None:
     fragment = [*blocks(DOCS / page, "python")][number]
     if before.endswith(LOOP):
         fragment = fragment if fragment.startswith(" ") else indented(fragment, 4)
-    if page == "strategies.md" and number == 10:
+    if page == "loop.md" and number == 6:
         after = f"    with session.step():\n        {TRAINS}\n"
     names = run(fragment, before, after, tmp_path)
     assert names.get("steps", 1) > 0

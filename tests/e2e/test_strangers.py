@@ -18,7 +18,7 @@ from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.etcd import etcd_pb2, etcd_pb2_grpc
 from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Role
+from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, CertificateRole
 
 ANSWER_S = 10.0
 ROOT = Path(__file__).parents[2]
@@ -78,7 +78,7 @@ def strangers(certs: Path, directory: Path) -> Iterator[tuple[str, grpc.ChannelC
     ca = (certs / "ca.crt").read_bytes()
     yield "in plain text", None
     yield "without a certificate", grpc.ssl_channel_credentials(ca)
-    found = in_folder(directory / "theirs", Role.OPERATOR)
+    found = in_folder(directory / "theirs", CertificateRole.OPERATOR)
     theirs = TlsFiles(ca=certs / "ca.crt", cert=found.cert, key=found.key)
     yield "with another authority's", credentials(theirs)
 
@@ -97,10 +97,10 @@ def test_a_stranger_reaches_no_part(shoal_command: Shoal, tmp_path: Path) -> Non
     for how, shown in strangers(certs, tmp_path):
         for address, name in ports:
             assert not answers(address, name, shown), f"{name or 'etcd'} {how}"
-    operator = credentials(in_folder(certs, Role.OPERATOR))
+    operator = credentials(in_folder(certs, CertificateRole.OPERATOR))
     for address, name in ports[:2]:
         assert answers(address, name, operator)
-    worker = in_folder(certs, Role.WORKER)
+    worker = in_folder(certs, CertificateRole.WORKER)
     of_etcd = certs / "etcd"
     assert not answers(
         etcd, "", credentials(TlsFiles(ca=of_etcd / "ca.crt", cert=worker.cert, key=worker.key))

@@ -8,17 +8,17 @@ from fuzzing.findings import Findings, Input
 from fuzzing.messages import NEAR, MessageMaker
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.v1 import parameters_pb2, replication_pb2, tables_pb2
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 
 ANSWER_S = 0.1
 MESSAGES = {
-    Kind.PUSH: parameters_pb2.PushRequest,
-    Kind.PULL: parameters_pb2.PullRequest,
-    Kind.TABLE_PUSH: tables_pb2.TablePushRequest,
-    Kind.TABLE_LOOKUP: tables_pb2.TableLookupRequest,
-    Kind.MESSAGE: replication_pb2.FollowRequest,
+    FrameKind.PUSH: parameters_pb2.PushRequest,
+    FrameKind.PULL: parameters_pb2.PullRequest,
+    FrameKind.TABLE_PUSH: tables_pb2.TablePushRequest,
+    FrameKind.TABLE_LOOKUP: tables_pb2.TableLookupRequest,
+    FrameKind.MESSAGE: replication_pb2.FollowRequest,
 }
 
 
@@ -35,7 +35,7 @@ class FrameFuzzer:
         return Input(surface="bulk", to="key" if self._draw.random() < 0.9 else "none", parts=parts)
 
     def _frame(self) -> bytes:
-        kind = self._draw.choice(list(Kind))
+        kind = self._draw.choice(list(FrameKind))
         if kind in MESSAGES and self._draw.random() < 0.8:
             data = self._maker.make(MESSAGES[kind].DESCRIPTOR).SerializeToString()
             return bulk.message(kind, data)
@@ -62,7 +62,7 @@ class FrameFuzzer:
         outcome = "hung up"
         try:
             if sent.to == "key":
-                writer.write(bulk.message(Kind.HELLO, offer.key))
+                writer.write(bulk.message(FrameKind.HELLO, offer.key))
             writer.write(b"".join(sent.parts))
             async with asyncio.timeout(ANSWER_S):
                 while await reader.read(65536):

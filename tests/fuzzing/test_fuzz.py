@@ -105,7 +105,7 @@ def test_an_image_of_what_no_server_makes_is_refused_by_name(
     forged = replace(image, spec=spec.SerializeToString())
 
     storage = Storage(Location.of_directory(tmp_path / "snapshots"))
-    file = image_file.Digested(image_file.pieces(forged))
+    file = image_file.DigestingReader(image_file.pieces(forged))
     path = part_file(1, "cut", 0)
     folder, _, name = path.rpartition("/")
     storage.write_pieces(f"job/{folder}", lambda: name, file)

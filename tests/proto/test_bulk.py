@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal_proto import MAX_PIECE_BYTES, bulk
-from shoal_proto.bulk import BUFFER_BYTES, HEADER_BYTES, FrameReader, Kind
+from shoal_proto.bulk import BUFFER_BYTES, HEADER_BYTES, FrameKind, FrameReader
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import ChecksumMismatch, MalformedMessage, ShoalError
 
@@ -14,12 +14,12 @@ BODIES = st.one_of(st.binary(max_size=200), st.sampled_from([bytes(BUFFER_BYTES)
 
 def a_piece(body: bytes) -> bytes:
     head = bulk.header(
-        Kind.PIECE, shard_id=3, offset_bytes=8, num_bytes=len(body), checksum=crc32(body)
+        FrameKind.PIECE, shard_id=3, offset_bytes=8, num_bytes=len(body), checksum=crc32(body)
     )
     return head + body
 
 
-def read_all(stream: bytes, sizes: list[int]) -> list[tuple[Kind, int, int, bytes]]:
+def read_all(stream: bytes, sizes: list[int]) -> list[tuple[FrameKind, int, int, bytes]]:
     """The frames of a stream that comes in parts of these sizes, over and over."""
     reader = FrameReader()
     frames, at, turn = [], 0, 0
@@ -41,11 +41,13 @@ def read_all(stream: bytes, sizes: list[int]) -> list[tuple[Kind, int, int, byte
 def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: list[int]) -> None:
     stream, expected = b"", []
     for body in bodies:
-        stream += bulk.message(Kind.PUSH, body) + bulk.header(Kind.ROOM, at=5) + a_piece(body)
+        stream += (
+            bulk.message(FrameKind.PUSH, body) + bulk.header(FrameKind.ROOM, at=5) + a_piece(body)
+        )
         expected += [
-            (Kind.PUSH, 0, 0, body),
-            (Kind.ROOM, 0, 5, b""),
-            (Kind.PIECE, 8, 0, body),
+            (FrameKind.PUSH, 0, 0, body),
+            (FrameKind.ROOM, 0, 5, b""),
+            (FrameKind.PIECE, 8, 0, body),
         ]
     # Byte by byte would take long for large bodies.
     assert read_all(stream, [max(size, len(stream) // 500) for size in sizes]) == expected
@@ -53,7 +55,7 @@ def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: 
 
 @given(at=st.integers(0, HEADER_BYTES + 99), flipped=st.integers(1, 255))
 def test_a_message_of_which_a_byte_changed_is_not_read(at: int, flipped: int) -> None:
-    stream = bytearray(bulk.message(Kind.PUSH, b"y" * 100))
+    stream = bytearray(bulk.message(FrameKind.PUSH, b"y" * 100))
     stream[at] ^= flipped
     with pytest.raises(ChecksumMismatch):
         read_all(bytes(stream), [1000])
@@ -62,8 +64,8 @@ def test_a_message_of_which_a_byte_changed_is_not_read(at: int, flipped: int) ->
 @pytest.mark.parametrize(
     ("stream", "words"),
     [
-        (bulk.header(Kind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
-        (bulk.header(Kind.PUSH, num_bytes=1 << 40), "too large"),
+        (bulk.header(FrameKind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
+        (bulk.header(FrameKind.PUSH, num_bytes=1 << 40), "too large"),
         (bulk.header(99), "unknown kind"),  # type: ignore[arg-type]
     ],
 )
@@ -72,10 +74,10 @@ def test_what_a_header_may_not_say(stream: bytes, words: str) -> None:
         read_all(stream, [1000])
 
 
-@pytest.mark.parametrize("kind", sorted(set(Kind) - {Kind.HELLO}))
-def test_who_does_not_begin_as_expected_gets_no_memory(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", sorted(set(FrameKind) - {FrameKind.HELLO}))
+def test_who_does_not_begin_as_expected_gets_no_memory(kind: FrameKind) -> None:
     """A header costs a stranger 40 bytes, and may announce megabytes."""
-    reader = FrameReader(first=Kind.HELLO)
+    reader = FrameReader(first=FrameKind.HELLO)
     stream = bulk.header(kind, num_bytes=MAX_PIECE_BYTES)
     reader.space()[: len(stream)] = stream
     reader.received(len(stream))
@@ -85,12 +87,12 @@ def test_who_does_not_begin_as_expected_gets_no_memory(kind: Kind) -> None:
 
 
 def test_behind_the_first_frame_others_may_come() -> None:
-    reader = FrameReader(first=Kind.HELLO)
-    stream = bulk.message(Kind.HELLO, b"key") + bulk.message(Kind.PUSH, b"push")
+    reader = FrameReader(first=FrameKind.HELLO)
+    stream = bulk.message(FrameKind.HELLO, b"key") + bulk.message(FrameKind.PUSH, b"push")
     reader.space()[: len(stream)] = stream
     reader.received(len(stream))
     frames = [reader.next(), reader.next()]
-    assert [frame and frame.kind for frame in frames] == [Kind.HELLO, Kind.PUSH]
+    assert [frame and frame.kind for frame in frames] == [FrameKind.HELLO, FrameKind.PUSH]
 
 
 def test_a_frame_that_is_cut_off_is_not_given() -> None:

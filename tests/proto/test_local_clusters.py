@@ -10,7 +10,7 @@ import pytest
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord, find
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 DEADLINE_S = 60.0
 KILLED = """
@@ -136,6 +136,6 @@ def test_what_is_given_comes_before_what_is_found(tmp_path: Path) -> None:
     files = identity.from_environment({"SHOAL_TLS": str(tmp_path / "given")}, asked)
     assert files is not None and files.cert == tmp_path / "given" / "worker.crt"
     assert identity.from_environment({}, ["127.0.0.1:1"]) is None
-    files = identity.files_at(asked, Role.OPERATOR, Role.VIEWER)
+    files = identity.files_at(asked, CertificateRole.OPERATOR, CertificateRole.VIEWER)
     assert files is not None and files.cert == tmp_path / "found" / "viewer.crt"
     announced.close()

@@ -34,7 +34,7 @@ def test_what_is_written_is_what_protobuf_reads(
     encoded = pieces.encode(FIELDS[kind], shard_id, offset_bytes, parts, checksum)
     expected = Piece(shard_id=shard_id, offset_bytes=offset_bytes, data=data, checksum=checksum)
     assert kind.FromString(encoded).piece == expected
-    read = pieces.Decoder(FIELDS[kind], kind.FromString)(encoded)
+    read = pieces.PieceDecoder(FIELDS[kind], kind.FromString)(encoded)
     assert isinstance(read, pieces.OnlyPiece)
     seen = read.piece
     assert (seen.shard_id, seen.offset_bytes) == (shard_id, offset_bytes)
@@ -54,7 +54,7 @@ def test_what_protobuf_writes_is_read(
 ) -> None:
     """A client of any make may push."""
     piece = Piece(shard_id=shard_id, offset_bytes=offset_bytes, data=data, checksum=checksum)
-    read = pieces.Decoder(pieces.PUSH_REQUEST, PushRequest.FromString)(
+    read = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)(
         PushRequest(piece=piece).SerializeToString()
     )
     assert (read.piece.shard_id, read.piece.offset_bytes) == (shard_id, offset_bytes)
@@ -64,7 +64,9 @@ def test_what_protobuf_writes_is_read(
 def test_other_messages_are_parsed_as_ever() -> None:
     """A header is no piece."""
     message = PushRequest(header=PushHeader(sequence=7))
-    read = pieces.Decoder(pieces.PUSH_REQUEST, PushRequest.FromString)(message.SerializeToString())
+    read = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)(
+        message.SerializeToString()
+    )
     assert read == message
 
 
@@ -76,7 +78,7 @@ def test_damaged_messages_are_read_as_protobuf_reads_them(choice: st.DataObject)
         del encoded[choice.draw(st.integers(0, len(encoded) - 1)) :]
     else:
         encoded[choice.draw(st.integers(0, 30))] ^= choice.draw(st.integers(1, 255))
-    decode = pieces.Decoder(pieces.PUSH_REQUEST, PushRequest.FromString)
+    decode = pieces.PieceDecoder(pieces.PUSH_REQUEST, PushRequest.FromString)
     try:
         expected = PushRequest.FromString(bytes(encoded))
     except DecodeError:

@@ -3,9 +3,9 @@
 import mmap
 from collections.abc import Iterator, Sequence
 
-from shoal_client.shards.parts import Part
+from shoal_client.shards.parts import GradientPart
 from shoal_proto import bulk
-from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
 NUM_PLACES = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
@@ -51,18 +51,18 @@ class Arena:
     def has_room(self) -> bool:
         return bool(self._free)
 
-    def fits(self, part: Part) -> bool:
+    def fits(self, part: GradientPart) -> bool:
         return part.num_bytes <= self.place_bytes
 
-    def place(self, part: Part) -> Iterator[bytes]:
+    def place(self, part: GradientPart) -> Iterator[bytes]:
         """Copy a part into a free place; the frames that tell the server of it."""
         at = self._free.pop()
         self._taken[part.shard_id] = at
-        yield bulk.header(Kind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
+        yield bulk.header(FrameKind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
         for offset_bytes, buffers in part.pieces(self.place_bytes):
             size = self._fill(at, buffers)
             yield bulk.header(
-                Kind.PLACED,
+                FrameKind.PLACED,
                 shard_id=part.shard_id,
                 offset_bytes=offset_bytes,
                 num_bytes=size,

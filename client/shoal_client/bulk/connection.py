@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 
 from shoal_client.bulk.arena import Arena
 from shoal_client.bulk.sending import Sending
-from shoal_client.shards.parts import Part
+from shoal_client.shards.parts import GradientPart
 from shoal_proto import bulk
-from shoal_proto.bulk import SILENCE_S, Frame, FrameReader, Kind
+from shoal_proto.bulk import SILENCE_S, Frame, FrameKind, FrameReader
 from shoal_proto.errors import DeadlineExceeded, MalformedMessage, Unavailable
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.status import from_detail
@@ -39,7 +39,7 @@ LARGE_BYTES = 4 * 1024 * 1024
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
 
-class Connection:
+class BulkConnection:
     """Bulk connection, for one thread at a time, except `close`. An error in a call ends the
     connection."""
 
@@ -56,7 +56,7 @@ class Connection:
         self._is_closed = False
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of tensors: `shared-memory`, `unix-socket`, `tcp` or `tls`."""
         if self._arena is not None:
             return "shared-memory"
@@ -70,30 +70,30 @@ class Connection:
         return not (self._is_in_call or self._is_closed)
 
     def pull(
-        self, request: PullRequest, parts: Iterable[Part], timeout_s: float
+        self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
         """The parts, without pieces, are the shards of the request in its order.
 
         Raises, while it is iterated, what the server raised, Unavailable or DeadlineExceeded. A
         piece that it gives is good until the next one is asked for.
         """
-        opening = bulk.message(Kind.PULL, request.SerializeToString())
+        opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _of_version)
 
     def push(
-        self, request: PushRequest, parts: Iterable[Part], timeout_s: float
+        self, request: PushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | OnlyPiece]:
         """Push, like `pull`; the parts have the gradients, shard by shard."""
-        opening = bulk.message(Kind.PUSH, request.SerializeToString())
+        opening = bulk.message(FrameKind.PUSH, request.SerializeToString())
         announced = _of_version if request.header.return_values else _of_outcome
         return self._call(opening, parts, timeout_s, PushReply.FromString, announced)
 
     def look_up(
-        self, request: TableLookupRequest, parts: Iterable[Part], timeout_s: float
+        self, request: TableLookupRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[FoundRows | OnlyPiece]:
         """Look up rows, like `pull`; the parts have the ids, item by item, and room for the
         rows."""
-        opening = bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString())
+        opening = bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString())
         parse, announced = TableLookupReply.FromString, _of_found
         for reply in self._call(opening, parts, timeout_s, parse, announced):
             if isinstance(reply, OnlyPiece):
@@ -102,10 +102,10 @@ class Connection:
                 yield from reply.rows
 
     def push_rows(
-        self, request: TablePushRequest, parts: Iterable[Part], timeout_s: float
+        self, request: TablePushRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[TablePushReply]:
         """Push rows, like `pull`; the parts have ids, births and gradients, shard by shard."""
-        opening = bulk.message(Kind.TABLE_PUSH, request.SerializeToString())
+        opening = bulk.message(FrameKind.TABLE_PUSH, request.SerializeToString())
         parse, announced = TablePushReply.FromString, _of_outcomes
         for reply in self._call(opening, parts, timeout_s, parse, announced):
             if isinstance(reply, OnlyPiece):
@@ -115,7 +115,7 @@ class Connection:
     def _call(
         self,
         opening: bytes,
-        parts: Iterable[Part],
+        parts: Iterable[GradientPart],
         timeout_s: float,
         parse: Callable[[bytes], Reply],
         announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
@@ -128,7 +128,7 @@ class Connection:
                 self._arena.clear()
             sending = Sending(self._socket, opening, parts, self._arena)
             left_bytes: dict[int, int] = {}
-            while (frame := self._next_frame(sending, give_up_s)).kind is not Kind.END:
+            while (frame := self._next_frame(sending, give_up_s)).kind is not FrameKind.END:
                 reply = self._read(frame, parse)
                 if reply is None:
                     continue
@@ -213,19 +213,19 @@ class Connection:
         return True
 
     def _read(self, frame: Frame, parse: Callable[[bytes], Reply]) -> Reply | OnlyPiece | None:
-        if frame.kind is Kind.BEAT:
+        if frame.kind is FrameKind.BEAT:
             return None
-        if frame.kind is Kind.ERROR:
+        if frame.kind is FrameKind.ERROR:
             raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
-        if frame.kind is Kind.MESSAGE:
+        if frame.kind is FrameKind.MESSAGE:
             try:
                 return parse(bytes(frame.body))
             except DecodeError as error:
                 raise self._malformed(f"a reply that does not parse ({error})") from error
         checksum: int | None = frame.checksum
-        if frame.kind is Kind.PIECE:
+        if frame.kind is FrameKind.PIECE:
             data = frame.body
-        elif frame.kind is Kind.PLACED and self._arena is not None:
+        elif frame.kind is FrameKind.PLACED and self._arena is not None:
             data = self._arena.view(frame.at, frame.num_bytes)
             checksum = None
         else:

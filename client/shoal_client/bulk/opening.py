@@ -3,7 +3,7 @@
 import structlog
 
 from shoal_client.bulk.arena import Arena, arena_bytes
-from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.connection import BulkConnection
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import ShoalError
 from shoal_proto.tls.sockets import secured
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 def connect(
     offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
-) -> Connection | None:
+) -> BulkConnection | None:
     """A connection to the server at `address` that made the offer, for calls of about so many
     parts of at most so many bytes; None where there is no way to it but gRPC."""
     if not offer.port:
@@ -32,4 +32,4 @@ def connect(
         connected.close()
         return None
     arena = Arena(shared, largest_bytes) if shared is not None else None
-    return Connection(connected, address, arena)
+    return BulkConnection(connected, address, arena)

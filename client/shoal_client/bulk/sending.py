@@ -6,9 +6,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 
 from shoal_client.bulk.arena import Arena
-from shoal_client.shards.parts import Part
+from shoal_client.shards.parts import GradientPart
 from shoal_proto import bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
@@ -30,7 +30,7 @@ class Sending:
         self,
         connected: socket.socket,
         opening: bytes,
-        parts: Iterable[Part],
+        parts: Iterable[GradientPart],
         arena: Arena | None,
     ) -> None:
         self._socket = connected
@@ -91,7 +91,7 @@ class Sending:
     def _copied_bytes(self) -> int:
         return self._arena.copied_bytes if self._arena is not None else 0
 
-    def _all_frames(self, parts: Iterable[Part]) -> Iterator[list[Buffer]]:
+    def _all_frames(self, parts: Iterable[GradientPart]) -> Iterator[list[Buffer]]:
         """Yield the frames to send; an empty one while a part waits for a slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
@@ -104,20 +104,20 @@ class Sending:
                 continue
             if self._arena is not None:
                 # There is no slot for it: its values come as pieces.
-                yield [bulk.header(Kind.ROOM, shard_id=part.shard_id)]
+                yield [bulk.header(FrameKind.ROOM, shard_id=part.shard_id)]
             for offset_bytes, buffers in part.pieces(PIECE_BYTES):
                 checksum = 0
                 for buffer in buffers:
                     checksum = crc32(buffer, checksum)
                 head = bulk.header(
-                    Kind.PIECE,
+                    FrameKind.PIECE,
                     shard_id=part.shard_id,
                     offset_bytes=offset_bytes,
                     num_bytes=sum(map(len, buffers)),
                     checksum=checksum,
                 )
                 yield [head, *buffers]
-        yield [bulk.header(Kind.END)]
+        yield [bulk.header(FrameKind.END)]
 
     def _put(self, buffer: Buffer) -> None:
         self._ready.append(memoryview(buffer))

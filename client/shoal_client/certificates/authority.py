@@ -22,7 +22,7 @@ CA_VALID = timedelta(days=3650)
 
 
 @dataclass(frozen=True, slots=True)
-class Issued:
+class IssuedCertificate:
     """A certificate and its key, as PEM."""
 
     cert: bytes
@@ -62,7 +62,7 @@ class Authority:
         self._key = found
 
     @classmethod
-    def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", Issued]:
+    def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", IssuedCertificate]:
         """An authority of this name that signs itself, and what to keep of it."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
@@ -76,7 +76,7 @@ class Authority:
         issued = _pem(built, key)
         return cls(issued.cert, issued.key), issued
 
-    def issue(self, holder: CertificateHolder) -> Issued:
+    def issue(self, holder: CertificateHolder) -> IssuedCertificate:
         """A certificate with a key of its own. Raises InvalidSpec for one that outlives this
         authority."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
@@ -179,8 +179,8 @@ def _general(hosts: Iterable[str]) -> list[x509.GeneralName]:
     return found
 
 
-def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> Issued:
-    return Issued(
+def _pem(cert: x509.Certificate, key: ec.EllipticCurvePrivateKey) -> IssuedCertificate:
+    return IssuedCertificate(
         cert=cert.public_bytes(serialization.Encoding.PEM),
         key=key.private_bytes(
             serialization.Encoding.PEM,

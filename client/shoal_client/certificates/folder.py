@@ -10,20 +10,20 @@ from pathlib import Path
 from shoal_client.certificates.authority import (
     Authority,
     CertificateHolder,
-    Issued,
+    IssuedCertificate,
     holder_of,
     read,
 )
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls.identity import CA_FILE
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 
 CA_KEY_FILE = "ca.key"
 DEFAULT_VALID = timedelta(hours=24)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listed:
+class ListedCertificate:
     """Entry of the folder's list: one certificate."""
 
     path: Path
@@ -47,7 +47,7 @@ class CertificateFolder:
         self,
         valid: timedelta = DEFAULT_VALID,
         hosts: Sequence[str] = (),
-        roles: Iterable[Role] = Role,
+        roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
         """Make the authority, and a certificate for each role. The hosts are the coordinator's.
 
@@ -72,7 +72,7 @@ class CertificateFolder:
         _write_new(self.path / CA_KEY_FILE, own.key)
         _write_new(self.path / CA_FILE, own.cert)
         for role in roles:
-            named = hosts if role is Role.COORDINATOR else ()
+            named = hosts if role is CertificateRole.COORDINATOR else ()
             holder = CertificateHolder(caller=Caller(role, role.value), hosts=named, valid=valid)
             self._keep_new(authority, holder)
 
@@ -94,10 +94,10 @@ class CertificateFolder:
             done.append(path)
         return done
 
-    def listed(self) -> list[Listed]:
+    def listed(self) -> list[ListedCertificate]:
         """The certificates, by file. Raises InvalidSpec."""
         return [
-            Listed(
+            ListedCertificate(
                 path=path,
                 caller=holder.caller,
                 hosts=holder.hosts,
@@ -127,7 +127,7 @@ class CertificateFolder:
                     expected="another --name",
                     fix="`shoal certs renew` issues the existing ones again.",
                 )
-        issued: Issued = authority.issue(holder)
+        issued: IssuedCertificate = authority.issue(holder)
         _write_new(path.with_suffix(".key"), issued.key)
         _write_new(path, issued.cert)
         return path

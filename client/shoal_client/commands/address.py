@@ -35,7 +35,7 @@ HttpUrl = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class StatusAddress(TlsOptions):
-    """Where a command finds the status page, and with which certificate."""
+    """Address of the status page, and the certificate to present there."""
 
     http: HttpUrl = ""
     coordinators: CoordinatorAddresses = ()

@@ -13,11 +13,11 @@ from shoal_client.certificates.authority import CertificateHolder
 from shoal_client.certificates.folder import DEFAULT_VALID, CertificateFolder
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, SERIES_RULE, is_name, is_series
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 
 DEFAULT_FOLDER = Path("shoal-certs")
 MAX_VALID_H = 24.0 * 3650
-_ROLES = ", ".join(role.value for role in Role)
+_ROLES = ", ".join(role.value for role in CertificateRole)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,15 +67,15 @@ class CertsConfig:
                 seen=f"{self.action} {self.role}".rstrip(),
                 expected=f"shoal certs issue ROLE, with one of {_ROLES}",
             )
-        if self.role and self.role not in {role.value for role in Role}:
+        if self.role and self.role not in {role.value for role in CertificateRole}:
             raise InvalidSpec("no such role", seen=repr(self.role), expected=f"one of {_ROLES}")
-        if self.job and self.role != Role.WORKER.value:
+        if self.job and self.role != CertificateRole.WORKER.value:
             raise InvalidSpec(
                 "only a worker is bound to a job",
                 seen=f"--job with {self.role or self.action}",
                 expected="shoal certs issue worker --job NAME",
             )
-        if self.series and self.role != Role.READER.value:
+        if self.series and self.role != CertificateRole.READER.value:
             raise InvalidSpec(
                 "only a reader is bound to a series",
                 seen=f"--series with {self.role or self.action}",
@@ -113,7 +113,7 @@ def certs(config: CertsConfig) -> int:
             )
         case "issue":
             name = config.name or config.role
-            caller = Caller(Role(config.role), name, config.job, config.series)
+            caller = Caller(CertificateRole(config.role), name, config.job, config.series)
             path = folder.issue(CertificateHolder(caller=caller, hosts=config.hosts, valid=valid))
             print(f"{path} and {path.with_suffix('.key')}: {caller}, valid for {valid}")
         case "renew":

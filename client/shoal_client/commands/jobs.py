@@ -1,4 +1,4 @@
-"""Jobs by their names: how one stands, stopping it, trying it again, beginning it anew."""
+"""Commands on one job by its name: state, stop, retry, remove."""
 
 import time
 from collections.abc import Sequence

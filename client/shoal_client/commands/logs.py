@@ -135,8 +135,8 @@ def _members(client: StatusClient, job: str) -> list[str]:
         _say(f"job {job} has no members now; these were the last: {', '.join(found)}")
     if not found:
         raise UnknownMember(
-            f"job {job} has no members now, and none is known that it had",
-            expected="the id of one that it had",
+            f"job {job} has no members now, and none of its former members is known",
+            expected="the id of a former member",
             fix=f"Name it: `shoal logs {job} MEMBER`, on the host where it ran.",
         )
     return found

@@ -55,7 +55,7 @@ def _url(option: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class CallOptions:
-    """How the coordinator is asked, and how its answer is printed."""
+    """Options of the call to the coordinator, and of the printed answer."""
 
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
     tls: TlsOption = field(default_factory=TlsOptions)

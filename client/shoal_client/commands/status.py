@@ -147,7 +147,7 @@ class StatusClient:
         # One that does not lead says who does, with 503.
         answer = self._get("/readyz", known=(503,))
         if not answer["leader"]:
-            raise Unavailable("nobody leads the cluster", seen=answer["reason"])
+            raise Unavailable("no coordinator leads the cluster", seen=answer["reason"])
         return str(answer["leader"])
 
     def jobs(self) -> Json:

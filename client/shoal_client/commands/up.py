@@ -27,7 +27,7 @@ from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.names import check_prefix
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 GRPC_PORT = 7700
 HTTP_PORT = 7780
@@ -125,7 +125,7 @@ def up(config: UpConfig) -> int:
             )
             cluster = stack.enter_context(LocalCluster(started, say=_say))
             if cluster.certificates is not None:
-                files = in_folder(cluster.certificates, Role.OPERATOR)
+                files = in_folder(cluster.certificates, CertificateRole.OPERATOR)
                 stack.enter_context(identity.using(files))
             if config.etcd:
                 _await_leader(cluster, config.etcd)

@@ -1,4 +1,4 @@
-"""`shoal weights`: series of published weights, their versions, and who serves them."""
+"""`shoal weights`: series of published weights, with versions, holders and readers."""
 
 import time
 from collections.abc import Callable
@@ -154,7 +154,7 @@ def _list(config: WeightsConfig, coordinators: Coordinators) -> int:
             raise UnknownSeries(
                 f"there is no series {config.series}",
                 seen=", ".join(each.series for each in reply.series) or f"none of job {job}",
-                expected="one that was published",
+                expected="a published series",
             )
         reply = pb.ListSeriesReply(series=found)
     if printed(config.call, reply):

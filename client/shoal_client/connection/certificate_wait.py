@@ -49,7 +49,7 @@ class CertificateWait:
         was_on, self._since_s = self.is_on, None
         return was_on
 
-    def over(self, error: CertificateRefused) -> CertificateRefused:
+    def final_error(self, error: CertificateRefused) -> CertificateRefused:
         """Error to raise once the time is over."""
         return CertificateRefused(
             f"{error.what}, for {self.limit_s:g} s ({VARIABLE})",

@@ -2,6 +2,7 @@
 
 import math
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
+    InvalidSpec,
     JobQuarantined,
     NotLeader,
     RetryError,
@@ -26,7 +28,7 @@ from shoal_proto.errors import (
 from shoal_proto.protocol import USER_AGENT_OPTION
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import COORDINATOR_NAME
 from shoal_proto.traces import tracing
 
@@ -83,7 +85,7 @@ class Coordinators:
         self._addresses = list(addresses)
         self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._channels: dict[tuple[str, Material | None], grpc.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.Channel] = {}
         """Channels by address and certificate."""
         self._current = self._addresses[0]
         self._asked = 0
@@ -203,7 +205,7 @@ class Coordinators:
             except OUTLASTED as error:
                 if isinstance(error, CertificateRefused):
                     if not certificate.goes_on(time.monotonic()):
-                        raise certificate.over(error) from None
+                        raise certificate.final_error(error) from None
                 else:
                     certificate.accepted()
                 if gives_up() or self._closed.wait(back_off.pause_s(chance())):
@@ -249,3 +251,23 @@ def close_channels(channels: Iterable[Closable]) -> None:
         thread.join(max(0.0, give_up_s - time.monotonic()))
     if stuck := sum(thread.is_alive() for thread in closing):
         log.info("channels_left_open", num_channels=stuck)
+
+
+def own_address(coordinators: Sequence[str]) -> str:
+    """The address of this machine's interface towards the coordinator. Sends nothing. Raises
+    InvalidSpec without a route."""
+    if not coordinators:
+        return "127.0.0.1"
+    host, _, port = coordinators[0].rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidSpec(
+            f"no route to the coordinator {coordinators[0]}",
+            seen=str(error),
+            expected="a host name that resolves and a route to it",
+        ) from None

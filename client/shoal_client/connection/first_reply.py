@@ -60,5 +60,5 @@ class FirstReplyTimeout:
         return Unavailable(
             f"the coordinator at {address} accepts connections and does not answer",
             seen=f"nothing for {self._waited_s:g} s",
-            expected="to be admitted, or to learn who leads",
+            expected="an admission, or the address of the leader",
         )

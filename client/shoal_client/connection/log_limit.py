@@ -10,7 +10,7 @@ EACH_S = 10.0
 
 
 @dataclass(slots=True)
-class _Told:
+class _EventCount:
     at_s: float
     num_left_out: int = 0
 
@@ -23,7 +23,7 @@ class LogLimit:
     log: structlog.typing.FilteringBoundLogger
     each_s: float = EACH_S
     clock: Callable[[], float] = time.monotonic
-    _told: dict[str, _Told] = field(default_factory=dict)
+    _told: dict[str, _EventCount] = field(default_factory=dict)
 
     def info(self, event: str, **fields: object) -> None:
         now_s, last = self.clock(), self._told.get(event)
@@ -32,5 +32,5 @@ class LogLimit:
             return
         if last is not None and last.num_left_out:
             fields["num_left_out"] = last.num_left_out
-        self._told[event] = _Told(now_s)
+        self._told[event] = _EventCount(now_s)
         self.log.info(event, **fields)

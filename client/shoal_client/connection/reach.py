@@ -163,7 +163,7 @@ class _Attempt:
     peer: RosterEntry
     socket: socket.socket
     connected: bool = False
-    heard: bytes = b""
+    received: bytes = b""
 
 
 def _where(peer: RosterEntry) -> str:
@@ -218,13 +218,13 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
         return None
     expected = greeting(peer.member_id, peer.public_id)
     try:
-        part = caller.recv(len(expected) - len(attempt.heard))
+        part = caller.recv(len(expected) - len(attempt.received))
     except OSError as error:
         return error.strerror or str(error)
-    attempt.heard += part
-    if part and len(attempt.heard) < len(expected):
+    attempt.received += part
+    if part and len(attempt.received) < len(expected):
         return None
-    return "" if attempt.heard == expected else "another process answers"
+    return "" if attempt.received == expected else "another process answers"
 
 
 def _resolved(

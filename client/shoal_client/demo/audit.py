@@ -22,7 +22,7 @@ GAP_WINDOW_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
+class AuditLine:
     """One line of a worker's audit."""
 
     event: str
@@ -34,18 +34,18 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Account:
+class WorkerAudit:
     """One worker process: every audit line it wrote, in order."""
 
     name: str
-    lines: tuple[Line, ...]
+    lines: tuple[AuditLine, ...]
 
     @property
-    def commits(self) -> list[Line]:
+    def commits(self) -> list[AuditLine]:
         return [line for line in self.lines if line.event == "commit"]
 
     @property
-    def begins(self) -> list[Line]:
+    def begins(self) -> list[AuditLine]:
         return [line for line in self.lines if line.event == "begin"]
 
 
@@ -63,7 +63,7 @@ class SampleAudit:
     """Contributions in all."""
 
 
-def read_account(path: Path) -> Account:
+def read_account(path: Path) -> WorkerAudit:
     """The account in a file; a last line that a kill cut short is left out."""
     lines = []
     for text in path.read_text().splitlines(keepends=True):
@@ -71,11 +71,11 @@ def read_account(path: Path) -> Account:
             entry = json.loads(text)
             samples = tuple((entry["epoch"], each) for each in entry.pop("positions", ()))
             entry.pop("epoch", None)
-            lines.append(Line(**entry, samples=samples))
-    return Account(name=path.stem, lines=tuple(lines))
+            lines.append(AuditLine(**entry, samples=samples))
+    return WorkerAudit(name=path.stem, lines=tuple(lines))
 
 
-def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -> SampleAudit:
+def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample]) -> SampleAudit:
     """The count of a run in which all members of a generation take each step together.
 
     A step counts in a generation if any member committed it there; and, if a later generation took
@@ -101,7 +101,7 @@ def count_synchronous(accounts: Iterable[Account], expected: Iterable[Sample]) -
 
 
 def count_asynchronous(
-    accounts: Iterable[Account], expected: Iterable[Sample], pushes_applied: int | None
+    accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
     """The count of a run in which each worker's step is one push.
 
@@ -111,7 +111,7 @@ def count_asynchronous(
     """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
-    unanswered: list[Line] = []
+    unanswered: list[AuditLine] = []
     steps = 0
     for account in accounts:
         done = {line.step for line in account.commits}
@@ -136,7 +136,7 @@ def _count(used: Counter[Sample], expected: Iterable[Sample], steps: int) -> Sam
 
 
 def recovery_s(
-    survivors: Iterable[Account], killed_at_s: float, *, after_generation: int | None = None
+    survivors: Iterable[WorkerAudit], killed_at_s: float, *, after_generation: int | None = None
 ) -> float | None:
     """Seconds from the kill to the next step that a survivor completed; None if there was none.
 
@@ -153,7 +153,7 @@ def recovery_s(
     return min(times) - killed_at_s if times else None
 
 
-def pause_s(survivors: Sequence[Account], killed_at_s: float) -> float:
+def pause_s(survivors: Sequence[WorkerAudit], killed_at_s: float) -> float:
     """The longest time after the kill in which no survivor completed a step, beyond the usual.
 
     Looks at the two seconds after the kill; the usual is the median gap between steps of the same
@@ -172,7 +172,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
     return [later - earlier for earlier, later in pairwise(times)]
 
 
-def span_s(accounts: Iterable[Account]) -> float:
+def span_s(accounts: Iterable[WorkerAudit]) -> float:
     """Seconds from the first step begun to the last one committed."""
     lines = [line for account in accounts for line in account.lines]
     starts = [line.at_s for line in lines if line.event == "begin"]
@@ -180,11 +180,11 @@ def span_s(accounts: Iterable[Account]) -> float:
     return max(ends) - min(starts) if starts and ends else 0.0
 
 
-def generation_at(accounts: Iterable[Account], at_s: float) -> int:
+def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
     """The newest generation that anybody trained in at that time."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)
 
 
-def by_name(accounts: Iterable[Account]) -> Mapping[str, Account]:
+def by_name(accounts: Iterable[WorkerAudit]) -> Mapping[str, WorkerAudit]:
     return {account.name: account for account in accounts}

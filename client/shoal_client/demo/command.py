@@ -23,7 +23,7 @@ from shoal_client.local.access import LocalTls
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig, tail
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.leftovers import adopt_orphans, sweep
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InternalError, InvalidSpec
 
 DATA_TIMEOUT_S = 60.0
@@ -76,9 +76,9 @@ def demo(config: DemoConfig) -> int:
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():
-            print(f"shoal demo: process {pid} was left behind: {command}", file=sys.stderr)
+            print(f"shoal demo: process {pid} is still running: {command}", file=sys.stderr)
     console.print(table(outcomes))
-    console.print(verdict(outcomes) if not left else "processes were left behind")
+    console.print(verdict(outcomes) if not left else "processes are still running")
     return 0 if all(each.good for each in outcomes) and not left else 1
 
 
@@ -105,9 +105,9 @@ def _train(
     return outcomes
 
 
-def _data_command(data: Path, directory: Path) -> Command:
+def _data_command(data: Path, directory: Path) -> ChildCommand:
     arguments = (sys.executable, "-m", "shoal.demo.data", str(data))
-    return Command(name="data", arguments=arguments, log_path=directory / "data.log")
+    return ChildCommand(name="data", arguments=arguments, log_path=directory / "data.log")
 
 
 def _await_data(writer: Process, directory: Path) -> None:

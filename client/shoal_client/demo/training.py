@@ -11,8 +11,8 @@ from pathlib import Path
 
 from shoal_client.connection.http import direct_http_client
 from shoal_client.demo.audit import (
-    Account,
     Sample,
+    WorkerAudit,
     count_asynchronous,
     count_synchronous,
     generation_at,
@@ -23,7 +23,7 @@ from shoal_client.demo.audit import (
 )
 from shoal_client.demo.plan import DATASET_SIZE, DemoPlan, Outcome
 from shoal_client.local.cluster import LocalCluster, tail
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InternalError
 from shoal_proto.tls.identity import without_tls
 
@@ -104,7 +104,7 @@ class DemoTraining:
             raise self._failure(f"`shoal run` ended with code {process.exit_code}")
         return self._outcome(pushes)
 
-    def _command(self) -> Command:
+    def _command(self) -> ChildCommand:
         plan = self._plan
         environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
         # A killed worker counts as lost only once: its launcher starts the next in its place.
@@ -117,7 +117,7 @@ class DemoTraining:
             "--directory": self._directory,
         }
         flat = (str(each) for pair in arguments.items() for each in pair)
-        return Command(
+        return ChildCommand(
             name=plan.job,
             arguments=(sys.executable, "-m", "shoal_client", *run, *flat),
             environment=environment,
@@ -207,8 +207,8 @@ class DemoTraining:
         )
 
     def _sides(
-        self, accounts: Sequence[Account], kill: Kill
-    ) -> tuple[list[Account], list[Account]]:
+        self, accounts: Sequence[WorkerAudit], kill: Kill
+    ) -> tuple[list[WorkerAudit], list[WorkerAudit]]:
         others = [each for each in accounts if each.name != kill.account]
         survivors = [each for each in others if each.lines and each.lines[0].at_s < kill.at_s]
         return survivors, [each for each in others if each not in survivors]

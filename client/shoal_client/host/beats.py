@@ -9,7 +9,7 @@ from types import TracebackType
 import structlog
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.liveness.beat_board import BeatSlot, Ending, SlotClaim, beat_of
+from shoal_client.liveness.beat_board import BeatSlot, MembershipEnding, SlotClaim, beat_of
 from shoal_client.membership import calls as membership_calls
 from shoal_proto.errors import ShoalError, UnknownJob
 from shoal_proto.status import from_detail
@@ -41,12 +41,12 @@ class _Watched:
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
-        hears = self.slot.claimed(self.pid) and self.slot.ending is Ending.UNKNOWN
+        hears = self.slot.claimed(self.pid) and self.slot.ending is MembershipEnding.UNKNOWN
         return None if hears and not self.halted else (claim.token.job, claim.token.member_id)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class WorkerStatus:
     """Status of a worker, according to a coordinator."""
 
     pid: int
@@ -67,7 +67,7 @@ class HostBeats:
     def __init__(
         self,
         coordinators: Sequence[str],
-        on_standing: Callable[[Standing], None] = lambda standing: None,
+        on_standing: Callable[[WorkerStatus], None] = lambda standing: None,
     ) -> None:
         """`on_standing` is told, on the thread, of workers that cannot hear it by themselves."""
         self._on_standing = on_standing
@@ -143,11 +143,11 @@ class HostBeats:
                 log.debug("standing_not_known", job=job, reason=str(error))
                 continue
             is_lost = bool(member_id) and member_id not in standing.member_ids
-            self._on_standing(Standing(pid=pid, job=job, phase=standing.phase, is_lost=is_lost))
+            self._on_standing(WorkerStatus(pid=pid, job=job, phase=standing.phase, is_lost=is_lost))
 
     def _send(self, claims: Sequence[tuple[BeatSlot, SlotClaim]]) -> None:
         request = pb.HeartbeatRequest(
-            beats=[beat_of(claim.token, claim.step, claim.doing) for _, claim in claims]
+            beats=[beat_of(claim.token, claim.step, claim.status) for _, claim in claims]
         )
         try:
             reply = self.coordinators.call(

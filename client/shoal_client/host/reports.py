@@ -190,7 +190,7 @@ class HostReporter:
         """True if the newest answer said that the job's work is done."""
         return self._phase == FINISHED
 
-    def heard(self, phase: str) -> None:
+    def note_phase(self, phase: str) -> None:
         """Take in the job's phase from another answer. Safe from any thread."""
         self._phase = phase
 

@@ -18,7 +18,7 @@ incarnation.
                                it has been in the script's own code, by the same clock: an odd
                                number where it waits for a batch to be loaded, an even one elsewhere
     48      ..     worker      the claim: its pid, heartbeat and patience in seconds, the token
-    944     8      both        how the membership ended, an `Ending`
+    944     8      both        how the membership ended, an `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
 The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
@@ -65,7 +65,7 @@ from shoal_proto.v1.identity_pb2 import Token
 SLOT_BYTES = 1024
 """Names are at most 128 characters each; the token takes less than half of it."""
 _NAME = "shoal-beats"
-_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _DOING, _CLAIM = 0, 8, 16, 24, 32, 40, 48
+_BEATEN, _STEP, _RAN, _HEAD, _MOVED, _STATUS, _CLAIM = 0, 8, 16, 24, 32, 40, 48
 _WAITS = 1
 _LIFELINE = SLOT_BYTES - SIZE_BYTES
 _ENDING = _LIFELINE - 8
@@ -74,7 +74,7 @@ _HEAD_FORM = struct.Struct("=II")
 _CLAIM_FORM = struct.Struct("=Idd")
 
 
-class Ending(enum.IntEnum):
+class MembershipEnding(enum.IntEnum):
     """End of a membership, as far as it decides if the worker is started again."""
 
     UNKNOWN = 0
@@ -91,7 +91,7 @@ class Ending(enum.IntEnum):
     """A time limit passed, or a part was away: a fresh process may do better."""
 
     @classmethod
-    def of(cls, error: ShoalError) -> "Ending":
+    def of(cls, error: ShoalError) -> "MembershipEnding":
         """Ending for the error that ended a membership, as it matters to the next process of that
         name."""
         if isinstance(error, JobFinished):
@@ -119,7 +119,7 @@ class SlotClaim:
     heartbeat_s: float
     token: Token
     step: int
-    doing: TrainerStatus
+    status: TrainerStatus
 
 
 class BeatSlot:
@@ -165,7 +165,7 @@ class BeatSlot:
         hangs for good.
         """
         self._put(_BEATEN, 0)
-        self._put(_ENDING, Ending.UNKNOWN)
+        self._put(_ENDING, MembershipEnding.UNKNOWN)
         self.runs()
         claim = _CLAIM_FORM.pack(os.getpid(), heartbeat_s, patience_s) + token.SerializeToString()
         if _CLAIM + len(claim) > _ENDING:
@@ -176,16 +176,19 @@ class BeatSlot:
 
     def withdraw(self) -> None:
         """End heartbeats and the lifeline: the membership is over."""
-        self.lifeline.let_go()
+        self.lifeline.release()
         self.unclaim()
 
     def unclaim(self) -> None:
         """End heartbeats; the lifeline still shows the end of the process."""
         self._put_head(_HEAD_FORM.pack(0, 0))
 
-    def end(self, ending: Ending) -> None:
+    def end(self, ending: MembershipEnding) -> None:
         """The membership ended like this. What says more than that it was fenced stands."""
-        if ending is not Ending.UNKNOWN and self.ending in (Ending.UNKNOWN, Ending.FENCED):
+        if ending is not MembershipEnding.UNKNOWN and self.ending in (
+            MembershipEnding.UNKNOWN,
+            MembershipEnding.FENCED,
+        ):
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
@@ -196,11 +199,11 @@ class BeatSlot:
         """Steps committed so far, for the next beat."""
         self._put(_STEP, step)
 
-    def does(self, doing: TrainerStatus) -> None:
+    def report_status(self, status: TrainerStatus) -> None:
         """Set the trainer's activity, for the next heartbeat."""
-        self._put(_MOVED, doing.moved)
-        since = (doing.own_code_since_ns & ~1) | int(doing.loads)
-        self._put(_DOING, _WAITS if doing.waits else since if doing.own_code_since_ns else 0)
+        self._put(_MOVED, status.moved)
+        since = (status.own_code_since_ns & ~1) | int(status.loads)
+        self._put(_STATUS, _WAITS if status.waits else since if status.own_code_since_ns else 0)
 
     def beaten(self, within_s: float) -> bool:
         """True if the launcher's heartbeats were accepted recently, so that the member need not
@@ -232,17 +235,17 @@ class BeatSlot:
             token = Token.FromString(claim[_CLAIM_FORM.size :])
         except DecodeError:
             return None
-        doing = self._get(_DOING)
+        status = self._get(_STATUS)
         return SlotClaim(
             pid=pid,
             heartbeat_s=heartbeat_s,
             token=token,
             step=self._get(_STEP),
-            doing=TrainerStatus(
+            status=TrainerStatus(
                 moved=self._get(_MOVED),
-                waits=doing == _WAITS,
-                own_code_since_ns=doing if doing > _WAITS else 0,
-                loads=doing > _WAITS and bool(doing & 1),
+                waits=status == _WAITS,
+                own_code_since_ns=status if status > _WAITS else 0,
+                loads=status > _WAITS and bool(status & 1),
             ),
         )
 
@@ -258,7 +261,7 @@ class BeatSlot:
         if isinstance(error, RetryError):
             return  # it may be accepted the next time: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
-            self.end(Ending.of(error))
+            self.end(MembershipEnding.of(error))
 
     def has_left(self, pid: int) -> bool:
         """True if process `pid` was a member, and has ended that by itself."""
@@ -266,13 +269,13 @@ class BeatSlot:
         return claimant == pid and self.claim_of(pid) is None
 
     @property
-    def ending(self) -> Ending:
+    def ending(self) -> MembershipEnding:
         """Ending of the membership of the slot's newest process."""
-        return Ending(self._get(_ENDING))
+        return MembershipEnding(self._get(_ENDING))
 
     def has_joined(self, pid: int) -> bool:
         """True if process `pid` is or was a member, or was refused as one."""
-        ended = self.ending is not Ending.UNKNOWN
+        ended = self.ending is not MembershipEnding.UNKNOWN
         return ended or self.claim_of(pid) is not None or self.has_left(pid)
 
     def clear(self) -> None:
@@ -327,13 +330,13 @@ class BeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._descriptor}:{index}"
 
 
-def beat_of(token: Token, step: int, doing: TrainerStatus) -> pb.Beat:
+def beat_of(token: Token, step: int, status: TrainerStatus) -> pb.Beat:
     """One member's heartbeat, as of now."""
     return pb.Beat(
         token=token,
         step=step,
-        moved=doing.moved,
-        waits=doing.waits,
-        own_code_s=doing.own_code_s,
-        loads=doing.loads,
+        moved=status.moved,
+        waits=status.waits,
+        own_code_s=status.own_code_s,
+        loads=status.loads,
     )

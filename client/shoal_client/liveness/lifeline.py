@@ -40,7 +40,7 @@ class Lifeline:
     # --- the worker ---
 
     def hold(self) -> bool:
-        """Hold it until `let_go` or the end of this process; False if that cannot be.
+        """Hold it until `release` or the end of this process; False if that cannot be.
 
         Only a main thread lives as long as its process does.
         """
@@ -62,8 +62,8 @@ class Lifeline:
         holder = self._holder
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
-    def let_go(self) -> None:
-        """Release the lock, so that the end of the process is not taken for a death. From another
+    def release(self) -> None:
+        """Release the lock, so that the end of the process does not count as a death. From another
         thread than the main one the lock stays held."""
         if self._holder != os.getpid():
             return
@@ -73,7 +73,7 @@ class Lifeline:
     # --- the launcher ---
 
     def prepare(self) -> None:
-        """Make it anew, held by nobody. Not while anybody holds it or waits for it."""
+        """Create a new lock without a holder. Call it while no process holds or awaits the lock."""
         self._holder = 0
         attributes = (ctypes.c_char * 64)()
         _libc.pthread_mutexattr_init(attributes)
@@ -104,7 +104,7 @@ class Lifeline:
         _PID.pack_into(self._memory, self._offset, pid)
 
 
-class Watch:
+class ExitWatch:
     """Calls `on_exit` with the exit code, on a thread of its own, as soon as the process of a
     lifeline begins to exit in the midst of holding it."""
 

@@ -18,7 +18,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.identity import CA_FILE, FOLDER_VARIABLE, without_tls
 from shoal_proto.tls.local_clusters import Announcement, LocalClusterRecord
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 
 CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
@@ -141,16 +141,18 @@ def _make(folder: CertificateFolder, holders: Sequence[CertificateHolder]) -> No
 
 
 def _shoals(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
-    return [CertificateHolder(caller=Caller(role, role.value), valid=valid) for role in Role]
+    return [
+        CertificateHolder(caller=Caller(role, role.value), valid=valid) for role in CertificateRole
+    ]
 
 
 def _etcds(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
     # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
     return [
         CertificateHolder(
-            caller=Caller(Role.SERVER, "etcd"), hosts=[HOST, "localhost"], valid=valid
+            caller=Caller(CertificateRole.SERVER, "etcd"), hosts=[HOST, "localhost"], valid=valid
         ),
-        CertificateHolder(caller=Caller(Role.OPERATOR, "etcd-client"), valid=valid),
+        CertificateHolder(caller=Caller(CertificateRole.OPERATOR, "etcd-client"), valid=valid),
     ]
 
 

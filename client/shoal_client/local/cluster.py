@@ -28,7 +28,7 @@ from shoal_client.local.access import CERTIFICATES, LocalAccess, LocalTls
 from shoal_client.local.etcd import EtcdMember, start_etcd, start_members
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
 from shoal_client.local.options import ClusterOptions
-from shoal_client.local.process import Command, Process, Supervisor, stop_all
+from shoal_client.local.process import ChildCommand, Process, Supervisor, stop_all
 from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import InvalidSpec, Unavailable
 
@@ -185,7 +185,7 @@ class LocalCluster:
         with self._lock:
             self._closing = True
         for keeper in self._keepers.values():
-            keeper.let_go()
+            keeper.release()
         try:
             others = [each for each in self._supervisor.running if each.name != ETCD]
             stop_all(others, self._config.grace_s)
@@ -245,7 +245,7 @@ class LocalCluster:
         """
         process, keeper = self.processes.get(name), self._keepers.get(name)
         if keeper is not None:
-            keeper.let_go()
+            keeper.release()
         if process is not None:
             process.send_signal(signal.SIGTERM)
             if process.wait(timeout_s) is None:
@@ -370,7 +370,7 @@ class LocalCluster:
         self._num_servers += 1
         return name, self._spawn(name, "--listen", ANY_PORT, "--id", name)
 
-    def _begin(self, command: Command) -> Process:
+    def _begin(self, command: ChildCommand) -> Process:
         with self._lock:
             if self._closing:
                 raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
@@ -389,7 +389,7 @@ class LocalCluster:
             *(("--prefix", self._config.prefix) if self._config.prefix else ()),
         )
         return self._begin(
-            Command(
+            ChildCommand(
                 name=name,
                 arguments=command,
                 environment=self._access.environment,

@@ -18,14 +18,14 @@ from pathlib import Path
 
 import grpc
 
-from shoal_client.local.process import Command, Process
+from shoal_client.local.process import ChildCommand, Process
 from shoal_client.local.start_time import ADVICE, StartTime, cpu_s
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_proto.tls.channels import direct_channel
 
-Spawn = Callable[[Command], Process]
+Spawn = Callable[[ChildCommand], Process]
 
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
@@ -95,7 +95,7 @@ class EtcdMember:
     endpoint: str
     """host:port for clients."""
     data_directory: Path
-    command: Command
+    command: ChildCommand
     options: EtcdOptions
 
 
@@ -209,7 +209,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
             endpoint=clients[name],
             data_directory=directory / f"{name}.etcd",
             options=options,
-            command=Command(
+            command=ChildCommand(
                 name=name,
                 arguments=(
                     str(program),

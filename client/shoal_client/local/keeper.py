@@ -70,15 +70,15 @@ class Keeper:
         self._policy = policy
         self._say = say
         self._give_up = give_up
-        self._let_go = threading.Event()
+        self._released = threading.Event()
         self._thread = threading.Thread(
             target=self._keep, name=f"shoal-keep-{process.name}", daemon=True
         )
         self._thread.start()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Start the part no more: its next end is wanted."""
-        self._let_go.set()
+        self._released.set()
 
     def join(self) -> None:
         """Wait for the thread; call it once the part was released and has ended."""
@@ -87,7 +87,7 @@ class Keeper:
     def _keep(self) -> None:
         name, failures, serves_since_s, said = self._process.name, 0, time.monotonic(), ""
         seen, code = self._its_end()
-        while not self._let_go.is_set():
+        while not self._released.is_set():
             if time.monotonic() - serves_since_s >= self._policy.settled_s:
                 failures = 0
             failures = max(1, failures + (code != os.EX_TEMPFAIL))
@@ -100,7 +100,7 @@ class Keeper:
             if seen != said or code != os.EX_TEMPFAIL:
                 said = seen
                 self._say(f"{name} {seen}; starting it again")
-            if self._let_go.wait(self._policy.pause_s(failures)):
+            if self._released.wait(self._policy.pause_s(failures)):
                 return
             try:
                 self._process = self._start(failures)
@@ -114,7 +114,7 @@ class Keeper:
             seen, code = self._its_end()
 
     def _its_end(self) -> tuple[str, int | None]:
-        """Wait for it; how it was, and its exit code."""
+        """Wait for the end of the part: returns its last state, and its exit code."""
         code = self._process.wait()
         assert code is not None
         return how_it_ended(code), code

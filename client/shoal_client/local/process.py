@@ -44,7 +44,7 @@ except OSError as error:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class ChildCommand:
     """Command to run, and the destination of its output."""
 
     name: str
@@ -70,7 +70,7 @@ class Command:
 class Process:
     """One child. Made by `Supervisor.spawn`; every method is safe from any thread."""
 
-    def __init__(self, command: Command, popen: subprocess.Popen[bytes]) -> None:
+    def __init__(self, command: ChildCommand, popen: subprocess.Popen[bytes]) -> None:
         self.command = command
         self.name = command.name
         self.pid = popen.pid
@@ -169,7 +169,7 @@ class Supervisor:
         self._on_exit = on_exit
         self._on_stop = on_stop
         self._grace_s = grace_s
-        self._orders: queue.SimpleQueue[tuple[Command, Future[Process]] | None] = (
+        self._orders: queue.SimpleQueue[tuple[ChildCommand, Future[Process]] | None] = (
             queue.SimpleQueue()
         )
         self._forker = threading.Thread(target=self._fork, name="shoal-fork", daemon=True)
@@ -189,7 +189,7 @@ class Supervisor:
     ) -> None:
         self.close()
 
-    def spawn(self, command: Command) -> Process:
+    def spawn(self, command: ChildCommand) -> Process:
         """Start a child. Raises OSError when the kernel refuses; a command that cannot be run
         exits with 127 and says so in its output."""
         order: Future[Process] = Future()
@@ -235,7 +235,7 @@ class Supervisor:
             except BaseException as error:  # noqa: BLE001 - raised by `spawn`, on its thread
                 order.set_exception(error)
 
-    def _start(self, command: Command) -> Process:
+    def _start(self, command: ChildCommand) -> Process:
         guard = (sys.executable, "-I", "-S", "-c", _GUARD, str(os.getpid()))
         output: int | IO[bytes] | None = subprocess.PIPE if command.sink is not None else None
         log = None

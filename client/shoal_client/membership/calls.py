@@ -42,7 +42,7 @@ def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
 
 
 def made(
-    coordinators: Coordinators, call: ev.Call, gives_up: Callable[[], bool] = lambda: False
+    coordinators: Coordinators, call: ev.CallLeader, gives_up: Callable[[], bool] = lambda: False
 ) -> ev.CallEnded | ev.HeartbeatRefused:
     """Make the call; returns the event that ends it. `gives_up`: see `Coordinators.call`."""
     request, within_s = call.request, call.timeout_s

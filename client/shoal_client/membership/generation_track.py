@@ -7,7 +7,7 @@
 from dataclasses import dataclass, replace
 
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.member_events import BEGUN, Begun, BringUp
+from shoal_client.membership.member_events import BEGUN, BringUpGeneration, StepBegun
 from shoal_proto.v1 import membership_pb2 as pb
 
 
@@ -80,7 +80,7 @@ class GenerationTrack:
         self.step, self._begun = proposal.step, proposal.step - 1
         return self._propose_request(proposal)
 
-    def begin_step(self, step: int) -> Begun | BringUp | PlannedChange:
+    def begin_step(self, step: int) -> StepBegun | BringUpGeneration | PlannedChange:
         """Begun, or where to go instead, or the change that holds the trainer."""
         change = self.change
         # Nothing is begun past an offer before all have agreed on where to stop: `boundary`.
@@ -91,7 +91,7 @@ class GenerationTrack:
             return change
         self.change, self._record, self._reported = None, change.record, None
         self.generation, self._crossed_at = change.generation, change.stop_at
-        return BringUp(record=change.record)
+        return BringUpGeneration(record=change.record)
 
     def enter(self, above: int) -> pb.GenerationRecord | None:
         """Go into the newest record with a number above `above`, if there is one."""

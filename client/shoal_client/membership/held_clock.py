@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from shoal_client.membership.member_events import Over, WaitUntil
+from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class HeldClock:
@@ -24,7 +24,7 @@ class HeldClock:
         self._paused: Sequence[str] = ()
         """Members that are paused."""
         self._released_s = -math.inf
-        self._stands_by = False
+        self._is_standby = False
         self._stood_by_s = -math.inf
 
     def turn(self, now_s: float, *, away: bool) -> None:
@@ -40,11 +40,11 @@ class HeldClock:
         """Set the members that are paused now."""
         self._paused, self._released_s = tuple(member_ids), now_s
 
-    def stand_by(self, now_s: float, *, stands_by: bool) -> None:
+    def set_standby(self, now_s: float, *, is_standby: bool) -> None:
         """Set if this member is on standby."""
-        if stands_by or self._stands_by:
+        if is_standby or self._is_standby:
             self._stood_by_s = now_s
-        self._stands_by = stands_by
+        self._is_standby = is_standby
 
     def paused_until_s(self, now_s: float) -> float:
         """Time up to which a member was paused."""
@@ -56,18 +56,18 @@ class HeldClock:
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
         """Time at which a wait for the coordinator's notice ends, as far as known."""
-        if self.away or self._stands_by:
+        if self.away or self._is_standby:
             return math.inf
         held_s = max(self._turned_s, self._stood_by_s, self.paused_until_s(now_s))
         return max(since_s, held_s) + limit_s
 
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
-    ) -> Over | WaitUntil:
+    ) -> GenerationOver | WaitUntil:
         """Decide if a member that has done its work is still needed by others.
 
         Over with False after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
         """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s
-        return Over(over=is_over) if done else WaitUntil(until_s=until_s)
+        return GenerationOver(over=is_over) if done else WaitUntil(until_s=until_s)

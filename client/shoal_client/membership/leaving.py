@@ -16,7 +16,7 @@ def drained(identity: Identity, reason: str) -> MemberDrained:
     return MemberDrained(f"{identity.member_id} leaves job {identity.spec.job}", seen=reason)
 
 
-class Leaving:
+class LeaveState:
     """State of a member's leave."""
 
     def __init__(self) -> None:
@@ -29,7 +29,7 @@ class Leaving:
         self.is_unheard = False
         """True if no coordinator answered during the whole drain."""
         self.has_begun = False
-        self.was_told = False
+        self.is_acknowledged = False
         """True if the coordinator accepted the leave."""
         self.stays_as: pb.LeaveRequest | None = None
         """Request of a member that stays with its work done, or that closed the job."""
@@ -43,22 +43,25 @@ class Leaving:
         """`drained`: the coordinator has let it go already."""
         self.has_begun, self._drained = True, drained
 
-    def told_within_s(self, timeout_s: float) -> float:
+    def call_timeout_s(self, timeout_s: float) -> float:
         """Time limit for the call to leave."""
         return min(timeout_s, UNHEARD_TOLD_S) if self.is_unheard else timeout_s
 
-    def told(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
+    def end_call(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
         """Handle the end of the call to leave."""
         if error is None:
-            self.was_told = True
+            self.is_acknowledged = True
             return []
         fields = {"member": member_id, "reason": str(error)}
         if not isinstance(error, (Fenced, MemberDrained)):
-            return [ev.Log(event="leave_failed", fields=fields, is_warning=True)]
-        self.was_told = self._drained or isinstance(error, MemberDrained)
-        if self.was_told:
+            return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
+        self.is_acknowledged = self._drained or isinstance(error, MemberDrained)
+        if self.is_acknowledged:
             return []  # it was let go: the word that it leaves came second, as it mostly does
-        return [ev.TellEnding(error=error), ev.Log(event="leave_not_needed", fields=fields)]
+        return [
+            ev.ReportEnding(error=error),
+            ev.LogMessage(event="leave_not_needed", fields=fields),
+        ]
 
     # --- staying, with nothing left to do ---
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal_client.connection.admission import ADMISSION_S
-from shoal_client.liveness.beat_board import BeatSlot, Ending
+from shoal_client.liveness.beat_board import BeatSlot, MembershipEnding
 from shoal_client.membership import member_events as ev
 from shoal_client.membership.identity import Identity
 from shoal_proto.errors import JobFinished, ShoalError
@@ -63,11 +63,11 @@ class MemberHooks:
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called with a generation that is over, and the reason."""
 
-    def judged(self, effect: ev.Judge) -> ev.Judged:
+    def judged(self, effect: ev.JudgeRoster) -> ev.RosterJudged:
         """The member's answer to a roster."""
         prepare = effect.prepare
         rejections = self.judge(prepare)
-        return ev.Judged(
+        return ev.RosterJudged(
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,
@@ -95,17 +95,21 @@ class OwnJobs:
         """The process has trained it to its end."""
         _completed.add(self._place)
 
-    def ending(self, error: ShoalError, *, admitted: bool) -> Ending:
+    def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
 
         A member that finds its job finished has nothing left to do: the worker was not needed. This
         does not hold if the script has several jobs, and this one fails after others.
         """
-        ending = Ending.of(error)
+        ending = MembershipEnding.of(error)
         several = self._is_anothers or self._place in _completed
-        return Ending.REFUSED if ending is Ending.FINISHED and several and not admitted else ending
+        return (
+            MembershipEnding.REFUSED
+            if ending is MembershipEnding.FINISHED and several and not admitted
+            else ending
+        )
 
-    def told(self, failure: ShoalError) -> ShoalError:
+    def explain(self, failure: ShoalError) -> ShoalError:
         """The error of a join, for who has to mend the script."""
         again = self._place in _completed
         if not isinstance(failure, JobFinished) or not (again or self._is_anothers):

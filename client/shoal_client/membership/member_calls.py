@@ -34,8 +34,8 @@ class MemberCalls:
         timeout_s: float,
         now_s: float,
         give_up_s: float = 0.0,
-    ) -> ev.Call:
-        return ev.Call(
+    ) -> ev.CallLeader:
+        return ev.CallLeader(
             request=request,
             persistence=persistence,
             timeout_s=timeout_s,
@@ -45,7 +45,7 @@ class MemberCalls:
 
     def persistent(
         self, request: ev.Request, timeout_s: float, now_s: float, give_up_s: float
-    ) -> ev.Call:
+    ) -> ev.CallLeader:
         """A call that is made again until `give_up_s`."""
         within_s = max(0.0, min(timeout_s, give_up_s - now_s))
         return self.new(request, ev.Persistence.UNTIL_ANSWERED, within_s, now_s, give_up_s)
@@ -64,25 +64,25 @@ class MemberCalls:
             "waits_s": round(self._joins_within_s),
             "reason": str(error),
         }
-        return [ev.Log(event="coordinator_away", fields=fields, is_warning=True)]
+        return [ev.LogMessage(event="coordinator_away", fields=fields, is_warning=True)]
 
     def admitted(self, now_s: float) -> list[ev.Effect]:
         if not self._is_awaited:
             return []
         fields = {"waits_for": "admission", "away_s": round(now_s - self._joined_s, 1)}
-        return [ev.Log(event="coordinator_back", fields=fields)]
+        return [ev.LogMessage(event="coordinator_back", fields=fields)]
 
-    def answered(self, call: ev.Call, now_s: float) -> list[ev.Effect]:
+    def answered(self, call: ev.CallLeader, now_s: float) -> list[ev.Effect]:
         if isinstance(call.request, pb.HeartbeatRequest):
             self._heard = True
         if not call.num_failures:
             return []
         away_s = round(now_s - call.since_s, 1)
         fields = {"waits_for": _name(call), "away_s": away_s}
-        return [ev.Log(event="coordinator_back", fields=fields)]
+        return [ev.LogMessage(event="coordinator_back", fields=fields)]
 
     def again(
-        self, call: ev.Call, error: ShoalError, chance: float, now_s: float
+        self, call: ev.CallLeader, error: ShoalError, chance: float, now_s: float
     ) -> list[ev.Effect]:
         """Repeat a call until it is given up: there may be no coordinator for hours."""
         left_s = call.give_up_s - now_s
@@ -95,19 +95,21 @@ class MemberCalls:
         if call.num_failures:
             return [next_call]
         fields = {"waits_for": _name(call), "reason": str(error)}
-        return [ev.Log(event="coordinator_away", fields=fields, is_warning=True), next_call]
+        return [ev.LogMessage(event="coordinator_away", fields=fields, is_warning=True), next_call]
 
-    def once_more(self, call: ev.Call) -> ev.Call:
+    def once_more(self, call: ev.CallLeader) -> ev.CallLeader:
         """Repeat a call after a pause, since some failures come at once."""
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
-    def given_up(self, call: ev.Call, error: ShoalError) -> list[ev.Effect]:
+    def given_up(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:
         is_news = True
         if isinstance(call.request, pb.HeartbeatRequest):
             is_news, self._heard = self._heard, False
         fields = {"member": self._member_id, "reason": str(error)}
-        return [ev.Log(event=_NOT_TOLD[type(call.request)], fields=fields)] if is_news else []
+        return (
+            [ev.LogMessage(event=_NOT_TOLD[type(call.request)], fields=fields)] if is_news else []
+        )
 
 
-def _name(call: ev.Call) -> str:
+def _name(call: ev.CallLeader) -> str:
     return type(call.request).__name__.removesuffix("Request")

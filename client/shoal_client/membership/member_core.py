@@ -17,7 +17,7 @@ from shoal_client.membership import member_events as ev
 from shoal_client.membership.generation_track import GenerationTrack, PlannedChange
 from shoal_client.membership.held_clock import HeldClock
 from shoal_client.membership.identity import Identity
-from shoal_client.membership.leaving import Leaving, drained
+from shoal_client.membership.leaving import LeaveState, drained
 from shoal_client.membership.member_calls import MemberCalls
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
@@ -76,9 +76,9 @@ class MemberCore:
         """Error that ended the membership, if any."""
         self.waiting_for = "the coordinator to admit this member"
         """The coordinator's latest reason why this member is not training."""
-        self.stands_by = False
+        self.is_standby = False
         """True if this member is on standby."""
-        self.leaving = Leaving()
+        self.leaving = LeaveState()
         self.closed = False
         self._admitted: pb.Admitted | None = None
         self._calls = MemberCalls(identity.member_id)
@@ -107,7 +107,7 @@ class MemberCore:
         """The fencing token as of the generation that the trainer was last sent into."""
         return self.identity.token(self.track.generation)
 
-    def is_idle(self, call: ev.Call) -> bool:
+    def is_idle(self, call: ev.CallLeader) -> bool:
         """True if the answer to the call has no effect any more: the membership has ended."""
         return call.persistence in ev.FOR_MEMBERS and self.failure is not None
 
@@ -125,28 +125,28 @@ class MemberCore:
         match event:
             case ev.HeartbeatDue() | ev.HeartbeatRefused():
                 effects = self._heartbeat(event, now_s)
-            case ev.NoticeCame():
+            case ev.NoticeReceived():
                 effects = self._notice(event, now_s)
-            case ev.Judged():
+            case ev.RosterJudged():
                 effects = [self._with_stream(self._answer(event), now_s)]
             case ev.CallEnded():
                 effects = self._call_ended(event, now_s)
-            case ev.JoinWished():
+            case ev.JoinWanted():
                 self._calls.joins(now_s, event.within_s)
                 effects = [ev.OpenStream(request=self._attend_request())]
             case ev.StreamEnded():
                 effects = self._stream_ended(event, now_s)
-            case ev.PauseBegan() | ev.PauseEnded():
+            case ev.PauseBegun() | ev.PauseEnded():
                 effects = self._pause(event, now_s)
-            case ev.DrainWished():
+            case ev.DrainWanted():
                 self.leaving.ask(event.reason)
                 # Before admission: on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
-            case ev.LeaveWished():
+            case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
             case ev.ThreadFailed():
                 effects = self._fail(event.error)
-            case ev.Closed():
+            case ev.SessionClosed():
                 self.closed = True
                 effects = [ev.CancelStream()]
             case _:
@@ -156,11 +156,11 @@ class MemberCore:
     def _said(self, event: ev.Said) -> ev.Request:
         """Request of the trainer, which is repeated until it is answered."""
         match event:
-            case ev.Proposed():
+            case ev.ProposalMade():
                 return self.track.propose(event.proposal)
-            case ev.BroughtUp():
+            case ev.GenerationBroughtUp():
                 return self.track.become_ready(event.record.roster)
-            case ev.StoodStill():
+            case ev.TrainerStopped():
                 return self.track.stand_still(**vars(event))
             case ev.CollectiveFailed():
                 return self.track.report_broken(
@@ -175,7 +175,7 @@ class MemberCore:
 
     # --- the stream ---
 
-    def _notice(self, event: ev.NoticeCame, now_s: float) -> Effects:
+    def _notice(self, event: ev.NoticeReceived, now_s: float) -> Effects:
         if self.clock.away:
             self.clock.turn(now_s, away=False)
         self._back_off.reset()
@@ -183,11 +183,11 @@ class MemberCore:
             self.waiting_for = "the coordinator to admit this member again"
         notice, kind = event.notice, event.notice.WhichOneof("kind")
         waited_for, self.waiting_for = self.waiting_for, notice.reason or self.waiting_for
-        self.stands_by = kind == "standby" or (self.stands_by and kind in UNCHANGING)
-        self.clock.stand_by(now_s, stands_by=self.stands_by)
+        self.is_standby = kind == "standby" or (self.is_standby and kind in UNCHANGING)
+        self.clock.set_standby(now_s, is_standby=self.is_standby)
         return self._follow(event, waited_for, now_s)
 
-    def _follow(self, event: ev.NoticeCame, waited_for: str, now_s: float) -> Effects:
+    def _follow(self, event: ev.NoticeReceived, waited_for: str, now_s: float) -> Effects:
         """Take what a notice says. `waited_for`: the reason of the notice before it."""
         notice = event.notice
         effects: Effects = []
@@ -227,14 +227,14 @@ class MemberCore:
         self.track.num_waiting = 0
         limits = admitted.limits
         effects: Effects = [
-            ev.Claim(
+            ev.ClaimBeats(
                 token=self.identity.token(0),
                 heartbeat_s=limits.heartbeat_s,
                 patience_s=limits.watchdog_s,
             )
         ]
         if self.leaving.reason:
-            effects.append(ev.AskDrain(reason=self.leaving.reason))
+            effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
             return effects + self._calls.admitted(now_s)
         # A new leader knows the roster from etcd, not what each member has said since.
@@ -250,14 +250,14 @@ class MemberCore:
     def _take_prepare(self, prepare: pb.Prepare) -> Effects:
         states = {entry.state for entry in prepare.roster.entries}
         return [
-            ev.Judge(
+            ev.JudgeRoster(
                 prepare=prepare,
                 digest=roster_digest(prepare.roster),
                 from_checkpoint=pb.STATE_ACTION_CHECKPOINT in states,
             )
         ]
 
-    def _answer(self, judged: ev.Judged) -> pb.AnswerRequest:
+    def _answer(self, judged: ev.RosterJudged) -> pb.AnswerRequest:
         return pb.AnswerRequest(
             token=self.token,
             generation=judged.generation,
@@ -286,8 +286,8 @@ class MemberCore:
         if self.track.take_break(generation, reason):
             fields = {"generation": generation, "reason": reason}
             effects = [
-                ev.Log(event="generation_broken", fields=fields, is_detail=True),
-                ev.Break(generation=generation, reason=reason),
+                ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
+                ev.BreakGeneration(generation=generation, reason=reason),
             ]
         # Speak for a trainer that never saw the generation that is over.
         stand = self.track.stand()
@@ -320,20 +320,20 @@ class MemberCore:
 
     # --- calls ---
 
-    def _with_stream(self, request: ev.Request, now_s: float) -> ev.Call:
+    def _with_stream(self, request: ev.Request, now_s: float) -> ev.CallLeader:
         # While the call lasts, the end of the stream is not seen. It lasts less than any wait for
         # others, which stands still only once it is known that nobody leads.
         timeout_s = self.limits.collective_s / 2
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
-    def _until_answered(self, request: ev.Request, now_s: float) -> ev.Call:
+    def _until_answered(self, request: ev.Request, now_s: float) -> ev.CallLeader:
         return self._calls.persistent(request, self.limits.join_s, now_s, self.clock.give_up_at_s)
 
     def _call_ended(self, event: ev.CallEnded, now_s: float) -> Effects:  # noqa: PLR0911 - a table
         call, error = event.call, event.error
         rule = call.persistence
         if rule is ev.Persistence.LAST:
-            return self.leaving.told(error, self.identity.member_id)
+            return self.leaving.end_call(error, self.identity.member_id)
         if error is None:
             return self._calls.answered(call, now_s)
         if rule is ev.Persistence.ONCE:
@@ -341,27 +341,27 @@ class MemberCore:
         if rule is ev.Persistence.FOR_A_TIME:
             return self._drain_unanswered(call, error, now_s)
         if not self._outlasts(error, now_s):
-            return [*self._fail(error), ev.Raise(error=self.failure or error)]
+            return [*self._fail(error), ev.RaiseError(error=self.failure or error)]
         ended = self.closed or self.failure is not None
         if rule is ev.Persistence.UNTIL_ANSWERED and not ended and now_s < call.give_up_s:
             return self._calls.again(call, error, event.chance, now_s)
-        return [ev.Raise(error=self.failure or error)]
+        return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
         """Say that this member lives, unless its launcher did; learn whether it is fenced."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []
-            return [*self._fail(event.error), ev.Raise(error=event.error)]
+            return [*self._fail(event.error), ev.RaiseError(error=event.error)]
         if event.beaten:
             return []
         request = ev.beat(event, self.token, self.track.step)
         return [self._calls.new(request, ev.Persistence.ONCE, self.limits.lease_s, now_s)]
 
-    def _pause(self, event: ev.PauseBegan | ev.PauseEnded, now_s: float) -> Effects:
+    def _pause(self, event: ev.PauseBegun | ev.PauseEnded, now_s: float) -> Effects:
         """Report the start or end of a pause. An error that ended the membership is raised when the
         trainer asks for its next step."""
-        if isinstance(event, ev.PauseBegan):
+        if isinstance(event, ev.PauseBegun):
             number = self._own_pause.number + 1 if self._own_pause is not None else 1
             self._own_pause = OwnPause(
                 reason=event.reason, limit_s=event.limit_s, since_s=now_s, number=number
@@ -391,16 +391,16 @@ class MemberCore:
             # The others train without it; the word that says so is still on its way.
             return self._take_drain(error.seen, now=True)
         if isinstance(error, CertificateRefused) and self._certificate.is_on:
-            error = self._certificate.over(error)
+            error = self._certificate.final_error(error)
         self.failure = error
         effects = self._tell_ending(error)
         if self.track.generation:
-            effects.append(ev.Break(generation=self.track.generation, reason=str(error)))
+            effects.append(ev.BreakGeneration(generation=self.track.generation, reason=str(error)))
         return effects
 
     def _tell_ending(self, error: ShoalError) -> Effects:
         """Report an ending to the launcher, unless the member leaves by its own decision."""
-        return [] if self.leaving.has_begun else [ev.TellEnding(error=error)]
+        return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
     def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
         """`now`: nobody needs this member any more. `unreplaced`: no generation follows without
@@ -409,7 +409,9 @@ class MemberCore:
         # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
-        effects: Effects = [ev.Log(event="drain_noticed", fields=fields, is_detail=is_detail)]
+        effects: Effects = [
+            ev.LogMessage(event="drain_noticed", fields=fields, is_detail=is_detail)
+        ]
         self.leaving.ask(reason or "asked to")
         self.leaving.unreplaced |= unreplaced
         if now:
@@ -419,16 +421,16 @@ class MemberCore:
             effects += self._tell_ending(end)
         return effects
 
-    def _log(self, event: str, *, is_warning: bool = False, **fields: object) -> ev.Log:
+    def _log(self, event: str, *, is_warning: bool = False, **fields: object) -> ev.LogMessage:
         named = {"member": self.identity.member_id, **fields}
-        return ev.Log(event=event, fields=named, is_warning=is_warning)
+        return ev.LogMessage(event=event, fields=named, is_warning=is_warning)
 
-    def _drain_call(self, reason: str, now_s: float) -> ev.Call:
+    def _drain_call(self, reason: str, now_s: float) -> ev.CallLeader:
         request = self.leaving.drain_request(self.identity, reason)
         within_s, give_up_s = self.limits.lease_s, now_s + self.limits.drain_s
         return self._calls.new(request, ev.Persistence.FOR_A_TIME, within_s, now_s, give_up_s)
 
-    def _drain_unanswered(self, call: ev.Call, error: ShoalError, now_s: float) -> Effects:
+    def _drain_unanswered(self, call: ev.CallLeader, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
             # A leader that does not know this member yet is asked again on admission.
             return self._calls.given_up(call, error)
@@ -442,16 +444,16 @@ class MemberCore:
             return self._take_drain(reason, now=True, unreplaced=True)
         return [self._calls.once_more(call)]
 
-    def _leave(self, event: ev.LeaveWished, now_s: float) -> Effects:
+    def _leave(self, event: ev.LeaveWanted, now_s: float) -> Effects:
         drained = isinstance(self.failure, MemberDrained)
         self.leaving.begin(drained=drained)
         # A heartbeat that comes after the word that it left would be refused as a lost member's.
-        effects: Effects = [ev.Unclaim()]
+        effects: Effects = [ev.UnclaimBeats()]
         if self.admitted and (self.failure is None or drained):
             request = pb.LeaveRequest(
                 token=self.token, completed=event.completed, reason=event.reason[:1000]
             )
-            within_s = self.leaving.told_within_s(event.timeout_s)
+            within_s = self.leaving.call_timeout_s(event.timeout_s)
             effects.append(self._calls.new(request, ev.Persistence.LAST, within_s, now_s))
         return effects
 
@@ -464,7 +466,7 @@ class MemberCore:
         *,
         handed_over: bool = True,
         steps_before_leaving: bool = False,
-    ) -> ev.Begun | ev.BringUp | ev.HandOver | ev.WaitUntil | ev.Raise:
+    ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
         `steps_before_leaving`: a member that nobody replaces takes further steps, until
@@ -473,7 +475,7 @@ class MemberCore:
         stays = steps_before_leaving and self.leaving.unreplaced
         stays = stays and isinstance(self.failure, MemberDrained)
         if self.failure is not None and not stays:
-            return ev.Raise(error=self.failure)
+            return ev.RaiseError(error=self.failure)
         answer = self.track.begin_step(step)
         if not isinstance(answer, PlannedChange):
             self._held_since_s = None
@@ -481,7 +483,7 @@ class MemberCore:
         if answer.stop_at is not None and not handed_over:
             return ev.HAND_OVER
         if self.failure is not None and answer.stop_at is not None:
-            return ev.Raise(error=self.failure)
+            return ev.RaiseError(error=self.failure)
         if self._held_since_s is None:
             self._held_since_s = now_s
         since_s = self._held_since_s
@@ -492,7 +494,7 @@ class MemberCore:
         if now_s < give_up_s:
             return ev.WaitUntil(until_s=give_up_s)
         self._held_since_s = None
-        return ev.Raise(error=self._boundary_overdue(answer))
+        return ev.RaiseError(error=self._boundary_overdue(answer))
 
     @property
     def _boundary_limit_s(self) -> float:
@@ -510,16 +512,16 @@ class MemberCore:
 
     def next_generation(
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
-    ) -> ev.BringUp | ev.WaitUntil | ev.Raise:
+    ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
         """The next committed record with a number above `above` that has this member in it.
 
         Without `limit_s` the job's join limit counts, which stands still as `HeldClock` says.
         """
         if self.failure is not None:
-            return ev.Raise(error=self.failure)
+            return ev.RaiseError(error=self.failure)
         record = self.track.enter(above)
         if record is not None:
-            return ev.BringUp(record=record)
+            return ev.BringUpGeneration(record=record)
         if limit_s is None:
             limit_s = self.limits.join_s + ADMISSION_S
             give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
@@ -528,24 +530,26 @@ class MemberCore:
         if now_s < give_up_s:
             return ev.WaitUntil(until_s=give_up_s)
         what = f"no generation above {above} within {limit_s:g} s"
-        return ev.Raise(error=DeadlineExceeded(what, seen=self.waiting_for))
+        return ev.RaiseError(error=DeadlineExceeded(what, seen=self.waiting_for))
 
     def others_done(
         self, generation: int, give_up_s: float, away_limit_s: float, now_s: float
-    ) -> ev.Over | ev.WaitUntil:
+    ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if this member, which has done its work, is still needed: see HeldClock."""
         is_over = self.is_over(generation) or self.track.is_closing
         return self.clock.work_done(give_up_s, away_limit_s, now_s, is_over=is_over)
 
     def break_seen(
         self, generation: int, since_s: float, limit_s: float, now_s: float
-    ) -> ev.Over | ev.WaitUntil:
+    ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if the generation, in which a collective failed, is over for all.
 
         Only the coordinator's notice ends the wait: while no coordinator is reached, the time
         stands still.
         """
         if self.track.is_broken(generation) or self.failure is not None:
-            return ev.Over(over=True)
+            return ev.GenerationOver(over=True)
         give_up_s = self.clock.give_up_s(since_s, limit_s, now_s)
-        return ev.WaitUntil(until_s=give_up_s) if now_s < give_up_s else ev.Over(over=False)
+        return (
+            ev.WaitUntil(until_s=give_up_s) if now_s < give_up_s else ev.GenerationOver(over=False)
+        )

@@ -13,7 +13,7 @@ from shoal_proto.v1.identity_pb2 import Token
 
 
 @dataclass(frozen=True, kw_only=True)
-class NoticeCame:
+class NoticeReceived:
     """A notice came on the stream."""
 
     notice: pb.Notice
@@ -31,7 +31,7 @@ class StreamEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
+class RosterJudged:
     """Answer of this member to a roster that it was shown."""
 
     generation: int
@@ -46,7 +46,7 @@ class Judged:
 class CallEnded:
     """A call was answered (no error), refused, or got no answer in its time (RetryError)."""
 
-    call: "Call"
+    call: "CallLeader"
     error: ShoalError | None = None
     chance: float = 1.0
     """Random number from 0 to 1, for the pause before the call is repeated."""
@@ -75,18 +75,18 @@ class HeartbeatRefused:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JoinWished:
+class JoinWanted:
     within_s: float = 0.0
     """Time limit of the wait for admission, for the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposed:
+class ProposalMade:
     proposal: pb.Proposal
 
 
 @dataclass(frozen=True, kw_only=True)
-class BroughtUp:
+class GenerationBroughtUp:
     """The first collective of the record's generation passed."""
 
     record: pb.GenerationRecord
@@ -100,7 +100,7 @@ class CollectiveFailed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoodStill:
+class TrainerStopped:
     """Report after a break: the number of optimizer steps in the trainer's state."""
 
     step: int
@@ -109,7 +109,7 @@ class StoodStill:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PauseBegan:
+class PauseBegun:
     reason: str
     limit_s: float
 
@@ -120,12 +120,12 @@ class PauseEnded:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainWished:
+class DrainWanted:
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeaveWished:
+class LeaveWanted:
     completed: bool
     reason: str
     timeout_s: float
@@ -148,33 +148,33 @@ class ThreadFailed:
 
 
 @dataclass(frozen=True)
-class Closed:
+class SessionClosed:
     """Nothing more is sent."""
 
 
 Event = (
-    NoticeCame
+    NoticeReceived
     | StreamEnded
-    | Judged
+    | RosterJudged
     | CallEnded
     | HeartbeatDue
     | HeartbeatRefused
-    | JoinWished
-    | Proposed
-    | BroughtUp
+    | JoinWanted
+    | ProposalMade
+    | GenerationBroughtUp
     | CollectiveFailed
-    | StoodStill
-    | PauseBegan
+    | TrainerStopped
+    | PauseBegun
     | PauseEnded
-    | DrainWished
-    | LeaveWished
+    | DrainWanted
+    | LeaveWanted
     | WorkDone
     | ThreadFailed
-    | Closed
+    | SessionClosed
 )
 
 
-Said = Proposed | BroughtUp | StoodStill | CollectiveFailed | WorkDone
+Said = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
 """Events of the trainer that are repeated until they are answered."""
 
 
@@ -227,7 +227,7 @@ Request = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class CallLeader:
     """One call to the leader, within `timeout_s`; its end is an event, `CallEnded`."""
 
     request: Request
@@ -261,8 +261,8 @@ class FindLeader:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judge:
-    """Say what is against this roster: `Judged`. What is rejected anyway needs no network."""
+class JudgeRoster:
+    """Say what is against this roster: `RosterJudged`. What is rejected anyway needs no network."""
 
     prepare: pb.Prepare
     digest: str
@@ -271,7 +271,7 @@ class Judge:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Break:
+class BreakGeneration:
     """The generation is over: cut its collectives."""
 
     generation: int
@@ -279,14 +279,14 @@ class Break:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskDrain:
-    """Bring the wish again as an event of its own, `DrainWished`."""
+class AskForDrain:
+    """Bring the wish again as an event of its own, `DrainWanted`."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
+class ClaimBeats:
     """Ask the launcher for heartbeats."""
 
     token: Token
@@ -295,19 +295,19 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Unclaim:
+class UnclaimBeats:
     """Stop heartbeats."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TellEnding:
+class ReportEnding:
     """Let the launcher know what ended the membership, whatever the script makes of it."""
 
     error: ShoalError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class LogMessage:
     event: str
     fields: Mapping[str, object]
     is_warning: bool = False
@@ -316,25 +316,25 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Raise:
+class RaiseError:
     """End the trainer's call with this error; the effects after it are void."""
 
     error: ShoalError
 
 
 Effect = (
-    Call
+    CallLeader
     | OpenStream
     | CancelStream
     | FindLeader
-    | Judge
-    | Break
-    | AskDrain
-    | Claim
-    | Unclaim
-    | TellEnding
-    | Log
-    | Raise
+    | JudgeRoster
+    | BreakGeneration
+    | AskForDrain
+    | ClaimBeats
+    | UnclaimBeats
+    | ReportEnding
+    | LogMessage
+    | RaiseError
 )
 
 
@@ -342,12 +342,12 @@ Effect = (
 
 
 @dataclass(frozen=True)
-class Begun:
+class StepBegun:
     """The step has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class BringUp:
+class BringUpGeneration:
     """Bring this generation up."""
 
     record: pb.GenerationRecord
@@ -366,10 +366,10 @@ class WaitUntil:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Over:
+class GenerationOver:
     """Answer that says if the generation is over."""
 
     over: bool
 
 
-BEGUN, HAND_OVER = Begun(), HandOver()
+BEGUN, HAND_OVER = StepBegun(), HandOver()

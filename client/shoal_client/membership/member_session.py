@@ -18,7 +18,7 @@ import structlog
 
 from shoal_client.connection.certificate_wait import wait_s
 from shoal_client.connection.coordinators import CLOSE_WITHIN_S, Coordinators, chance
-from shoal_client.liveness.beat_board import Ending
+from shoal_client.liveness.beat_board import MembershipEnding
 from shoal_client.liveness.trainer_status import TrainerStatus
 from shoal_client.membership import calls
 from shoal_client.membership import member_events as ev
@@ -71,7 +71,7 @@ class MemberSession:
         self._core = MemberCore(member.identity, wait_s())
         """Stepped under the condition's lock; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
-        self._joining = tracing.Ongoing("Join")
+        self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
         self._stream = HeldStream(self._threads.closing, self._joining)
         shared: HostFiles | None = None
@@ -79,7 +79,7 @@ class MemberSession:
             directory = member.shared_directory / "rosters"
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
-        self._doing = TrainerStatus()
+        self._status = TrainerStatus()
         # A signal handler puts into it: a SimpleQueue is safe from there.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
@@ -95,7 +95,7 @@ class MemberSession:
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
         # It holds one stream after another, until the membership ends.
-        self._threads.start("shoal-member", lambda: self._do(ev.JoinWished(within_s=timeout_s)))
+        self._threads.start("shoal-member", lambda: self._do(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
             self._changed.wait_for(
@@ -107,7 +107,7 @@ class MemberSession:
         if failure is not None or not admitted:
             self.close()
             if failure is not None:
-                raise self._own_jobs.told(failure)
+                raise self._own_jobs.explain(failure)
             raise DeadlineExceeded(
                 f"no coordinator admitted this member within {timeout_s:g} s",
                 seen=core.waiting_for,
@@ -143,7 +143,7 @@ class MemberSession:
             optional_fields=optional_fields,
             listings=listings,
         )
-        self._do(ev.Proposed(proposal=proposal))
+        self._do(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
         """The next committed record with a number above `above` that has this member in it.
@@ -161,7 +161,7 @@ class MemberSession:
     def ready(self, record: pb.GenerationRecord) -> None:
         """Say that the first collective of the generation passed, and at which step: see
         `progress`."""
-        self._do(ev.BroughtUp(record=record))
+        self._do(ev.GenerationBroughtUp(record=record))
         self._joining.end()
 
     def give_up_at(self, time_s: float) -> None:
@@ -202,7 +202,7 @@ class MemberSession:
             )
             if decision is ev.BEGUN:
                 return None
-            if isinstance(decision, ev.BringUp):
+            if isinstance(decision, ev.BringUpGeneration):
                 return decision.record
             if hand_over is not None:
                 # Without the lock: it may take long, and notices come meanwhile.
@@ -215,11 +215,11 @@ class MemberSession:
         if self._slot is not None:
             self._slot.progress(step)
 
-    def does(self, doing: TrainerStatus) -> None:
+    def report_status(self, status: TrainerStatus) -> None:
         """Set the trainer's activity, for the heartbeats. Cheap to call; any thread."""
-        self._doing = doing
+        self._status = status
         if self._slot is not None:
-            self._slot.does(doing)
+            self._slot.report_status(status)
 
     def pause(self, reason: str, limit_s: float) -> None:
         """Ask the others to wait for what the trainer does next; `resume` ends it.
@@ -227,7 +227,7 @@ class MemberSession:
         A coordinator that cannot be reached now is told when it is there again: until then no limit
         of the others runs either.
         """
-        self._do(ev.PauseBegan(reason=reason, limit_s=limit_s))
+        self._do(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
         """The pause is over."""
@@ -272,7 +272,7 @@ class MemberSession:
         participants can make again; nobody else is admitted before. Raises JobFinished if others
         completed the job meanwhile, Fenced if this member was lost.
         """
-        event = ev.StoodStill(step=step, has_state=has_state, enough_for_call=enough_for_call)
+        event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
         self._do(event)
 
     # --- leaving ---
@@ -323,17 +323,20 @@ class MemberSession:
         """
         if completed:
             self._own_jobs.completed()
-        self._do(ev.LeaveWished(completed=completed, reason=reason, timeout_s=timeout_s))
+        self._do(ev.LeaveWanted(completed=completed, reason=reason, timeout_s=timeout_s))
         self.close()
-        return self._core.leaving.was_told
+        return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
         """The trainer ends with this error, which is not the membership's own.
 
         The launcher is told if a process of the same script would end with it again, or may not.
         """
-        ending = Ending.of(error)
-        if self._slot is not None and ending in (Ending.REFUSED, Ending.PASSING):
+        ending = MembershipEnding.of(error)
+        if self._slot is not None and ending in (
+            MembershipEnding.REFUSED,
+            MembershipEnding.PASSING,
+        ):
             self._slot.end(ending)
 
     def close(self) -> None:
@@ -342,7 +345,7 @@ class MemberSession:
         self._drain_wishes.put(None)
         if self._slot is not None:
             self._slot.withdraw()
-        self._do(ev.Closed())
+        self._do(ev.SessionClosed())
         self._threads.join(within_s=CLOSE_WITHIN_S)
         self._joining.end()
         # A call to a coordinator that hangs ends with its connection.
@@ -406,20 +409,22 @@ class MemberSession:
         return self._core.waiting_for
 
     @property
-    def stands_by(self) -> bool:
+    def is_standby(self) -> bool:
         """True if this member is on standby."""
-        return self._core.stands_by
+        return self._core.is_standby
 
     # --- the core: its decisions, and what follows from events ---
 
-    def _decided(self, decide: Callable[[float], Decision | ev.WaitUntil | ev.Raise]) -> Decision:
+    def _decided(
+        self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
+    ) -> Decision:
         """Ask until there is an answer, which is there by the time that a wait names."""
         # Each step asks: the condition itself enters by a function of Python's.
         with self._lock:
             while True:
                 now_s = time.monotonic()
                 decision = decide(now_s)
-                if isinstance(decision, ev.Raise):
+                if isinstance(decision, ev.RaiseError):
                     raise decision.error
                 if not isinstance(decision, ev.WaitUntil):
                     return decision
@@ -446,9 +451,9 @@ class MemberSession:
     def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
         """Carry out an effect; returns the event that follows from it, if any."""
         match effect:
-            case ev.Raise():
+            case ev.RaiseError():
                 raise effect.error
-            case ev.Call():
+            case ev.CallLeader():
                 return self._call(effect)
             case ev.OpenStream():
                 return self._hold_stream(effect)
@@ -456,13 +461,13 @@ class MemberSession:
                 self._stream.cancel()
             case ev.FindLeader():
                 self._coordinators.move_on(self._stream.address, effect.error)
-            case ev.Judge():
+            case ev.JudgeRoster():
                 return self._hooks.judged(effect)
-            case ev.Break():
+            case ev.BreakGeneration():
                 self._hooks.on_break(effect.generation, effect.reason)
-            case ev.AskDrain():
+            case ev.AskForDrain():
                 self._drain_wishes.put(effect.reason)
-            case ev.Log():
+            case ev.LogMessage():
                 level = "debug" if effect.is_detail else "info"
                 write = getattr(log, "warning" if effect.is_warning else level)
                 write(effect.event, **effect.fields)
@@ -470,7 +475,7 @@ class MemberSession:
                 self._tell_launcher(effect)
         return None
 
-    def _call(self, call: ev.Call) -> ev.Event:
+    def _call(self, call: ev.CallLeader) -> ev.Event:
         if call.after_s:
             self._threads.closing.wait(call.after_s)
         core = self._core
@@ -479,17 +484,17 @@ class MemberSession:
         with self._joining.within():
             return calls.made(self._coordinators, call, lambda: core.closed or core.is_idle(call))
 
-    def _tell_launcher(self, effect: ev.Claim | ev.Unclaim | ev.TellEnding) -> None:
+    def _tell_launcher(self, effect: ev.ClaimBeats | ev.UnclaimBeats | ev.ReportEnding) -> None:
         if self._slot is None:
             return
         match effect:
-            case ev.Claim():
+            case ev.ClaimBeats():
                 self._slot.claim(
                     effect.token, heartbeat_s=effect.heartbeat_s, patience_s=effect.patience_s
                 )
-            case ev.Unclaim():
+            case ev.UnclaimBeats():
                 self._slot.unclaim()
-            case ev.TellEnding():
+            case ev.ReportEnding():
                 ending = self._own_jobs.ending(effect.error, admitted=bool(self._core.admitted))
                 self._slot.end(ending)
 
@@ -504,12 +509,12 @@ class MemberSession:
         )
         return ev.StreamEnded(error=error, chance=chance())
 
-    def _heard(self, notice: pb.Notice) -> ev.NoticeCame:
+    def _heard(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
         # As any call of the thread that holds the stream: see MemberCore.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
-        return ev.NoticeCame(notice=whole, refusal=refusal)
+        return ev.NoticeReceived(notice=whole, refusal=refusal)
 
     def _fetched_roster(self, digest: str, timeout_s: float) -> bytes:
         request = pb.GetRosterRequest(job=self._core.identity.spec.job, digest=digest)
@@ -522,13 +527,13 @@ class MemberSession:
             if slot is not None:
                 slot.runs()
             within_s = BEATEN_WITHIN_HEARTBEATS * self.limits.heartbeat_s
-            doing = self._doing
+            status = self._status
             due = ev.HeartbeatDue(
                 beaten=slot is not None and slot.beaten(within_s=within_s),
-                moved=doing.moved,
-                waits=doing.waits,
-                own_code_s=doing.own_code_s,
-                loads=doing.loads,
+                moved=status.moved,
+                waits=status.waits,
+                own_code_s=status.own_code_s,
+                loads=status.loads,
             )
             try:
                 self._do(due)
@@ -538,4 +543,4 @@ class MemberSession:
     def _ask_for_drain(self) -> None:
         """Pass each wish to drain on to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
-            self._do(ev.DrainWished(reason=reason))
+            self._do(ev.DrainWanted(reason=reason))

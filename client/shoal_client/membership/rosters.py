@@ -67,6 +67,8 @@ class Rosters:
             seen = str(error)
         if seen != f"digest {digest}":
             raise InternalError(
-                "a roster is not the one that was asked for", seen=seen, expected=f"digest {digest}"
+                "the received roster has another digest than the one asked for",
+                seen=seen,
+                expected=f"digest {digest}",
             )
         return roster

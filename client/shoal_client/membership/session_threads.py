@@ -26,7 +26,7 @@ FIRST_ANSWER_S = 1.0
 class HeldStream:
     """A member's, one after another: held by one thread, cancelled by any."""
 
-    def __init__(self, closing: threading.Event, joining: tracing.Ongoing) -> None:
+    def __init__(self, closing: threading.Event, joining: tracing.OngoingSpan) -> None:
         """`closing`: set before the last `cancel`; none is held from then on. `joining`: the span
         that attending is part of while it lasts."""
         self.address = ""

@@ -4,11 +4,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import grpc
 
-from shoal_client.bulk.connection import Connection
-from shoal_client.bulk.way import BulkWay
+from shoal_client.bulk.bulk_transport import BulkTransport
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.parameters.piece_stub import PieceStub
 from shoal_client.shards.blocks import SEND_PIECE_BYTES, encode
-from shoal_client.shards.parts import Part
+from shoal_client.shards.parts import GradientPart
 from shoal_proto import pieces
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.identity_pb2 import Token
@@ -45,7 +45,7 @@ class ParameterCalls:
         self._address = address
         self._token = token
         self._codecs: frozenset[str] | None = None
-        self._bulk = BulkWay(address, self._stub.OpenBulk, token, transport=transport)
+        self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
         """Be ready for calls with so many parts of at most so many bytes. Raises grpc.RpcError."""
@@ -53,12 +53,14 @@ class ParameterCalls:
             # Something cheap, for gRPC to connect.
             self._stub.Describe(DescribeRequest(job=self._token().job), timeout=CONNECT_AHEAD_S)
 
-    def create(self, header: CreateHeader, parts: Iterable[Part], timeout_s: float) -> CreateReply:
+    def create(
+        self, header: CreateHeader, parts: Iterable[GradientPart], timeout_s: float
+    ) -> CreateReply:
         requests = _requests(CreateRequest(header=header), parts, pieces.CREATE_REQUEST)
         return self._stub.Create(requests, timeout=timeout_s)
 
     def pull(
-        self, request: PullRequest, parts: Sequence[Part], timeout_s: float
+        self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | pieces.OnlyPiece]:
         """The parts are the shards of the request, in its order, without pieces."""
         connection = self._connection(parts, timeout_s)
@@ -67,7 +69,7 @@ class ParameterCalls:
         return self._stub.Pull(request, timeout=timeout_s)
 
     def push(
-        self, header: PushHeader, parts: Sequence[Part], timeout_s: float
+        self, header: PushHeader, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[PushReply | pieces.OnlyPiece]:
         connection = self._connection(parts, timeout_s)
         request = PushRequest(header=header)
@@ -91,12 +93,12 @@ class ParameterCalls:
                     fix="Bring the servers to the worker's release, or train without compression.",
                 )
 
-    def _connection(self, parts: Sequence[Part], timeout_s: float) -> Connection | None:
+    def _connection(self, parts: Sequence[GradientPart], timeout_s: float) -> BulkConnection | None:
         largest_bytes = max((part.num_bytes for part in parts), default=0)
         return self._bulk.connection(largest_bytes, len(parts), timeout_s)
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of the last pull or push: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 
@@ -106,7 +108,7 @@ class ParameterCalls:
 
 
 def _requests(
-    first: CreateRequest | PushRequest, parts: Iterable[Part], field: int
+    first: CreateRequest | PushRequest, parts: Iterable[GradientPart], field: int
 ) -> Iterator[CreateRequest | PushRequest | bytes]:
     yield first
     for part in parts:

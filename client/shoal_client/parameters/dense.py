@@ -19,7 +19,7 @@ from shoal_client.parameters.seen_versions import SeenVersions
 from shoal_client.parameters.servers import Attempt, worst_of
 from shoal_client.shards.blocks import Buffers, ShardBlocks, check_buffers
 from shoal_client.shards.layouts import without_tables
-from shoal_client.shards.parts import EncodedPush, Part, Pieces
+from shoal_client.shards.parts import EncodedPush, GradientPart, Pieces
 from shoal_proto import pieces
 from shoal_proto.errors import ShoalError, StalePush, StateLost
 from shoal_proto.status import from_detail
@@ -148,7 +148,7 @@ class ParameterClient:
         self._until_done(attempt)
         return len(created)
 
-    def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> Part:
+    def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> GradientPart:
         """A shard's bytes from each of these buffers: those of the second, if there is one, as if
         the shard went on there."""
         blocks = self._blocks[shard.shard_id]
@@ -159,7 +159,7 @@ class ParameterClient:
                     yield i * blocks.num_bytes + offset_bytes, memory
 
         num_bytes = max(len(behind_each_other), 1) * blocks.num_bytes
-        return Part(shard.shard_id, num_bytes, pieces_of)
+        return GradientPart(shard.shard_id, num_bytes, pieces_of)
 
     def pull(self, into: Buffers, *, wait_s: float | None = None) -> None:
         """Write the newest values into the buffers.
@@ -294,14 +294,14 @@ class ParameterClient:
         if errors:
             raise worst_of(errors)
 
-    def _gradient_part(self, shard: Shard, push: "_Push") -> Part:
+    def _gradient_part(self, shard: Shard, push: "_Push") -> GradientPart:
         gradient = push.encoded.shards.get(shard.shard_id)
         if gradient is None:
             return self._part(
                 shard, (push.gradients, push.bases) if push.bases else (push.gradients,)
             )
         # Its values come back as they are.
-        return Part(shard.shard_id, self._blocks[shard.shard_id].num_bytes, gradient.pieces)
+        return GradientPart(shard.shard_id, self._blocks[shard.shard_id].num_bytes, gradient.pieces)
 
     def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
         items = [
@@ -360,10 +360,10 @@ class ParameterClient:
         return dict(self._versions)
 
     @property
-    def ways(self) -> Mapping[str, str]:
+    def transports(self) -> Mapping[str, str]:
         """Transports by server address, each of the last pull or push: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
-        return {address: calls.way for address, calls in self._job.stubs.items()}
+        return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
         """Have calls from now on wait so long for lost shards to come back; then they raise
@@ -401,7 +401,7 @@ class _Push:
         return {codec.kind for codec in codecs if codec is not None}
 
 
-def _connect(parts: Sequence[Part], calls: ParameterCalls) -> None:
+def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
     """Be ready for calls like the one with these parts."""
     calls.connect(max(part.num_bytes for part in parts), len(parts))
 

@@ -81,7 +81,7 @@ class PieceStub:
 def _decoder(
     field: int, parse: Callable[[bytes], pieces.Whole]
 ) -> Callable[[bytes], pieces.Whole | pieces.OnlyPiece]:
-    return pieces.Decoder(field, parse)
+    return pieces.PieceDecoder(field, parse)
 
 
 def _serialize(request: Message | bytes) -> bytes:

@@ -32,7 +32,7 @@ from shoal_proto.errors import (
 )
 from shoal_proto.status import from_rpc_error, is_explained
 from shoal_proto.tls.channels import material, open_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 
@@ -72,7 +72,7 @@ class ShardServers(Generic[Stub]):
         self._log = LogLimit(log)
         self._lock = threading.Lock()
         self._reached: dict[str, tuple[grpc.Channel, Stub]] = {}
-        self._made_of: dict[str, Material | None] = {}
+        self._made_of: dict[str, TlsMaterial | None] = {}
         """Certificate of the channel to each address."""
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""
@@ -128,7 +128,7 @@ class ShardServers(Generic[Stub]):
             if isinstance(worst, CertificateRefused) and self._was_let_in:
                 is_waited_for = certificate.goes_on(time.monotonic())
                 if not is_waited_for:
-                    worst = certificate.over(worst)
+                    worst = certificate.final_error(worst)
             if _redirected(held, errors) and time.monotonic() < give_up_s:
                 retries += 1
                 continue
@@ -154,11 +154,11 @@ class ShardServers(Generic[Stub]):
 
     def _check_process(self) -> None:
         """The sockets, the shared memory and the numbers of pushes are another process's: what is
-        answered to one would be taken for the other's, and locks are held for ever that its
+        answered to one would be mistaken for the other's, and locks are held for ever that its
         threads had."""
         if os.getpid() != self._process:
             raise InvalidSpec(
-                "this process was forked from the one that the parameter client belongs to",
+                "the parameter client belongs to another process, from which this one was forked",
                 seen=f"process {os.getpid()}",
                 expected=f"process {self._process}",
                 fix="Have it open a client of its own, or start it by spawn or forkserver.",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import grpc
 
-from shoal_client.bulk.connection import Connection
-from shoal_client.bulk.way import BulkWay
+from shoal_client.bulk.bulk_transport import BulkTransport
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.parameters.piece_stub import PieceStub
 from shoal_client.parameters.table_rows import (
     ID_BYTES,
@@ -17,7 +17,7 @@ from shoal_client.parameters.table_rows import (
     check,
     packed,
 )
-from shoal_client.shards.parts import Part, in_pieces
+from shoal_client.shards.parts import GradientPart, in_pieces
 from shoal_proto.checksum import crc32, verify
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece
@@ -70,10 +70,10 @@ class PushedRows:
     gradients: Gradients
     row_bytes: int
 
-    def part(self) -> Part:
+    def part(self) -> GradientPart:
         g = self.gradients
         buffers = [memoryview(g.ids), memoryview(g.births), memoryview(g.gradients)]
-        return Part(self.shard_id, sum(map(len, buffers)), in_pieces(buffers))
+        return GradientPart(self.shard_id, sum(map(len, buffers)), in_pieces(buffers))
 
 
 class TableCalls:
@@ -86,7 +86,7 @@ class TableCalls:
         self._token = token
         self._stub = TablesStub(channel)
         open_bulk = PieceStub(channel).OpenBulk
-        self._bulk = BulkWay(
+        self._bulk = BulkTransport(
             address,
             open_bulk,
             token,
@@ -95,7 +95,7 @@ class TableCalls:
         )
 
     @property
-    def way(self) -> str:
+    def transport(self) -> str:
         """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
         return self._bulk.name
 
@@ -103,7 +103,7 @@ class TableCalls:
         """A call under way on another thread fails."""
         self._bulk.close()
 
-    def _connection(self, sizes: Iterable[int], timeout_s: float) -> Connection | None:
+    def _connection(self, sizes: Iterable[int], timeout_s: float) -> BulkConnection | None:
         known = list(sizes)
         return self._bulk.connection(max(known, default=0), len(known), timeout_s)
 
@@ -119,7 +119,7 @@ class TableCalls:
         ]
         header = TableLookupHeader(token=self._token(), items=items)
         parts = [
-            Part(number, a.answer_bytes, in_pieces([memoryview(a.ids)]))
+            GradientPart(number, a.answer_bytes, in_pieces([memoryview(a.ids)]))
             for number, a in enumerate(asked)
         ]
         replies = connection.look_up(TableLookupRequest(header=header), parts, timeout_s)
@@ -237,7 +237,7 @@ class _IncomingRows:
     def take(self, reply: OnlyPiece) -> None:
         piece = reply.piece
         if piece.offset_bytes != len(self._data):
-            raise _unexpected(f"bytes from {piece.offset_bytes} on behind {len(self._data)}")
+            raise _unexpected(f"bytes from {piece.offset_bytes} on, after {len(self._data)} bytes")
         verify(f"rows of shard {self._found.shard_id}", piece.checksum, piece.data)
         self._data += piece.data
 

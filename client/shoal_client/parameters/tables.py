@@ -228,10 +228,10 @@ class TableClient:
             )
 
     @property
-    def ways(self) -> Mapping[str, str]:
+    def transports(self) -> Mapping[str, str]:
         """Transports by server address, each of the last call about rows: `shared-memory`,
         `unix-socket`, `tcp` or `grpc`."""
-        return {address: calls.way for address, calls in self._job.stubs.items()}
+        return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
         """Have calls from now on wait so long for lost shards to come back; then they raise

@@ -105,7 +105,7 @@ class Clock:
             log.info("clock_not_told", reason=str(error))
 
     def _tell(self) -> None:
-        """Let the others know how far this member is: it may begin whatever they say."""
+        """Report the position of this member, which may begin at once."""
         if time.monotonic() < self._silent_until_s:
             return
         try:
@@ -131,8 +131,8 @@ class Clock:
         raise DeadlineExceeded(
             f"this member may not begin its step in round {self._round}",
             seen=f"a wait of {self._wait_s:g} s for {reason}",
-            expected=f"everybody to be at most {self._bound} rounds behind",
-            fix="See `shoal status` for who is slow, or raise the bound.",
+            expected=f"every member at most {self._bound} rounds slower than this one",
+            fix="`shoal status` shows the slowest member; or raise the bound.",
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:

@@ -10,7 +10,7 @@ Pieces = Iterable[tuple[int, Sequence[memoryview]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GradientPart:
     """One shard of a call."""
 
     shard_id: int

@@ -158,7 +158,7 @@ class SeriesPublisher:
         self._closing.set()
         if self._renewing is not None:
             self._renewing.join()
-            self._let_go()
+            self._release_series()
         self._stores.close()
         self._coordinators.close()
 
@@ -284,7 +284,7 @@ class SeriesPublisher:
                 log.error("publisher_lease_lost", series=self._series, reason=str(error))
                 return
 
-    def _let_go(self) -> None:
+    def _release_series(self) -> None:
         try:
             self._begin(1.0, is_ending=True)
         except ShoalError as error:

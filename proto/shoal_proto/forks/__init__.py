@@ -1,4 +1,4 @@
 """Protection of state that a forked child would find half changed.
 
-DataLoaders fork a trainer at any time.
+DataLoaders may fork a trainer at any time.
 """

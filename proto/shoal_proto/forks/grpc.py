@@ -1,9 +1,10 @@
-"""gRPC in a process that is forked, as a trainer is by a DataLoader that starts its workers.
+"""gRPC in a process that forks, as a trainer does when a DataLoader starts its workers.
 
-gRPC's core has handlers of its own for forks, which stop its threads and start them anew in the
-child. With calls under way on other threads they fail: of 120 children up to 5 ended with SIGSEGV
-or SIGABRT, or hung (grpcio 1.85.1). No child of ours uses the connections of its parent, and
-without the handlers nothing of gRPC runs in it, unless Python's collector comes upon its objects.
+gRPC's core has fork handlers of its own, which stop its threads and start them anew in the child.
+While calls are in progress on other threads, these handlers fail: of 120 children up to 5 ended
+with SIGSEGV or SIGABRT, or hung (grpcio 1.85.1). No child of ours uses its parent's connections,
+and without the handlers no code of gRPC runs in it, unless Python's garbage collector visits gRPC's
+objects.
 """
 
 import gc
@@ -13,7 +14,8 @@ _SWITCH = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 def prepare() -> None:
-    """Let children have nothing to do with gRPC. To be called before gRPC is imported, which reads
-    the environment once; what the environment says already holds."""
+    """Disable gRPC's fork handlers, and exempt its objects from garbage collection in children. To
+    be called before gRPC is imported, which reads the environment once; an existing setting in the
+    environment is kept."""
     if os.environ.setdefault(_SWITCH, "0") == "0":
         os.register_at_fork(after_in_child=gc.freeze)

@@ -1,10 +1,10 @@
 """Exclusion of forks while a thread of this process runs OpenSSL code.
 
-OpenSSL's locks know nothing of forks. A child that is forked while another thread of its parent
-holds one of them has that lock for good, held by a thread that it does not have, and waits for ever
-at its own first use of OpenSSL. A trainer is forked at any time, by a DataLoader that starts its
-workers. So a thread that makes a handshake, reads a certificate or makes a context holds NO_FORK,
-which a fork waits for. It is never held across a wait for the network: a fork takes milliseconds.
+OpenSSL's locks do not survive forks. If another thread of the parent holds one of them during a
+fork, no thread of the child ever releases it, and the child hangs at its own first use of OpenSSL.
+A trainer may fork at any time, when a DataLoader starts its workers. So a thread that makes a
+handshake, reads a certificate or makes a context holds NO_FORK, and a fork waits for NO_FORK. It is
+never held while waiting for the network: a fork waits for milliseconds.
 """
 
 import os
@@ -14,10 +14,11 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 NO_FORK = threading.RLock()
-"""Held by whoever is within OpenSSL, and by a fork from before it until after it."""
+"""Held by a thread that runs OpenSSL code, and by a fork from before it until after it."""
 
 # The child's only thread is the one that forked, which holds the lock.
 os.register_at_fork(
@@ -30,17 +31,36 @@ Done = TypeVar("Done")
 def secured_client(
     connected: socket.socket, context: ssl.SSLContext, name: str, within_s: float
 ) -> ssl.SSLSocket:
-    """The connection within TLS, to a server that has `name` in its certificate. It does not block:
-    see `until_done`. The socket that was given is not to be used any more.
+    """Return the connection within TLS, to a server that has `name` in its certificate. The result
+    does not block: see `until_done`. Do not use the given socket any more.
 
-    Raises OSError (ssl.SSLError, TimeoutError), and has closed the connection then.
+    Raises OSError (ssl.SSLError, TimeoutError), after closing the connection.
     """
+    return _secured(
+        connected,
+        partial(context.wrap_socket, server_hostname=name, do_handshake_on_connect=False),
+        within_s,
+    )
+
+
+def secured_server(
+    connected: socket.socket, context: ssl.SSLContext, within_s: float
+) -> ssl.SSLSocket:
+    """Same as `secured_client`, for the other end of a connection."""
+    return _secured(
+        connected,
+        partial(context.wrap_socket, server_side=True, do_handshake_on_connect=False),
+        within_s,
+    )
+
+
+def _secured(
+    connected: socket.socket, wrap: Callable[[socket.socket], ssl.SSLSocket], within_s: float
+) -> ssl.SSLSocket:
     try:
         connected.setblocking(False)
         with NO_FORK:
-            secured = context.wrap_socket(
-                connected, server_hostname=name, do_handshake_on_connect=False
-            )
+            secured = wrap(connected)
     except BaseException:
         connected.close()
         raise
@@ -53,8 +73,8 @@ def secured_client(
 
 
 def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: float | None) -> Done:
-    """Result of `do`, a non-blocking call on the connection, which is repeated whenever the network
-    is ready. `within_s`: time limit in seconds; None: no limit.
+    """Return the result of `do`, a non-blocking call on the connection, which is repeated whenever
+    the network is ready. `within_s`: time limit in seconds; None: no limit.
 
     Raises TimeoutError, and any other error of `do`.
     """
@@ -71,4 +91,4 @@ def until_done(connection: ssl.SSLSocket, do: Callable[[], Done], within_s: floa
             selector.register(connection, awaited)
             left_s = None if give_up_s is None else give_up_s - time.monotonic()
             if (left_s is not None and left_s <= 0.0) or not selector.select(left_s):
-                raise TimeoutError(f"the other end said nothing within {within_s:g} s")
+                raise TimeoutError(f"the other end sent nothing within {within_s:g} s")

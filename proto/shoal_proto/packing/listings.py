@@ -1,9 +1,9 @@
-"""Listings: what a digest in a proposal is a digest of, packed, to name the first entry that
-differs between two members.
+"""Listings: the content behind a digest in a proposal, packed. They show the first entry in which
+two members differ.
 
-A listing is a sequence of lines, "name: value", in the order that the digest was taken in. Packed,
-100,000 parameters of a transformer have some 10 kB: a number is written as its difference from that
-of the last line which is otherwise the same, and all of it is compressed. A listing that would
+A listing is a sequence of lines, "name: value", in the order of the digest. Packed, 100,000
+parameters of a transformer have some 10 kB: a number is written as its difference from the number
+in the last line that is otherwise the same, and the result is compressed. A listing that would
 exceed MAX_LISTING_BYTES is packed as digests of blocks of lines.
 """
 
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from hashlib import sha256
 
 MAX_LISTING_BYTES = 48 * 1024
-"""Of one packed listing."""
+"""Most bytes of a packed listing."""
 _MAX_CODED_BYTES = 8 << 20
 _MAX_LISTED_CHARACTERS = 32 << 20
 """A listing that unpacks to more than these is not read."""
 _MAX_BLOCKS = 1024
 _MAX_LINE_CHARACTERS = 1000
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
-"""Without leading zeros, which would not survive."""
+"""Matches numbers without leading zeros: packing would lose these."""
 _PLACE = "\x00"
 _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 
@@ -32,12 +32,12 @@ class UnreadableListing(ValueError):
 
 @dataclass(frozen=True)
 class PackedListing:
-    """A listing as a proposal has it; unpacked if it is asked for."""
+    """A listing as in a proposal; unpacked on request."""
 
     packed: bytes
 
     def lines(self) -> Sequence[str] | None:
-        """The lines; None if they cannot be read."""
+        """Return the lines; None if they cannot be read."""
         try:
             return unpack(self.packed)
         except UnreadableListing:
@@ -56,7 +56,7 @@ def pack(lines: Iterable[str]) -> bytes:
 
 
 def unpack(packed: bytes) -> list[str]:
-    """The lines of a listing. Raises UnreadableListing."""
+    """Return the lines of a listing. Raises UnreadableListing."""
     decompressor = zlib.decompressobj()
     try:
         coded = decompressor.decompress(packed, _MAX_CODED_BYTES).decode()

@@ -1,8 +1,8 @@
-"""Many values that are much alike, in a few bytes: the addresses that the ranks of a group set.
+"""Packing of many similar values: the addresses that the ranks of a group set.
 
-Gloo's ranks each set 154 + 8 N bytes, which are nearly the same for all of them, and each reads
-what all have set. Packed, every value is told by its difference (exclusive or) from the one before
-it, if that is as long, and all together are deflated (RFC 1950).
+Each rank of Gloo sets 154 + 8 N bytes, nearly the same for all ranks, and reads the values of all
+ranks. A packed value is its difference (exclusive or) from the value before it, if both have the
+same length; all values together are deflated (RFC 1950).
 """
 
 import zlib
@@ -15,18 +15,18 @@ from shoal_proto.v1.rendezvous_pb2 import StoreReply
 
 LEVEL = 1
 MAX_VALUES_BYTES = 128 * 1024 * 1024
-"""Of all values of one answer; a coordinator keeps half of that for a generation."""
+"""Most bytes of all values of one answer; a coordinator keeps half of that for a generation."""
 
 
 def pack(values: Sequence[bytes]) -> bytes:
-    """The values, packed."""
+    """Pack the values."""
     last = [b"", *values][: len(values)]
     told = [_difference(value, before) for value, before in zip(values, last, strict=True)]
     return zlib.compress(StoreReply(values=told).SerializeToString(), LEVEL)
 
 
 def unpack(packed: bytes) -> list[bytes]:
-    """Values that were packed. Raises MalformedMessage."""
+    """Return the values that were packed. Raises MalformedMessage."""
     unpacking = zlib.decompressobj()
     try:
         data = unpacking.decompress(packed, MAX_VALUES_BYTES)
@@ -47,7 +47,8 @@ def unpack(packed: bytes) -> list[bytes]:
 
 
 def _difference(value: bytes, other: bytes) -> bytes:
-    """Exclusive or of two values of one length, otherwise `value` itself. It is its own inverse."""
+    """Return the exclusive or of two values of one length, otherwise `value` itself. The function
+    is its own inverse."""
     size = len(value)
     if size != len(other):
         return value

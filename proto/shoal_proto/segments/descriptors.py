@@ -1,4 +1,4 @@
-"""Descriptors that come with what is received over a Unix socket. See unix(7), SCM_RIGHTS."""
+"""Descriptors attached to data that are received over a Unix socket. See unix(7), SCM_RIGHTS."""
 
 import array
 import socket
@@ -7,8 +7,9 @@ _ONE = socket.CMSG_SPACE(array.array("i").itemsize)
 
 
 def receive_into(connected: socket.socket, space: memoryview) -> tuple[int, list[int]]:
-    """Number of bytes received into `space`, 0 at the end, and the descriptors that came with them:
-    one as a rule, to be closed by the caller and not inherited by other programs. Raises OSError.
+    """Receive bytes into `space`; return their number, 0 at the end, and the descriptors attached
+    to them: usually one. The caller closes them; other programs do not inherit them. Raises
+    OSError.
 
     A plain `recv` would have the kernel close them.
     """

@@ -69,7 +69,7 @@ def check_root(of_chunks: bytes, num_bytes: int, expected: bytes) -> None:
         )
     if (seen := root_digest(of_chunks)) != expected:
         raise ChecksumMismatch(
-            "a segment is not the one that was named",
+            "a segment has another digest than the one asked for",
             seen=f"digest {seen.hex()}",
             expected=expected.hex(),
         )

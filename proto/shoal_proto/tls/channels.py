@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 
 from shoal_proto.tls import identity
-from shoal_proto.tls.files import Material, TlsIdentity
+from shoal_proto.tls.files import TlsIdentity, TlsMaterial
 
 Options = Sequence[tuple[str, int | str]]
 
@@ -60,7 +60,7 @@ def _secured(name: str, options: Options) -> tuple[grpc.ChannelCredentials | Non
     return _credentials(own), [*options, *_expecting(name)]
 
 
-def add_port(server: grpc.aio.Server, address: str) -> int:
+def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
     """Have the server listen at host:port; the port. With a certificate, only to callers that have
     one too. Raises RuntimeError, or answers 0, for an address that cannot be listened at."""
     own = identity.own()
@@ -69,7 +69,7 @@ def add_port(server: grpc.aio.Server, address: str) -> int:
     return server.add_secure_port(address, _ServerCertificate(own).credentials())
 
 
-def material() -> Material | None:
+def material() -> TlsMaterial | None:
     """Material for new channels. A channel made from other material holds a certificate that has
     been renewed since."""
     own = identity.own()
@@ -107,5 +107,5 @@ class _ServerCertificate:
         return _configuration(now)
 
 
-def _configuration(found: Material) -> grpc.ServerCertificateConfiguration:
+def _configuration(found: TlsMaterial) -> grpc.ServerCertificateConfiguration:
     return grpc.ssl_server_certificate_configuration([(found.key, found.cert)], found.ca)

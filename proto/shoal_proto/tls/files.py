@@ -38,7 +38,7 @@ class TlsFiles:
 
 
 @dataclass(frozen=True, eq=False)
-class Material:
+class TlsMaterial:
     """Contents of the files at one time, which fit each other. Compared by identity."""
 
     ca: bytes
@@ -70,7 +70,7 @@ class TlsIdentity:
         self._looked_s = time.monotonic()
 
     @property
-    def material(self) -> Material:
+    def material(self) -> TlsMaterial:
         """Current material: the same object as long as the files have not changed."""
         # Who forks finds neither lock held by another thread.
         with NO_FORK, self._lock:
@@ -100,7 +100,7 @@ class TlsIdentity:
         return [(each.st_mtime_ns, each.st_ino, each.st_size) for each in found]
 
 
-def _read(files: TlsFiles) -> Material:
+def _read(files: TlsFiles) -> TlsMaterial:
     try:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -129,7 +129,7 @@ def _read(files: TlsFiles) -> Material:
             seen=f"{files.ca}: {error}",
             expected="PEM",
         ) from error
-    return Material(ca=ca, cert=cert, key=key, server=server, open=anybody, client=client)
+    return TlsMaterial(ca=ca, cert=cert, key=key, server=server, open=anybody, client=client)
 
 
 def _unreadable(error: OSError) -> InvalidSpec:

@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import local_clusters
 from shoal_proto.tls.files import TlsFiles, TlsIdentity
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 CA_FILE = "ca.crt"
 VARIABLES = ("SHOAL_TLS_CA", "SHOAL_TLS_CERT", "SHOAL_TLS_KEY")
@@ -48,7 +48,11 @@ def using(files: TlsFiles | None) -> Iterator[None]:
 
 
 def chosen(
-    folder: Path | None, ca: Path | None, cert: Path | None, key: Path | None, *roles: Role
+    folder: Path | None,
+    ca: Path | None,
+    cert: Path | None,
+    key: Path | None,
+    *roles: CertificateRole,
 ) -> TlsFiles | None:
     """The three files where they are given, or the first role's in the folder that are there; None
     if nothing was given. Raises InvalidSpec for a part of them, or a folder without them."""
@@ -64,7 +68,7 @@ def chosen(
     return None if folder is None else in_folder(folder, *roles)
 
 
-def in_folder(folder: Path, *roles: Role) -> TlsFiles:
+def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
     """The files of the first of the roles that has some there. Raises InvalidSpec."""
     for role in roles:
         cert, key = folder / f"{role.value}.crt", folder / f"{role.value}.key"
@@ -79,7 +83,7 @@ def in_folder(folder: Path, *roles: Role) -> TlsFiles:
     )
 
 
-def files_at(addresses: Iterable[str], *roles: Role) -> TlsFiles | None:
+def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
     """The files for a cluster of this user on this machine that serves at one of these addresses,
     of the first of the roles that has some; None where there is no such cluster, or it speaks plain
     text. Raises InvalidSpec."""
@@ -96,8 +100,8 @@ def from_environment(
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)
     folder = variables.get(FOLDER_VARIABLE)
-    given = chosen(Path(folder) if folder else None, ca, cert, key, Role.WORKER)
-    return given or files_at(addresses, Role.WORKER)
+    given = chosen(Path(folder) if folder else None, ca, cert, key, CertificateRole.WORKER)
+    return given or files_at(addresses, CertificateRole.WORKER)
 
 
 def without_tls(environment: Mapping[str, str]) -> dict[str, str]:

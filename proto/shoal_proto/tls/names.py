@@ -4,7 +4,7 @@ The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or wit
 holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound
 to one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. A process that serves has a DNS name
 of its role besides, by which its callers know it, whatever address they reach it at: certificates
-need no addresses, and a worker's certificate is not taken for a server's.
+need no addresses, and a worker's certificate does not pass as a server's.
 """
 
 from collections.abc import Iterable
@@ -16,10 +16,11 @@ from shoal_proto.names import is_name, is_series
 
 COORDINATOR_NAME = "coordinator.shoal"
 SERVER_NAME = "server.shoal"
+READER_NAME = "reader.shoal"
 URI_START = "spiffe://shoal/"
 
 
-class Role(Enum):
+class CertificateRole(Enum):
     """Role of a certificate's holder, which decides what it may call."""
 
     OPERATOR = "operator"
@@ -30,7 +31,12 @@ class Role(Enum):
     READER = "reader"
 
 
-SERVES_AS = {Role.COORDINATOR: COORDINATOR_NAME, Role.SERVER: SERVER_NAME}
+SERVES_AS = {
+    CertificateRole.COORDINATOR: COORDINATOR_NAME,
+    CertificateRole.SERVER: SERVER_NAME,
+    # To other readers of its series, if it is a relay.
+    CertificateRole.READER: READER_NAME,
+}
 """The DNS name in the certificates of a role that serves."""
 
 
@@ -38,7 +44,7 @@ SERVES_AS = {Role.COORDINATOR: COORDINATOR_NAME, Role.SERVER: SERVER_NAME}
 class Caller:
     """Identity of the other end of a connection, from its certificate."""
 
-    role: Role
+    role: CertificateRole
     name: str
     job: str = ""
     """The only job that it may act in; empty: any."""
@@ -69,14 +75,20 @@ def caller_among(names: Iterable[bytes]) -> Caller | None:
 def _read(uri: bytes) -> Caller | None:
     try:
         parts = uri.decode("ascii").removeprefix(URI_START).split("/")
-        role = Role(parts[0])
+        role = CertificateRole(parts[0])
     except ValueError:
         return None
     match parts[1:]:
         case [name] if is_name(name):
             return Caller(role, name)
-        case [name, "job", job] if is_name(name) and is_name(job) and role is not Role.READER:
+        case [name, "job", job] if (
+            is_name(name) and is_name(job) and role is not CertificateRole.READER
+        ):
             return Caller(role, name, job)
         case [name, "series", *series] if is_name(name) and is_series("/".join(series)):
-            return Caller(role, name, series="/".join(series)) if role is Role.READER else None
+            return (
+                Caller(role, name, series="/".join(series))
+                if role is CertificateRole.READER
+                else None
+            )
     return None

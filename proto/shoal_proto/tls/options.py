@@ -9,7 +9,7 @@ from cyclopts import Group, Parameter
 
 from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import FOLDER_VARIABLE, VARIABLES, chosen
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 _GROUP = Group("TLS")
 _CA, _CERT, _KEY = VARIABLES
@@ -33,7 +33,10 @@ class TlsOptions:
     key: Annotated[Path | None, _option("--tls-key", "FILE", _KEY)] = None
     """PEM file of the certificate's key."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.OPERATOR, Role.VIEWER)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (
+        CertificateRole.OPERATOR,
+        CertificateRole.VIEWER,
+    )
     """Whose certificate is taken from the folder: the first that is there."""
 
     @property
@@ -47,7 +50,7 @@ class TlsOptions:
         """Addresses of the cluster, if these options name them."""
         return ()
 
-    def files_of(self, *roles: Role) -> TlsFiles | None:
+    def files_of(self, *roles: CertificateRole) -> TlsFiles | None:
         """Files as `files` gives them, for other roles if a folder was given."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
@@ -55,7 +58,10 @@ class TlsOptions:
 class LauncherTls(TlsOptions):
     """TLS options of `shoal run`, whose workers get the certificate of a worker."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.OPERATOR, Role.WORKER)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (
+        CertificateRole.OPERATOR,
+        CertificateRole.WORKER,
+    )
 
 
 _FLAT = Parameter(name="*")

@@ -85,7 +85,7 @@ def part(name: str) -> Iterator[None]:
         yield
 
 
-class Ongoing:
+class OngoingSpan:
     """A span that lasts over what several threads do, or a generator, which say what is part of it.
     Ends with its `with` statement, or its first `end`."""
 

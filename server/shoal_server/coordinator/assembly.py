@@ -1,4 +1,4 @@
-"""The parts of one coordinator, put together."""
+"""Assembly of one coordinator from its services."""
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -41,9 +41,9 @@ from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, TakenSnapshot
 from shoal_server.coordinator.view import CoordinatorView
-from shoal_server.core.generations.progress import Result
+from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, KeyValueStore
@@ -57,7 +57,7 @@ from shoal_server.status.shards import ShardReader
 
 
 class Coordinator:
-    """Services and background work of one coordinator; it leads between `lead(conditions)` and
+    """Services and background work of one coordinator, which leads from `lead(conditions)` to
     `step_down()`."""
 
     def __init__(
@@ -208,7 +208,7 @@ class Coordinator:
             on_restored=losses.restored,
         )
 
-    def _snapshot_taken(self, taken: Taken) -> None:
+    def _snapshot_taken(self, taken: TakenSnapshot) -> None:
         manifest, mib = taken.manifest, 2**20
         step = manifest.training.get("step")
         self.board.snapshot_taken(
@@ -231,10 +231,12 @@ class Coordinator:
         generations = actor.generations_in_force()
         return {"generation": max(generations, default=0), "step": max(steps, default=0)}
 
-    def _result_of(self, job: str) -> Result:
+    def _result_of(self, job: str) -> JobResult:
         queries = StatusQueries(self.view, self.board)
         summary = queries.summary(queries.job(job))
-        return Result(step=Step(summary.step), loss=summary.loss, num_samples=summary.num_samples)
+        return JobResult(
+            step=Step(summary.step), loss=summary.loss, num_samples=summary.num_samples
+        )
 
     def add_services(self, server: grpc.aio.Server) -> None:
         membership = MembershipService(

@@ -1,7 +1,7 @@
 """Time of the last leader, kept in etcd: a leader with a wrong clock removes nothing.
 
 The age of an ended job is measured by the clocks of the coordinators that led. A leader whose clock
-is days ahead would take every ended job for old, and remove at its first sweep what cannot be
+is days ahead would find every ended job old, and remove data at its first sweep that cannot be
 restored. Therefore each leader writes the time to etcd once a minute, and its successor compares. A
 gap may be an outage or a wrong clock; in doubt nothing is removed for a while, and the log says so.
 """
@@ -15,7 +15,7 @@ from shoal_proto.errors import RetryError
 from shoal_server.core.retention import held_s
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 
 log = structlog.get_logger(__name__)
@@ -69,7 +69,8 @@ class ClockMark:
                 "clock_doubted",
                 ahead_s=round(now_s - noted_s),
                 removes_nothing_for_s=round(wait_s),
-                reason="nobody led for that long, or the clock of this coordinator or of the last"
+                reason="no coordinator led for that long, or the clock of this coordinator or"
+                " of the last"
                 " leader is wrong: check it",
             )
 
@@ -77,6 +78,6 @@ class ClockMark:
 def _noted(value: bytes) -> float | None:
     try:
         return Fields.parsed(value).seconds("unix_s")
-    except Unreadable as error:
+    except UnreadableRecord as error:
         log.warning("clock_unreadable", key=keys.CLOCK, reason=str(error))
         return None

@@ -24,7 +24,7 @@ from shoal_server.core.clocks import (
     MemberProcess,
     NoClock,
 )
-from shoal_server.core.positions import Position
+from shoal_server.core.positions import ClockPosition
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
@@ -45,7 +45,7 @@ class _Job:
 
     def __init__(self, clocks: Clocks) -> None:
         self.clocks = clocks
-        self._waiting: list[tuple[Position, int, asyncio.Event]] = []
+        self._waiting: list[tuple[ClockPosition, int, asyncio.Event]] = []
         """A heap, ordered by the position that each call waits for."""
         self._by_name: dict[str, asyncio.Event] = {}
         """Newest wait of each member."""
@@ -88,7 +88,7 @@ class _Job:
     def _is_over(self) -> bool:
         return self._waiting[0][2].is_set()
 
-    def _may_go_on(self, horizon: Position | None) -> bool:
+    def _may_go_on(self, horizon: ClockPosition | None) -> bool:
         return horizon is not None and self._waiting[0][0] <= horizon
 
 
@@ -159,7 +159,7 @@ class ClocksService(ClocksServicer):
         job = self._job(request.token.job)
         who = MemberProcess(request.token.member_id, request.token.incarnation)
         report = ClockReport(
-            position=Position(request.clock, request.pulled),
+            position=ClockPosition(request.clock, request.pulled),
             bound=request.bound,
             enters=request.enters,
             begins=request.begins,

@@ -18,7 +18,7 @@ from shoal_server.serving.listening import is_loopback, listening, split_address
 from shoal_server.serving.options import (
     FLAT,
     AdvertisedAddress,
-    CoordinatorReach,
+    CoordinatorServing,
     HttpClients,
     ListenAddress,
     ReadyFile,
@@ -39,7 +39,7 @@ class CoordinatorConfig:
     """Keeps the membership of jobs in etcd and serves gRPC and HTTP until SIGTERM. Run several on
     one etcd: one leads, and another takes over if it dies."""
 
-    reach: Annotated[CoordinatorReach, FLAT] = field(default_factory=CoordinatorReach)
+    reach: Annotated[CoordinatorServing, FLAT] = field(default_factory=CoordinatorServing)
     listen: ListenAddress = "7700"
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
     """Where to serve the status page and its API. A port alone: at --bind."""

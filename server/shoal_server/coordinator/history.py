@@ -18,11 +18,11 @@ from shoal_proto.incarnation import public_id
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.kept_history import MAX_BYTES, KeptHistory, read, written
-from shoal_server.core.generations.roster import Roster
+from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.membership.phases import OVER
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Put, unchanged_since
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.tasks import gather_bounded
 from shoal_server.status.board import StatusBoard
@@ -51,7 +51,7 @@ class HistoryKeeper:
         self._taken_up: set[str] = set()
         """Jobs whose history in etcd has been read."""
         self._kept: dict[str, bytes] = {}
-        """Value in etcd of each job."""
+        """Value in etcd, by job."""
 
     async def run(self) -> None:
         """Record and store the history of jobs, until cancelled."""
@@ -98,7 +98,7 @@ class HistoryKeeper:
             return
         try:
             kept = read(found.value)
-        except Unreadable as error:
+        except UnreadableRecord as error:
             # History is only displayed, no decision depends on it: the job continues without it.
             log.warning("history_unreadable", job=job, key=found.key, reason=str(error)[:300])
             return
@@ -138,7 +138,7 @@ class HistoryKeeper:
 
 
 def _reading(
-    roster: Roster, known: Mapping[str, HealthView], step: int, now_unix_s: float
+    roster: GenerationRoster, known: Mapping[str, HealthView], step: int, now_unix_s: float
 ) -> Reading | None:
     """Reading from the fresh reports of the roster's members; None if there is none."""
     found = {

@@ -23,7 +23,7 @@ from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
-from shoal_server.etcd.json_fields import Fields, Unreadable, taken_apart
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord, taken_apart
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments
 
@@ -68,7 +68,7 @@ class JobReset:
             try:
                 with taken_apart():
                     found[job] = from_json(job, item.value)
-            except (Unreadable, InternalError) as error:
+            except (UnreadableRecord, InternalError) as error:
                 # The incarnations expelled by an earlier run are unknown: nobody may join.
                 self._registry.quarantine(job, unreadable(job, item.key, error))
         self._registry.earlier_runs = found
@@ -132,7 +132,7 @@ class JobReset:
         ]
         for start in range(0, len(old), FORGOTTEN_AT_ONCE):
             part = old[start : start + FORGOTTEN_AT_ONCE]
-            # If a job is joined meanwhile: no process of its earlier runs is left.
+            # Safe even if such a job starts meanwhile: no process of its earlier runs is left.
             await self._jobs.apply([Delete(keys.reset(each.job)) for each in part])
             for each in part:
                 if known.get(each.job) is each:
@@ -140,14 +140,14 @@ class JobReset:
 
 
 def _newest_generation(job: str, held: Sequence[KeyValue]) -> int:
-    """Highest generation number in the job's keys, also if other records cannot be read."""
+    """Highest generation number in the job's keys, even if other records cannot be read."""
     numbers = (keys.generation_number(job, each.key) for each in held)
     found = [number for number in numbers if number is not None]
     for each in held:
         if each.key == keys.job_state(job):
             try:
                 found.append(Fields.parsed(each.value).count("last_generation"))
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 log.warning("job_state_unreadable", job=job, reason=str(error))
     return max(found, default=0)
 

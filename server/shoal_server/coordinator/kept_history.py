@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pydantic import TypeAdapter
 
 from shoal_proto.health import MAX_LOGGED
-from shoal_server.etcd.json_fields import MAX_COUNT, Unreadable, taken_apart
+from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, taken_apart
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import MAX_POINTS
 from shoal_server.status.history.stories import MAX_CHANGES
@@ -42,18 +42,18 @@ def written(kept: KeptHistory) -> bytes:
 
 
 def read(value: bytes) -> KeptHistory:
-    """Decode what `written` made. Raises Unreadable."""
+    """Decode what `written` made. Raises UnreadableRecord."""
     inflated = zlib.decompressobj()
     try:
         data = inflated.decompress(value, MAX_INFLATED_BYTES)
     except zlib.error as error:
-        raise Unreadable(f"no deflated JSON ({error})") from error
+        raise UnreadableRecord(f"no deflated JSON ({error})") from error
     if inflated.unconsumed_tail:
-        raise Unreadable(f"more than {MAX_INFLATED_BYTES} bytes")
+        raise UnreadableRecord(f"more than {MAX_INFLATED_BYTES} bytes")
     with taken_apart():
         kept = _KEPT.validate_json(data)
     if problem := _problem(kept):
-        raise Unreadable(problem)
+        raise UnreadableRecord(problem)
     return kept
 
 

@@ -18,7 +18,7 @@ from shoal_server.coordinator.leadership.leader_failover import end_when_gone
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.election import Election, Leadership
-from shoal_server.etcd.leader_key import Candidate, Leader
+from shoal_server.etcd.leader_key import Leader, LeaderCandidate
 from shoal_server.etcd.remote.client import opened
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
@@ -106,7 +106,7 @@ async def serve(config: CoordinatorConfig) -> None:
         stack.push_async_callback(server.stop, STOP_WITHIN_S)
         stack.callback(health.end)
         host, url = socket.gethostname(), coordinator.view.http_url
-        candidate = Candidate(address=address, http_url=url, host=host)
+        candidate = LeaderCandidate(address=address, http_url=url, host=host)
         leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
         stopping = asyncio.create_task(stop.wait(), name="stop")
@@ -153,7 +153,7 @@ class LeaderLoop:
         coordinator: Coordinator,
         health: HealthService,
         store: KeyValueStore,
-        candidate: Candidate,
+        candidate: LeaderCandidate,
         leader_lease_s: float,
     ) -> None:
         """Expects that the candidate's address is already listened on."""

@@ -32,7 +32,7 @@ PACKED_BYTES = 16 * 1024
 
 
 @dataclass(kw_only=True)
-class Gathering:
+class WaitingCalls:
     """Calls that wait for the same keys."""
 
     missing: set[str] = field(default_factory=set)
@@ -48,7 +48,7 @@ class KeySpace:
     limits: JobLimits = field(default_factory=JobLimits)
     values: dict[str, bytes] = field(default_factory=dict)
     num_bytes: int = 0
-    _gatherings: dict[tuple[str, ...], Gathering] = field(default_factory=dict)
+    _gatherings: dict[tuple[str, ...], WaitingCalls] = field(default_factory=dict)
     _waiting: dict[str, list[tuple[str, ...]]] = field(default_factory=dict)
     """Gatherings that wait for each missing key."""
     _answer: tuple[tuple[str, ...], bytes] = ((), b"")
@@ -91,7 +91,7 @@ class KeySpace:
         missing = {key for key in keys if key not in self.values}
         if not missing:
             return
-        gathering = self._gatherings.setdefault(keys, Gathering())
+        gathering = self._gatherings.setdefault(keys, WaitingCalls())
         for key in missing - gathering.missing:
             self._waiting.setdefault(key, []).append(keys)
         gathering.missing |= missing

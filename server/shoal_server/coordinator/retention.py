@@ -20,9 +20,9 @@ from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Result
+from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.membership.phases import OVER
-from shoal_server.core.retention import REMOVES, Due, JobAge, RetentionLimits, due
+from shoal_server.core.retention import REMOVES, DueAction, JobAge, RetentionLimits, due
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation, Put
 from shoal_server.etcd.leader_store import LeaderStore
@@ -44,7 +44,7 @@ class Retention:
         *,
         samples: SamplesService,
         clocks: ClocksService,
-        result_of: Callable[[str], Result],
+        result_of: Callable[[str], JobResult],
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Retention:
         self._note_empty(actors)
         for actor in actors:
             job = actor.job.spec.job
-            while (what := self._due(actor)) is not Due.NOTHING:
+            while (what := self._due(actor)) is not DueAction.NOTHING:
                 try:
                     await self._do(what, actor)
                 except NotLeader:
@@ -117,10 +117,10 @@ class Retention:
         empty = [a.job.spec.job for a in actors if a.job.phase not in OVER and not a.job.members]
         self._empty_since_s = {job: self._empty_since_s.get(job, now_s) for job in empty}
 
-    def _due(self, actor: JobActor) -> Due:
+    def _due(self, actor: JobActor) -> DueAction:
         job = actor.job
         if not self._is_known(actor):
-            return Due.NOTHING  # it was removed or reset meanwhile
+            return DueAction.NOTHING  # it was removed or reset meanwhile
         age = JobAge(
             ended_s=job.state.stage.since_s if job.phase in OVER else None,
             empty_since_s=None if job.members else self._empty_since_s.get(job.spec.job),
@@ -128,24 +128,24 @@ class Retention:
             is_cleared=job.tally.is_cleared,
         )
         what = due(age, self._limits, self._clock())
-        return what if self._may_remove or what not in REMOVES else Due.NOTHING
+        return what if self._may_remove or what not in REMOVES else DueAction.NOTHING
 
     def _is_known(self, actor: JobActor) -> bool:
         return self._registry.actor_if_known(actor.job.spec.job) is actor
 
-    async def _do(self, what: Due, actor: JobActor) -> None:
+    async def _do(self, what: DueAction, actor: JobActor) -> None:
         name = actor.job.spec.job
         match what:
-            case Due.ABANDON:
+            case DueAction.ABANDON:
                 after_s = self._limits.abandon_after_s
                 # If it cannot be abandoned now, the full time passes before the next attempt.
                 del self._empty_since_s[name]
                 await actor.abandon(f"it had no members for {after_s:g} s, and nobody came back")
-            case Due.KEEP_RESULT:
+            case DueAction.KEEP_RESULT:
                 await self._keep_result(actor)
-            case Due.CLEAR:
+            case DueAction.CLEAR:
                 await self._clear(actor)
-            case Due.FORGET:
+            case DueAction.FORGET:
                 await self._resetting.reset(name, forgets_processes=True)
 
     async def _keep_result(self, actor: JobActor) -> None:
@@ -167,7 +167,7 @@ class Retention:
         async with self._registry.forgetting(name), self._samples.closed(name):
             await actor.carried_out(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
-            assert kept is not None, "what came of a job is kept before it is cleared"
+            assert kept is not None, "a job's result is stored before the job is cleared"
             left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
             written = await self._store.transact((), _cleared(name, left))
             self._clocks.forget(name)
@@ -176,8 +176,7 @@ class Retention:
 
 
 def _cleared(job: str, left: StateRecord) -> list[Operation]:
-    """Deletes everything of the job except its own record, which is updated in the same
-    transaction."""
+    """Operations that delete everything of the job except its own record, and update that."""
     return [
         Delete(keys.generations(job), prefix=True),
         Delete(keys.shard_map(job)),

@@ -11,8 +11,8 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.core.generations.roster import Record
-from shoal_server.serving.access.asker import Asker
+from shoal_server.core.generations.roster import GenerationRecord
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.from_core import job_view, member_view, quarantined_view, samples_view
 from shoal_server.status.from_weights import series_view
 from shoal_server.status.shards import ShardReader
@@ -74,7 +74,7 @@ class CoordinatorView:
         actor = self._registry.actor_if_known(name)
         return None if actor is None else self._job(actor, actor.records.values())
 
-    def _job(self, actor: JobActor, records: Iterable[Record] = ()) -> JobView:
+    def _job(self, actor: JobActor, records: Iterable[GenerationRecord] = ()) -> JobView:
         view = job_view(
             actor.job,
             records=records,
@@ -120,7 +120,7 @@ class CoordinatorView:
         return [series_view(each.series) for each in found if each.series.head.epoch]
 
     async def output(
-        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+        self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         return await self.outputs.output(job, member_id, who, after, before)
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from typing import NamedTuple
 
-from shoal_server.core.positions import Position, PositionIndex
+from shoal_server.core.positions import ClockPosition, PositionIndex
 
 MAX_NAMES = 5
 
@@ -50,7 +50,7 @@ class NoClock(Exception):
 class ClockReport:
     """A member's report of its position."""
 
-    position: Position
+    position: ClockPosition
     bound: int
     """Number of rounds that it may be ahead of the slowest."""
     enters: bool = False
@@ -78,7 +78,7 @@ class ClockStatus:
 class _Member:
     incarnation: str
     bound: int
-    position: Position | None
+    position: ClockPosition | None
     """None: it has entered, and gets a position once all others are known."""
     moved_s: float
     in_step: bool = False
@@ -130,9 +130,9 @@ class Clocks:
         start = self._start(member.bound, but=name) if not self._unheard else 0
         if not self._unheard and not member.in_step:
             # A member that is in no step moves to the newest round that is open to it.
-            member.position = max(member.position or Position(start), Position(start))
+            member.position = max(member.position or ClockPosition(start), ClockPosition(start))
             self._standing.put(name, member.position)
-        own = member.position or Position(0)
+        own = member.position or ClockPosition(0)
         reason = self._why_not(name, member)
         if not reason:
             member.in_step = True
@@ -198,7 +198,7 @@ class Clocks:
         slowest = self._stepping.first(but)
         if slowest is not None:
             start = min(start, slowest.clock + bound)
-        return start + 1 if self._stepping.is_at(Position(start, pulled=True), but) else start
+        return start + 1 if self._stepping.is_at(ClockPosition(start, pulled=True), but) else start
 
     def _why_not(self, name: str, member: _Member) -> str:
         if self._unheard:
@@ -210,7 +210,7 @@ class Clocks:
         if first is None or first >= threshold:
             return ""
         clock, bound = member.position.clock, member.bound
-        at = (Position(first.clock), Position(first.clock, pulled=True))
+        at = (ClockPosition(first.clock), ClockPosition(first.clock, pulled=True))
         behind = [self._standing.names_at(each) for each in at if each < threshold]
         names = _names(chain.from_iterable(behind), sum(len(each) for each in behind))
         own = f"its own next is {clock}, the bound {bound}"
@@ -225,7 +225,7 @@ class Clocks:
         return lowest.clock if lowest is not None else self._floor
 
     @property
-    def horizon(self) -> Position | None:
+    def horizon(self) -> ClockPosition | None:
         """Position that has to reach a member's `threshold` for the member to go on.
 
         While it stays the same, no member's wait is over. None: no member may go on.
@@ -233,13 +233,13 @@ class Clocks:
         if self._unheard:
             return None
         lowest = self._standing.lowest
-        return lowest if lowest is not None else Position(self._floor)
+        return lowest if lowest is not None else ClockPosition(self._floor)
 
-    def threshold(self, who: MemberProcess) -> Position:
+    def threshold(self, who: MemberProcess) -> ClockPosition:
         """Position that the horizon has to reach for the member to go on. Raises NoClock."""
         member = self._member(who)
         if member.position is None:
-            return Position(0)
+            return ClockPosition(0)
         return _threshold(member.position, member.bound)
 
     @property
@@ -277,7 +277,7 @@ class Clocks:
         text = f"the others waited for its step for more than {limit_s:g} s"
         standing = [(name, m, m.position) for name, m in self._members.items() if m.position]
         # A member below this position holds up another.
-        highest = max((_threshold(at, m.bound) for _, m, at in standing), default=Position(0))
+        highest = max((_threshold(at, m.bound) for _, m, at in standing), default=ClockPosition(0))
         return [
             (MemberProcess(name, member.incarnation), text)
             for name, member, at in sorted(standing, key=lambda each: each[0])
@@ -288,7 +288,7 @@ class Clocks:
         ]
 
 
-def _threshold(position: Position, bound: int) -> Position:
+def _threshold(position: ClockPosition, bound: int) -> ClockPosition:
     """Position that all others must have reached for a member at `position` to go on."""
     return position._replace(clock=position.clock - bound)
 

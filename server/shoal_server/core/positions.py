@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from typing import NamedTuple
 
 
-class Position(NamedTuple):
+class ClockPosition(NamedTuple):
     """Position of a member within a job; positions are ordered."""
 
     clock: int
@@ -20,13 +20,13 @@ class PositionIndex:
     """Names by position. Each name has at most one position."""
 
     def __init__(self) -> None:
-        self._at: dict[str, Position] = {}
+        self._at: dict[str, ClockPosition] = {}
         # The names at a position, in the order in which they came to it.
-        self._names: dict[Position, dict[str, None]] = {}
-        self._positions: list[Position] = []
+        self._names: dict[ClockPosition, dict[str, None]] = {}
+        self._positions: list[ClockPosition] = []
         """Occupied positions, in order."""
 
-    def put(self, name: str, position: Position) -> None:
+    def put(self, name: str, position: ClockPosition) -> None:
         """Move the name to this position."""
         if self._at.get(name) == position:
             return
@@ -50,27 +50,27 @@ class PositionIndex:
             del self._positions[bisect_left(self._positions, position)]
 
     @property
-    def lowest(self) -> Position | None:
+    def lowest(self) -> ClockPosition | None:
         return self._positions[0] if self._positions else None
 
-    def first(self, but: str) -> Position | None:
+    def first(self, but: str) -> ClockPosition | None:
         """The lowest position of all names but one; None if there is no other."""
         return self._end(0, 1, but)
 
-    def last(self, but: str) -> Position | None:
+    def last(self, but: str) -> ClockPosition | None:
         """The highest position of all names but one; None if there is no other."""
         return self._end(-1, -2, but)
 
-    def is_at(self, position: Position, but: str) -> bool:
+    def is_at(self, position: ClockPosition, but: str) -> bool:
         """True if another name than `but` has this position."""
         here = self._names.get(position, {})
         return len(here) > (but in here)
 
-    def names_at(self, position: Position) -> "dict[str, None]":
+    def names_at(self, position: ClockPosition) -> "dict[str, None]":
         """The names at a position. Do not change the result."""
         return self._names.get(position, {})
 
-    def _end(self, end: int, beside: int, but: str) -> Position | None:
+    def _end(self, end: int, beside: int, but: str) -> ClockPosition | None:
         if not self._positions:
             return None
         position = self._positions[end]

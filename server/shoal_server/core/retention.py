@@ -10,7 +10,7 @@ MAX_HELD_S = 6 * 3600.0
 """Longest time for which nothing is removed then, so that people can check the clocks."""
 
 
-class Due(Enum):
+class DueAction(Enum):
     """The action that is due for a job."""
 
     NOTHING = "nothing"
@@ -56,20 +56,20 @@ def held_s(now_s: float, noted_s: float | None) -> float:
     return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0
 
 
-def due(job: JobAge, limits: RetentionLimits, now_s: float) -> Due:
+def due(job: JobAge, limits: RetentionLimits, now_s: float) -> DueAction:
     """Return the first action that is due. The caller asks again once it is done."""
     if job.ended_s is None:
         empty_s = 0.0 if job.empty_since_s is None else now_s - job.empty_since_s
-        return Due.ABANDON if empty_s > limits.abandon_after_s else Due.NOTHING
+        return DueAction.ABANDON if empty_s > limits.abandon_after_s else DueAction.NOTHING
     over_s = now_s - job.ended_s
     if over_s > limits.summary_s:
-        return Due.FORGET
+        return DueAction.FORGET
     if not job.has_result:
-        return Due.KEEP_RESULT
+        return DueAction.KEEP_RESULT
     if over_s > limits.records_s and not job.is_cleared:
-        return Due.CLEAR
-    return Due.NOTHING
+        return DueAction.CLEAR
+    return DueAction.NOTHING
 
 
-REMOVES = frozenset({Due.CLEAR, Due.FORGET})
+REMOVES = frozenset({DueAction.CLEAR, DueAction.FORGET})
 """Actions that cannot be undone."""

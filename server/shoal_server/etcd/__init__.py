@@ -1,1 +1,1 @@
-"""etcd: what the server asks of it, and where everything lies in it."""
+"""Access to etcd: the store's interface, its implementations, election, keys and records."""

@@ -1,7 +1,7 @@
 """The server's interface to etcd, as one Protocol.
 
-`client.EtcdClient` speaks to a real cluster; `memory.MemoryStore` is a double for unit tests and
-simulation. Both pass the contract suite in tests/server/etcd/.
+`remote.client.EtcdClient` talks to a real cluster; `memory.MemoryStore` is a test double for unit
+tests and simulation. Both pass the contract suite in tests/server/etcd/.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -58,9 +58,9 @@ class WatchEvent:
 class WatchBatch:
     """Changes of one or more whole revisions, in order; never a part of a revision.
 
-    `reset` is set when history was compacted beyond the point the watch had reached: the events
-    then are the difference between what the watch last told and what is there now (puts of every
-    key that is present, deletes of those that vanished), as of `revision`.
+    `reset` is set when history was compacted beyond the point that the watch had reached. The
+    events then lead from the state last delivered to that of `revision`: puts of every key that
+    exists, deletes of those that vanished.
     """
 
     revision: Revision
@@ -77,7 +77,7 @@ class Compare:
     """"value", "mod_revision", "create_revision" or "version"."""
     expected: bytes | int
     prefix: bool = False
-    """True to compare every key under a prefix: that its field is at most `expected`."""
+    """True for a condition on every key under a prefix: its field is at most `expected`."""
 
 
 def value_is(key: str, value: bytes) -> Compare:
@@ -85,13 +85,13 @@ def value_is(key: str, value: bytes) -> Compare:
 
 
 def unchanged_since(key: str, mod_revision: Revision) -> Compare:
-    """True while the key's newest write is that of `mod_revision` (0: the key does not exist)."""
+    """Condition that the key's last write is that of `mod_revision` (0: the key does not exist)."""
     return Compare(key, "mod_revision", int(mod_revision))
 
 
 def none_written_after(prefix: str, revision: Revision) -> Compare:
-    """True while every key under the prefix was written at `revision` or before. That one was
-    deleted is not seen."""
+    """Condition that no key under the prefix was written after `revision`. It does not notice
+    deletions."""
     return Compare(prefix, "mod_revision", int(revision), prefix=True)
 
 
@@ -135,8 +135,8 @@ class TransactionResult:
 
 
 def holds(compare: Compare, item: KeyValue | None) -> bool:
-    """True if the condition holds for its key's current item; not for a prefix. Raises InvalidSpec
-    for an unknown field."""
+    """True if the condition, which is not one on a prefix, holds for its key's current item.
+    Raises InvalidSpec for an unknown field."""
     match compare.field:
         case "value":
             return item is not None and item.value == compare.expected
@@ -188,28 +188,28 @@ class Keyspace(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Confirmed:
-    """A renewal that the store confirmed: when it was sent, by `time.monotonic`, and for how long
-    the lease lasts since."""
+class ConfirmedRenewal:
+    """A renewal that the store confirmed: when it was sent (`time.monotonic`), and the TTL that the
+    lease has from then on."""
 
     sent_s: float
     ttl_s: float
 
 
 class Renewal(Protocol):
-    """Renewals of a lease that do not wait for the event loop."""
+    """Renewal of a lease in the background, which does not wait for the event loop."""
 
     @property
-    def confirmed(self) -> Confirmed | None:
-        """The newest one."""
+    def confirmed(self) -> ConfirmedRenewal | None:
+        """The newest confirmed renewal; None before the first."""
         ...
 
     def lives(self) -> None:
-        """The event loop gets on. Without a word of it the renewals end after a while."""
+        """Report that the event loop runs. Renewals stop some time after the last report."""
         ...
 
     def end(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         ...
 
 
@@ -224,7 +224,7 @@ class KeyValueStore(Keyspace, Protocol):
         ...
 
     async def grant(self, ttl_s: float) -> LeaseId:
-        """A lease. etcd rounds a TTL up to whole seconds and to its own minimum."""
+        """Create a lease. etcd rounds a TTL up to whole seconds and to its own minimum."""
         ...
 
     async def keep_alive(self, lease: LeaseId) -> float:
@@ -232,7 +232,7 @@ class KeyValueStore(Keyspace, Protocol):
         ...
 
     def renew_aside(self, lease: LeaseId, ttl_s: float) -> Renewal:
-        """Renew the lease again and again, whatever the event loop is busy with, until `end`."""
+        """Renew the lease in the background until `end`, even while the event loop is busy."""
         ...
 
     async def revoke(self, lease: LeaseId) -> None:

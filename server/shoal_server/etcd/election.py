@@ -1,9 +1,9 @@
 """Election of the leading coordinator: it holds the leader's key, under a lease that it renews.
 
 Two guards, since no clock can be trusted alone. A leader stops by its own clock before its lease
-can have run out in etcd (it counts from the moment it *sent* the last renewal that etcd confirmed,
-and etcd from a later one). And each of its writes compares the revision at which its key was
-created: once the key is deleted or another's, etcd refuses the write, however late the deposed
+can have run out in etcd: it counts from the moment it *sent* the last renewal that etcd confirmed,
+etcd from a later one. And each of its writes compares the revision at which its key was created:
+once the key is deleted or belongs to another, etcd refuses the write, however late the deposed
 leader notices.
 
 Renewals do not wait for the event loop, which thousands of members keep busy: see `api.Renewal`.
@@ -29,8 +29,8 @@ from shoal_server.etcd.api import (
 )
 from shoal_server.etcd.leader_key import (
     RETRY_PAUSE_S,
-    Candidate,
     Leader,
+    LeaderCandidate,
     delete_unleased,
     end_term,
     follow,
@@ -42,11 +42,11 @@ log = structlog.get_logger(__name__)
 DEFAULT_TTL_S = 5.0
 GIVE_UP_WITHIN_S = 2.0
 SAFETY = 0.9
-"""The part of a lease's time that a leader trusts; the rest covers a late timer."""
+"""The part of a lease's TTL that a leader relies on; the rest covers a late timer."""
 
 
 class Leadership:
-    """One term. Made by `Election.campaign`; it renews its lease until it is lost or resigned."""
+    """One term, made by `Election.campaign`. Renews its lease until it is lost or resigned."""
 
     def __init__(
         self, store: KeyValueStore, lease: LeaseId, leader: Leader, valid_until_s: float
@@ -68,7 +68,7 @@ class Leadership:
 
     @property
     def condition(self) -> Compare:
-        """Condition of every write of the leader, so that a deposed one writes nothing."""
+        """Condition of every write of the leader, so that a deposed leader writes nothing."""
         return created_at(keys.LEADER, self.create_revision)
 
     @property
@@ -84,9 +84,9 @@ class Leadership:
         return max(self._own_until_s, aside.sent_s + SAFETY * aside.ttl_s)
 
     async def resign(self) -> None:
-        """End the term and let a successor in at once. Does no harm after a loss.
+        """End the term, so that a successor can lead at once. Harmless after a loss.
 
-        With etcd away it gives up after a moment; the lease then ends by itself.
+        Gives up after GIVE_UP_WITHIN_S if etcd does not answer; the lease then runs out.
         """
         await cancel(*self._tasks)
         self._aside.end()
@@ -111,10 +111,10 @@ class Leadership:
                     if self._valid_until_s <= until_s:
                         await self._renew_once()
             except TimeoutError:
-                # A loop that was busy for so long may find that it was renewed aside.
+                # The lease may have been renewed in the background while the loop was busy.
                 if not self.held:
                     self._lose("the lease could not be renewed in time")
-            except Exception as error:  # noqa: BLE001 - a term that nobody renews ends, by name
+            except Exception as error:  # noqa: BLE001 - without renewals the term ends
                 self._lose(f"the lease was not renewed: {error}")
 
     async def _renew_once(self) -> None:
@@ -132,7 +132,7 @@ class Leadership:
             return
 
     async def _observe(self) -> None:
-        """Notices a key that somebody deleted, which the lease alone does not tell."""
+        """End the term if its key is deleted or replaced, which renewals do not show."""
         try:
             async with aclosing(follow(self._store, self.create_revision)) as leaders:
                 async for leader in leaders:
@@ -147,24 +147,25 @@ class Election:
     """One candidate's view of the election. Works on every KeyValueStore."""
 
     def __init__(
-        self, store: KeyValueStore, candidate: Candidate, *, ttl_s: float = DEFAULT_TTL_S
+        self, store: KeyValueStore, candidate: LeaderCandidate, *, ttl_s: float = DEFAULT_TTL_S
     ) -> None:
-        """`ttl_s`: a silent leader is succeeded after so long (etcd: at least 2)."""
+        """`ttl_s`: a leader that stops renewing is succeeded after this time (etcd: at least 2)."""
         if not ttl_s > 0:
             raise InvalidSpec("bad lease of the leader", seen=str(ttl_s), expected="above 0")
         self._store = store
         self._candidate = candidate
         self._ttl_s = ttl_s
         self.on_trouble: Callable[[str], None] = lambda reason: None
-        """Told why a campaign does not come to anything for now."""
+        """Called with the reason when etcd fails; `campaign` and `leaders` then retry."""
         self.on_leader: Callable[[Leader], None] = lambda leader: None
-        """Told who leads, whenever a campaign finds somebody."""
+        """Called with the leader, whenever a campaign finds one."""
 
     async def end_predecessor(self) -> None:
         """End the term of a former process at this candidate's address, if the key names one.
 
         Call it once, before the first campaign, and only if the candidate listens at its address:
-        then whoever else had the address on this host is dead, and its lease need not run out.
+        a former process at that address of this host is then dead, and the candidate need not wait
+        for its lease to run out.
         """
         async with aclosing(self.leaders()) as leaders:
             leader = await anext(leaders)
@@ -174,9 +175,9 @@ class Election:
             log.info("predecessor_gone", address=own.address, ended=ended)
 
     async def campaign(self) -> Leadership:
-        """Wait for the leader's key to be free, and take it. Cancel it to stop trying.
+        """Wait until the leader's key is free, and take it. Cancel the call to stop trying.
 
-        Goes on through outages of etcd. Raises AccessDenied and other refusals.
+        Retries through outages of etcd. Raises AccessDenied and other refusals.
         """
         while True:
             try:
@@ -190,7 +191,7 @@ class Election:
                 await asyncio.sleep(RETRY_PAUSE_S)
 
     async def leaders(self) -> AsyncGenerator[Leader | None, None]:
-        """The leader now (None: there is none), and again at every change, for ever."""
+        """Yield the leader (None: there is none), and again at every change, for ever."""
         leader, is_first = None, True
         while True:
             try:
@@ -203,13 +204,12 @@ class Election:
                 await self._wait_out(error)
 
     async def _wait_out(self, error: RetryError) -> None:
-        """The leader cannot be read for now."""
         self.on_trouble(str(error))
         log.warning("leader_unknown", reason=str(error))
         await asyncio.sleep(RETRY_PAUSE_S)
 
     async def _try(self) -> Leadership | None:
-        """One attempt at a key that was free a moment ago; None when another was faster."""
+        """Try once to take a key that was free a moment ago; None if another was faster."""
         clock: Callable[[], float] = asyncio.get_running_loop().time
         lease = await self._store.grant(self._ttl_s)
         try:

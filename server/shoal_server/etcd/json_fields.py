@@ -1,8 +1,8 @@
-"""JSON that lies in etcd, taken apart without trust.
+"""Parsing of JSON records from etcd, whose content is not trusted.
 
-A person, another version or a broken disk may have written it. Each reader raises `Unreadable` for
-whatever it cannot use, and ignores fields that it does not know: a newer version has written them.
-What an older release must not read by ignoring fields, a newer one writes with a higher `format`.
+A person, another release or a broken disk may have written them. Each reader raises
+`UnreadableRecord` for a value that it cannot use, and ignores unknown fields, which a later release
+may have added. If older releases must not ignore a new field, the record gets a higher `format`.
 """
 
 import json
@@ -16,33 +16,33 @@ MAX_COUNT = 2**53 - 1
 """JSON numbers beyond it are not exact everywhere, and Shoal counts nothing that high."""
 
 
-class Unreadable(ValueError):
-    """The bytes are not what is to lie at their key; the text says what was seen."""
+class UnreadableRecord(ValueError):
+    """Bytes that are not the record that belongs at their key; the text says what was seen."""
 
 
-class LaterFormat(Unreadable):
-    """A later release has written it, in a way that this one must not guess at."""
+class LaterFormat(UnreadableRecord):
+    """A record of a later release, in a format that this one cannot read."""
 
 
 def check_format(value: Mapping[str, object], newest: int = 1) -> None:
-    """Raise LaterFormat for an object whose `format` is above the newest that is read; one that
-    does not say has the first."""
+    """Raise LaterFormat if the object's `format` (by default 1) is above `newest`, and
+    UnreadableRecord if it is no positive integer."""
     found = value.get("format", 1)
     if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-        raise Unreadable(f"format is {_shown(found)}; expected an integer from 1")
+        raise UnreadableRecord(f"format is {_shown(found)}; expected an integer from 1")
     if found > newest:
         raise LaterFormat(f"format {found}, of a later release; this one reads up to {newest}")
 
 
 @contextmanager
 def taken_apart() -> Iterator[None]:
-    """Turns whatever the reading of foreign bytes may raise into `Unreadable`."""
+    """Turn any error of parsing untrusted bytes into `UnreadableRecord`."""
     try:
         yield
-    except Unreadable:
+    except UnreadableRecord:
         raise
     except (
-        ValueError,  # UnicodeDecodeError and JSONDecodeError are some
+        ValueError,  # includes UnicodeDecodeError and JSONDecodeError
         KeyError,
         TypeError,
         AttributeError,
@@ -50,7 +50,7 @@ def taken_apart() -> Iterator[None]:
         RecursionError,
         ParseError,
     ) as error:
-        raise Unreadable(f"{type(error).__name__}: {str(error)[:200]}") from error
+        raise UnreadableRecord(f"{type(error).__name__}: {str(error)[:200]}") from error
 
 
 class Fields:
@@ -62,18 +62,18 @@ class Fields:
 
     @classmethod
     def parsed(cls, data: bytes, newest_format: int = 1) -> "Fields":
-        """Fields of the JSON object in the bytes. Raises Unreadable, LaterFormat."""
+        """Fields of the JSON object in the bytes. Raises UnreadableRecord, LaterFormat."""
         with taken_apart():
             value = json.loads(data)
         if not isinstance(value, dict):
-            raise Unreadable(f"JSON {type(value).__name__}; expected an object")
+            raise UnreadableRecord(f"JSON {type(value).__name__}; expected an object")
         check_format(value, newest_format)
         return cls(value)
 
     def text(self, name: str, default: str | None = None) -> str:
         found = self._get(name, default)
         if not isinstance(found, str):
-            raise Unreadable(f"{name} is {_shown(found)}; expected a string")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a string")
         return found
 
     def has(self, name: str) -> bool:
@@ -90,33 +90,35 @@ class Fields:
     def flag(self, name: str) -> bool:
         found = self._get(name)
         if not isinstance(found, bool):
-            raise Unreadable(f"{name} is {_shown(found)}; expected true or false")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected true or false")
         return found
 
     def count(self, name: str, default: int | None = None, most: int = MAX_COUNT) -> int:
         found = self._get(name, default)
         if not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= most:
-            raise Unreadable(f"{name} is {_shown(found)}; expected an integer from 0 to {most}")
+            raise UnreadableRecord(
+                f"{name} is {_shown(found)}; expected an integer from 0 to {most}"
+            )
         return found
 
     def seconds(self, name: str) -> float:
         found = self._get(name, 0.0)
         if not isinstance(found, int | float) or isinstance(found, bool) or abs(found) > MAX_COUNT:
-            raise Unreadable(f"{name} is {_shown(found)}; expected a number of seconds")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a number of seconds")
         if not math.isfinite(found):
-            raise Unreadable(f"{name} is {found}; expected a finite number of seconds")
+            raise UnreadableRecord(f"{name} is {found}; expected a finite number of seconds")
         return float(found)
 
     def texts(self, name: str) -> tuple[str, ...]:
         found = self._get(name)
         if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-            raise Unreadable(f"{name} is {_shown(found)}; expected a list of strings")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected a list of strings")
         return tuple(found)
 
     def object(self, name: str) -> "Fields":
         found = self._get(name)
         if not isinstance(found, dict):
-            raise Unreadable(f"{name} is {_shown(found)}; expected an object")
+            raise UnreadableRecord(f"{name} is {_shown(found)}; expected an object")
         return Fields(found)
 
 

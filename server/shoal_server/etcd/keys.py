@@ -14,7 +14,7 @@ RESETS = ROOT + "resets/"
 ENDED_SERVERS = ROOT + "ended_servers/"
 LAST_PROCESSES = ROOT + "last_processes/"
 SERIES = ROOT + "series/"
-"""Series of published weights, all of whose records every parameter server watches."""
+"""Series of published weights. Every parameter server watches all records under this prefix."""
 SERIES_LAYOUTS = ROOT + "series_layouts/"
 CLOCK = ROOT + "clock"
 """Time mark of the last leader: {"unix_s": ...}."""
@@ -48,8 +48,8 @@ def members(job: str) -> str:
 def member(job: str, member_id: str) -> str:
     """A member: {"incarnation", "host", ...}.
 
-    The key is there exactly as long as the incarnation it names is not fenced. It is under no
-    lease: no absence of a coordinator ends it, only a leader that removes the member.
+    The key exists exactly as long as the incarnation it names is not fenced. It has no lease, so
+    that it outlives coordinators: only a leader that removes the member deletes it.
     """
     return f"{MEMBERS}{job}/{member_id}"
 
@@ -86,7 +86,7 @@ def generations(job: str) -> str:
 def generation(job: str, number: int) -> str:
     """The decided record of one generation. Zero-padded, so that key order is number order.
 
-    Of more than 500 members: {"format": 2, "generation": a StoredGeneration message in base64}.
+    With more than 500 members: {"format": 2, "generation": a StoredGeneration message in base64}.
     """
     return f"{JOBS}{job}/generations/{number:012d}"
 
@@ -107,12 +107,12 @@ def shard_map(job: str) -> str:
 
 
 def shard_map_chunks(job: str, digest: str = "") -> str:
-    """The parts of the ShardMap of that digest, or of any."""
+    """Prefix of the chunks of the ShardMap with that digest; without one, of all."""
     return f"{JOBS}{job}/shards/{digest}/" if digest else f"{JOBS}{job}/shards/"
 
 
 def shard_map_chunk(job: str, digest: str, number: int) -> str:
-    """A part of the ShardMap, as a serialized protobuf message, of that digest."""
+    """A chunk of the serialized, deflated ShardMap message with that digest."""
     return f"{shard_map_chunks(job, digest)}{number:04d}"
 
 
@@ -130,8 +130,8 @@ def assignments_head(job: str) -> str:
 
 
 def assignments_of_run(job: str, run: str) -> str:
-    """Prefix of the assignments of one run, which tells them from those that another run of the
-    job, or an unfinished placement, left beside them."""
+    """Prefix of the assignments of one run. Another run of the job, or an unfinished placement, may
+    have left assignments beside them."""
     return f"{ASSIGNMENTS}{job}/{run}/"
 
 
@@ -146,28 +146,28 @@ def history(job: str) -> str:
 
 
 def lineage(job: str) -> str:
-    """Drawn when the job's first snapshot is taken and whenever it is restored: text."""
+    """Random id of the job's shards, drawn at their first snapshot and at each restore: text."""
     return f"{JOBS}{job}/lineage"
 
 
 def restored_from(job: str) -> str:
-    """The snapshot that its shards were restored from last: JSON."""
+    """The snapshot from which the job's shards were last restored: JSON."""
     return f"{JOBS}{job}/restored_from"
 
 
 def sample_ledger(job: str) -> str:
-    """Sample ledger (leased and completed samples), as last written whole."""
+    """Sample ledger (leased and completed samples), as last written in full."""
     return f"{JOBS}{job}/samples"
 
 
 def sample_deltas(job: str) -> str:
-    """Prefix of the changes to the sample ledger since."""
+    """Prefix of the changes to the sample ledger since it was last written in full."""
     return f"{JOBS}{job}/samples/"
 
 
 def sample_delta(job: str, token: str, number: int) -> str:
-    """One change to the sample ledger with that token, in bytes of its own format; numbered from
-    0."""
+    """A change to the sample ledger with that token, in a binary format of its own. Numbers count
+    from 0."""
     return f"{JOBS}{job}/samples/{token}/{number:06d}"
 
 
@@ -189,18 +189,18 @@ def series_version(series: str, number: int) -> str:
 
 
 def series_layouts_of_job(job: str) -> str:
-    """The layouts of all series of a job."""
+    """Prefix of the layouts of all series of a job."""
     return f"{SERIES_LAYOUTS}{job}/"
 
 
 def series_layouts(series: str, digest: str = "") -> str:
-    """The chunks of the Layout of that digest, or of any.
+    """Prefix of the chunks of the Layout with that digest; without one, of all.
 
-    Apart from the series' records: every parameter server watches those.
+    Separate from the series' other records, which every parameter server watches.
     """
     return f"{SERIES_LAYOUTS}{series}/{digest}/" if digest else f"{SERIES_LAYOUTS}{series}/"
 
 
 def series_layout_chunk(series: str, digest: str, number: int) -> str:
-    """A part of a serialized Layout message, deflated."""
+    """A chunk of a serialized, deflated Layout message."""
     return f"{series_layouts(series, digest)}{number:04d}"

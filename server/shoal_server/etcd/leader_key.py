@@ -1,4 +1,4 @@
-"""The leader's key in etcd: who holds it, since when, and how a term is ended by another."""
+"""The leader's key in etcd: its content, following it, and ending another coordinator's term."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.mirror import follow_key
 
 log = structlog.get_logger(__name__)
@@ -29,8 +29,8 @@ RETRY_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """Contents of the leader's key."""
+class LeaderCandidate:
+    """A coordinator as the leader's key names it."""
 
     address: str
     """host:port of the gRPC service, as others reach it."""
@@ -46,7 +46,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leader(Candidate):
+class Leader(LeaderCandidate):
     """The leader, and the revision since which it leads."""
 
     create_revision: Revision
@@ -63,8 +63,8 @@ async def follow(
 ) -> AsyncGenerator[Leader | None, None]:
     """Yield the leader (None: there is none), and again after every change of the key, for ever.
 
-    With `after`, only changes after that revision. The key is written once a term, so its last
-    write is its first. Raises what the store raises.
+    With `after`, only changes after that revision. The key is written once a term, so the revision
+    of its last write is that of its creation. Raises what the store raises.
     """
     async with aclosing(follow_key(store, keys.LEADER, after)) as items:
         async for item in items:
@@ -72,24 +72,24 @@ async def follow(
 
 
 async def end_term(store: KeyValueStore, leader: Leader) -> bool:
-    """Delete the key if it is still that leader's; whether it was. Outlasts outages of etcd.
+    """Delete the key if it is still that leader's; True if this did. Retries through outages.
 
-    Safe even if the leader lives: it watches its key, and each of its writes compares the
-    revision that is compared here, so it does nothing more.
+    Safe even if that leader lives: it watches its key, and each of its writes compares the
+    revision that is compared here, so it writes nothing more.
     """
     while True:
         try:
             condition = created_at(keys.LEADER, leader.create_revision)
             return (await store.transact((condition,), (Delete(keys.LEADER),))).succeeded
         except RetryError as error:
-            # Where the outcome is unknown, the second attempt finds the first one's.
+            # If the outcome is unknown, the next attempt sees what this one did.
             log.warning("term_not_ended", leader=leader.address, reason=str(error))
             await asyncio.sleep(RETRY_PAUSE_S)
 
 
 async def delete_unleased(store: KeyValueStore) -> None:
-    """Take the key away if it is under no lease: no candidate has written it, and it would be there
-    for ever. Whoever led under it has lost its term by that write. Raises what the store raises."""
+    """Delete the key if it has no lease: no candidate wrote it, and it would exist for ever. A
+    leader whose key it replaced lost its term by that write. Raises what the store raises."""
     found = await store.get(keys.LEADER)
     if found is None or found.lease != NO_LEASE:
         return
@@ -103,8 +103,8 @@ def _parse(value: bytes, created: Revision) -> Leader:
         record = Fields.parsed(value)
         address, http_url = record.text("address"), record.text("http_url")
         host = record.text("host", "")
-    except Unreadable as error:
-        # Somebody leads, or the key would not be there; we only cannot tell where.
+    except UnreadableRecord as error:
+        # There is a leader, or the key would not exist; only its address is unknown.
         log.error("leader_record_unreadable", value=value[:200], error=str(error))
         address = http_url = host = ""
     return Leader(address=address, http_url=http_url, host=host, create_revision=created)

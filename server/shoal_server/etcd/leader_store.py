@@ -1,9 +1,9 @@
 """etcd as a coordinator writes to it: every write compares the leader's key.
 
-What a coordinator does for jobs is given a `LeaderStore` and nothing else, so that nothing of it
-can write without the comparison. A comparison that fails tells which of the two it was: where
-another one leads by now, the writer is told so, and this coordinator's term ends. Where only the
-writer's own condition does not hold, that is the writer's affair.
+The coordinator's services get a `LeaderStore` and no other store, so that they cannot write without
+the comparison. If a write's conditions fail, the store finds out which: if another coordinator
+leads by now, it raises NotLeader and this coordinator's term ends. If only the caller's own
+condition failed, the result says so.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ log = structlog.get_logger(__name__)
 
 
 class Term:
-    """The time in which this coordinator leads: between `begin` and `end`, as far as etcd agrees
-    to each write."""
+    """The time from `begin` to `end`, in which this coordinator believes that it leads. Each write
+    to etcd checks that."""
 
     def __init__(self) -> None:
         self.deposed = asyncio.Event()
@@ -48,7 +48,7 @@ class Term:
         self._conditions = None
 
     def depose(self, reason: str) -> None:
-        """The term cannot go on."""
+        """Record that this coordinator must not lead any longer, and why."""
         self.why_deposed = reason
         self.deposed.set()
 
@@ -60,7 +60,7 @@ class Term:
 
 
 class LeaderStore:
-    """A `Keyspace` whose writes are the leader's. Reads are anybody's."""
+    """A `Keyspace` that writes only while this coordinator leads. Reads are not checked."""
 
     def __init__(
         self,
@@ -68,8 +68,8 @@ class LeaderStore:
         leadership: Callable[[], Sequence[Compare]],
         on_deposed: Callable[[str], object],
     ) -> None:
-        """`leadership` gives what must hold for this coordinator to lead, and raises NotLeader
-        outside of a term. `on_deposed` is told why, when it does not hold any more."""
+        """`leadership` returns the conditions for this coordinator to lead, and raises NotLeader
+        outside of a term. `on_deposed` is called with the reason when they no longer hold."""
         self._store = store
         self._leadership = leadership
         self._on_deposed = on_deposed
@@ -100,7 +100,7 @@ class LeaderStore:
             return await self._store.transact(compares, then, otherwise)
         leadership = self._leadership()
         if not all(isinstance(each, Get) for each in otherwise):
-            # A deposed leader's comparison fails too, and would write this.
+            # A deposed leader's comparison fails as well: it would write this branch.
             raise AssertionError("a leader writes nothing if its comparison fails")
         looks = [Get(each.key) for each in leadership]
         result = await self._store.transact([*leadership, *compares], then, [*otherwise, *looks])
@@ -113,7 +113,7 @@ class LeaderStore:
         return TransactionResult(False, result.revision, result.reads[: len(otherwise)])
 
     async def confirm(self) -> None:
-        """Return if this coordinator leads as etcd has it now. Raises NotLeader if it does not."""
+        """Check in etcd that this coordinator leads now. Raises NotLeader if it does not."""
         leadership = self._leadership()
         looks = [Get(each.key) for each in leadership]
         if not (await self._store.transact(leadership, looks, looks)).succeeded:

@@ -1,7 +1,7 @@
-"""A store in memory with etcd's semantics, for unit tests and simulation. It serves no user.
+"""A store in memory with etcd's semantics, for unit tests and simulation only.
 
-Nothing runs in the background: leases are checked at each call, and a watch wakes for the next
-lease to run out. A simulation moves its clock and calls `expire`.
+Nothing runs in the background: leases are checked at each call, and a waiting watch wakes when the
+next lease runs out. A simulation moves its clock and calls `expire`.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ MIN_TTL_S = 2.0
 
 
 class NoRenewal:
-    """No renewal in the background: calls to this store take no time."""
+    """A renewal that does nothing: calls to this store take no time."""
 
     confirmed = None
 
@@ -193,7 +193,7 @@ class MemoryStore:
         return (self._items[key],) if key in self._items else ()
 
     def _as_of(self, prefix: str, revision: int) -> list[KeyValue]:
-        """Items under the prefix as of a revision; only keys and values are right here."""
+        """Items under the prefix as of a revision; only their keys and values are correct."""
         values: dict[str, bytes] = {}
         for event in self._history:
             if event.mod_revision > revision or not event.key.startswith(prefix):

@@ -1,7 +1,7 @@
 """Mirror of the keys under a prefix in etcd: listed at a revision, then watched from there.
 
-`Keyspace.watch` survives outages of etcd and compacted history. An error that it does not survive
-(a refusal, an etcd that lost its data) ends the mirror with the same error, or makes it list again.
+`Keyspace.watch` survives outages of etcd and compacted history. Another error (a refusal, an etcd
+that lost its data) ends the mirror, or makes it list again if it was made with `resync`.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ RESYNC_PAUSE_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A key that is there: its value, and the revision that wrote it."""
+class MirroredKey:
+    """A key that exists: its value, and the revision that wrote it."""
 
     key: str
     value: bytes
@@ -60,7 +60,7 @@ async def list_and_watch(
 
 async def follow_key(
     store: Keyspace, key: str, after: Revision | None = None
-) -> AsyncGenerator[Item | None, None]:
+) -> AsyncGenerator[MirroredKey | None, None]:
     """Yield one key (None: it does not exist), and again after every change, for ever.
 
     With `after`, only changes after that revision.
@@ -75,30 +75,31 @@ async def follow_key(
 
 
 class PrefixMirror(Generic[T]):
-    """The records under a prefix as this process last saw them. Kubernetes says informer.
+    """The records under a prefix as this process last saw them [Kubernetes: informer].
 
-    Lives on the event loop, and follows etcd while its block runs. Of each key the newest revision
-    counts, whether it came by the watch or by `note`. Callbacks come in the order of revisions.
+    Use it on one event loop; it follows etcd during its `async with` block. The newest revision of
+    a key wins, be it from the watch or from `note`. Callbacks come in the order of revisions.
     """
 
     def __init__(
         self,
         store: Keyspace,
         prefix: str,
-        parse: Callable[[Item], T | None],
+        parse: Callable[[MirroredKey], T | None],
         *,
         on_put: Callable[[str, T, T | None], object] = lambda name, new, old: None,
         on_delete: Callable[[str, T], object] = lambda name, old: None,
         on_change: Callable[[], object] = lambda: None,
         resync: bool = False,
     ) -> None:
-        """`parse`: the record of a key. None stands for none: what was known of the key is
-        dropped. A ShoalError that it raises is logged, and what was known stays.
+        """`parse` returns the record of a key, or None to drop the record known so far. If it
+        raises a ShoalError, that is logged and the known record is kept.
 
-        `on_put` is told the name (the key without the prefix), the record and the one before;
-        `on_delete` the name and what was there; `on_change` comes after each batch that changed
-        anything. `resync`: whatever ends the watch is logged, and all is listed anew after a
-        pause, so that the block may begin while etcd is away; otherwise `wait_failed` raises it.
+        `on_put` gets the name (the key without the prefix), the new record and the previous one;
+        `on_delete` the name and the last record; `on_change` is called after each batch that
+        changed anything. With `resync`, an error that ends the watch is logged, and all keys are
+        listed again after a pause, so that the block may begin during an outage of etcd. Without
+        it, `wait_failed` raises the error.
         """
         self._store = store
         self._prefix = prefix
@@ -139,18 +140,18 @@ class PrefixMirror(Generic[T]):
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all that was listed last has been applied, and the watch continues from there."""
+        """True if the last listing has been applied, and the watch continues from it."""
         return self._in_sync.is_set()
 
     async def wait_in_sync(self) -> None:
-        """Return as soon as that is so; raise what ended the mirror before."""
+        """Wait until `is_in_sync`; raise the error if the mirror ends first."""
         assert self._task is not None
         await wait_first(self._in_sync.wait(), self._task)
         if not self.is_in_sync:
             await asyncio.shield(self._task)
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the mirror."""
+        """Wait until the mirror ends, and raise its error. Never returns."""
         assert self._task is not None
         await asyncio.shield(self._task)
 
@@ -163,18 +164,18 @@ class PrefixMirror(Generic[T]):
             self.note(found)
         return self.get(name)
 
-    def note(self, item: Item | KeyValue) -> None:
-        """Take in what was read or written apart from the watch, unless newer is known."""
+    def note(self, item: MirroredKey | KeyValue) -> None:
+        """Apply an item that was read or written outside the watch, unless a newer one is known."""
         self.note_all([item])
 
-    def note_all(self, items: Iterable[Item | KeyValue]) -> None:
-        """The same, of several."""
-        changed = [self._put(Item(i.key, i.value, i.mod_revision)) for i in items]
+    def note_all(self, items: Iterable[MirroredKey | KeyValue]) -> None:
+        """Apply several items, as `note` does."""
+        changed = [self._put(MirroredKey(i.key, i.value, i.mod_revision)) for i in items]
         if any(changed):
             self._on_change()
 
     def forget(self, name: str) -> None:
-        """Take in that a key was seen to be gone."""
+        """Drop the record of a key that was found missing."""
         if self._delete(name):
             self._on_change()
 
@@ -192,7 +193,7 @@ class PrefixMirror(Generic[T]):
                     raise
                 log.warning("mirror_interrupted", prefix=self._prefix, reason=str(error))
             except Exception:
-                # A subscriber failed over one change: the others are notified again.
+                # A callback failed on one change: listing again applies those after it.
                 self._in_sync.clear()
                 if not self._resync:
                     raise
@@ -204,7 +205,7 @@ class PrefixMirror(Generic[T]):
         if batch.reset:
             present = {event.key for event in batch.events if event.kind is EventKind.PUT}
             for name in [each for each in self._records if self._prefix + each not in present]:
-                # One that was written anew since may have been read already.
+                # A key that was written since the listing may be known by `note` already.
                 if self._revisions[name] <= batch.revision:
                     changed = self._delete(name) or changed
         for event in batch.events:
@@ -217,7 +218,7 @@ class PrefixMirror(Generic[T]):
         if changed:
             self._on_change()
 
-    def _put(self, item: Item) -> bool:
+    def _put(self, item: MirroredKey) -> bool:
         name = item.key.removeprefix(self._prefix)
         if self._revisions.get(name, 0) >= item.mod_revision:
             return False
@@ -241,5 +242,5 @@ class PrefixMirror(Generic[T]):
         return True
 
 
-def _item(event: WatchEvent) -> Item:
-    return Item(event.key, event.value, event.mod_revision)
+def _item(event: WatchEvent) -> MirroredKey:
+    return MirroredKey(event.key, event.value, event.mod_revision)

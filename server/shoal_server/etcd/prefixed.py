@@ -1,7 +1,7 @@
-"""A store within another: every key begins with a prefix, which nobody above sees.
+"""A store inside another: it adds a prefix to every key, and removes it from what it returns.
 
-So two clusters share an etcd. What one of them reads, writes, watches and compares lies under its
-own prefix; leases are etcd's own, and belong to who granted them.
+So several clusters share an etcd: each reads, writes, watches and compares only keys under its own
+prefix. Leases are passed through as they are.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -29,14 +29,14 @@ Item = TypeVar("Item", KeyValue, WatchEvent)
 
 
 class PrefixedStore:
-    """`api.KeyValueStore` over the keys of another one that begin with a prefix."""
+    """`api.KeyValueStore` over those keys of another store that begin with a prefix."""
 
     def __init__(self, store: KeyValueStore, prefix: str) -> None:
         self._store = store
         self._prefix = prefix
 
     def _outer(self, key: str, *, prefix: bool = False) -> str:
-        # An empty key is nobody's, and stays one that the store refuses.
+        # An empty key stays empty, so that the store refuses it.
         return self._prefix + key if key or prefix else ""
 
     def _outer_of(self, each: Compare | Operation) -> str:

@@ -1,4 +1,4 @@
-"""State of a watch, which is delivered to its reader: pure, and the same for every store.
+"""State of a watch: what was delivered, and what comes next. Pure, and the same for every store.
 
 A watch can continue from any revision as long as etcd keeps that history. After a compaction, the
 only way on is to read the current keys and deliver the difference, for which the watch must know
@@ -20,7 +20,7 @@ class WatchTracker:
                 "bad first revision of a watch", seen=str(start), expected="1 or more"
             )
         self.next = start
-        """The first revision that has not been told."""
+        """The first revision that has not been delivered."""
         self.seeded = start == 1
         """True if the values before `start` are known."""
         self._values: dict[str, bytes] = {}
@@ -31,7 +31,7 @@ class WatchTracker:
         self.seeded = True
 
     def advance(self, events: Iterable[WatchEvent]) -> WatchBatch | None:
-        """The batch for events of whole revisions; None when all were told before."""
+        """The batch for events of whole revisions; None if all were delivered before."""
         fresh = tuple(event for event in events if event.mod_revision >= self.next)
         if not fresh:
             return None
@@ -41,7 +41,7 @@ class WatchTracker:
         return WatchBatch(revision, told)
 
     def reset(self, now: RangeResult) -> WatchBatch:
-        """The batch that leads from what was told to what is there now."""
+        """The batch that leads from the state delivered so far to the current one."""
         present = {item.key for item in now.items}
         gone = [
             WatchEvent(EventKind.DELETE, key, b"", now.revision)
@@ -57,7 +57,7 @@ class WatchTracker:
         return WatchBatch(now.revision, told, reset=True)
 
     def _tell(self, event: WatchEvent) -> WatchEvent:
-        # Our own record also where etcd sent one: it lacks values that are compacted.
+        # Our own record even if etcd sent a previous value: it omits compacted ones.
         previous = self._values.get(event.key, b"")
         if event.kind is EventKind.DELETE:
             self._values.pop(event.key, None)

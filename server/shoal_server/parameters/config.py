@@ -23,8 +23,8 @@ from shoal_server.serving.options import (
     AdvertisedAddress,
     ListenAddress,
     MetricsAddress,
+    ParameterServerServing,
     ReadyFile,
-    ServerReach,
 )
 
 
@@ -51,7 +51,7 @@ class WorkLimits:
 
     @property
     def most_bulk_connections(self) -> int:
-        """Most bulk connections that descriptors allow."""
+        """`max_bulk_connections`, or fewer if this process may have too few descriptors."""
         return min(self.max_bulk_connections, descriptors.for_strangers(0.25))
 
 
@@ -59,7 +59,7 @@ class WorkLimits:
 class ParameterServerConfig:
     """Holds shards of parameters and applies pushed gradients, until SIGTERM."""
 
-    reach: Annotated[ServerReach, FLAT] = field(default_factory=ServerReach)
+    reach: Annotated[ParameterServerServing, FLAT] = field(default_factory=ParameterServerServing)
     listen: ListenAddress = "7710"
     bulk_port: Annotated[int, Parameter(metavar="PORT")] = 0
     """TCP port for tensors to and from other machines; if it cannot be reached, they go over gRPC.
@@ -92,8 +92,8 @@ class ParameterServerConfig:
     etcd: Annotated[EtcdConfig, FLAT] = field(default_factory=EtcdConfig)
     work: Annotated[WorkLimits, FLAT] = field(default_factory=WorkLimits)
     lease_ttl_s: Annotated[float, INTERNAL] = 5.0
-    """A server from which etcd has not heard for this long is taken for gone: no shards are placed
-    on it."""
+    """Time to live of the registration's lease: no shards are placed on a server that has not
+    renewed it for this long."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "listen", listening(self.listen, self.reach.bind))

@@ -20,6 +20,7 @@ import structlog
 import torch
 from prometheus_client.metrics_core import Metric
 
+from shoal_proto.bulk_offers import BulkOffers
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
@@ -31,7 +32,6 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened
 from shoal_server.parameters.allocator import keep_freed_memory
-from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity
@@ -87,8 +87,6 @@ MAX_TOLD = 20
 
 @dataclass(frozen=True, kw_only=True)
 class RunningServer:
-    """A server that is serving."""
-
     server_id: str
     address: str
     """The advertised address."""
@@ -104,7 +102,7 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
 
     Raises AddressInUse for a taken port or server id, Unavailable if etcd cannot be reached.
     """
-    # Parallelism is over shards; threads within one kernel would only fight with it.
+    # Shards are worked on in parallel: threads within one kernel would compete with that.
     torch.set_num_threads(1)
     descriptors.raise_limit()
     keep_freed_memory()
@@ -114,8 +112,9 @@ async def serve(config: ParameterServerConfig, stop: asyncio.Event | None = None
         stop = asyncio.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    # Objects that exist by now stay: the collector need not scan all of torch again and again, at
-    # 0.1 s each. Done before any call is served, as it blocks the event loop.
+    # Objects that exist by now are never freed: exempt them from garbage collection, which would
+    # take 0.1 s to scan all of torch each time. Done before any call is served, as it blocks the
+    # event loop.
     gc.collect()
     gc.freeze()
     async with opened(config.etcd) as store, running(config, store) as server:
@@ -145,7 +144,7 @@ async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
             reason="; ".join(f"{peer.server_id}: {why}" for peer, why in sorted(full.items()))
             or "no other server took them",
             fix="They are lost unless a snapshot is restored. Before a server is stopped, start"
-            " another one that has room for what it has.",
+            " another one with enough memory for its shards.",
         )
 
 
@@ -171,7 +170,7 @@ async def running(
         replicas = ShardReplicas(
             store, driver, catalog, memory=memory, run=run, timeouts=config.timeouts
         )
-        offers = Offers()
+        offers = BulkOffers()
         replication = replicas.servicer(offers)
         await stack.enter_async_context(replicas)
         fence = await stack.enter_async_context(Fence(store, replicas.drop_job, replicas))
@@ -277,11 +276,11 @@ async def _weights(
     replicas: ShardReplicas,
     *,
     memory: Memory,
-    offers: Offers,
+    offers: BulkOffers,
     directory: Path | None,
 ) -> AsyncIterator[WeightsServicer]:
-    """Published weights, held as the series' records say while the block runs; also on disk, if
-    there is a directory for them."""
+    """Hold and serve published weights while the block runs, as the series' records say: in memory,
+    and on disk if there is a `directory`."""
     server_id = replicas.me.server_id
     disk = await asyncio.to_thread(WeightDisk, directory) if directory is not None else None
     with ThreadPoolExecutor(WEIGHT_THREADS, thread_name_prefix="shoal-weights") as threads:
@@ -350,8 +349,8 @@ async def _journal(
     replicas: ShardReplicas,
     config: ParameterServerConfig,
 ) -> AsyncIterator[None]:
-    """Lead the shards that the last process left in the journal, and journal all that are led from
-    now on."""
+    """Become primary of the shards that the previous process left in the journal, and journal every
+    shard of which this server is the primary from now on."""
     loop = asyncio.get_running_loop()
     with ThreadPoolExecutor(1, thread_name_prefix="shoal-journal-images") as pool:
         journal = await loop.run_in_executor(pool, Journal, journal_config)

@@ -1,7 +1,7 @@
 """The bounds of every field that a request may have, in one table.
 
-A field is looked up by message and name, else by its name alone, which means the same wherever it
-stands. Nothing else is let in: a field that is in neither table fails a test of the house.
+A field is looked up by message and name, else by its name alone, which then means the same in all
+messages. A test fails for a field that is in neither table.
 """
 
 from collections.abc import Mapping
@@ -14,9 +14,9 @@ from shoal_proto.secrets import MAX_LENGTH
 from shoal_server.core.publications.limits import MAX_COPIES, MAX_KEEP, MAX_WORLD
 
 MAX_SECONDS = 1e10
-"""Centuries: what waits is bounded by each service far below it."""
+"""Three centuries; each service bounds its waits far below that."""
 EXACT = 2**53 - 1
-"""Largest integer that JSON keeps: a larger one in a record of etcd could not be read again."""
+"""Largest integer that JSON keeps exactly: a larger one in etcd could not be read back."""
 MAX_MEMBERS = 2**31 - 1
 MAX_PORT = 65535
 
@@ -51,23 +51,23 @@ SENTENCES = text(4096)
 DIGEST = text(128)
 SERIES = text(2 * MAX_NAME_LENGTH + 1)
 CONTENT = Bound(length=64)
-"""A digest of bytes that are published."""
+"""A digest of published bytes."""
 PATH = text(4096)
 DATA = Bound(length=MAX_MESSAGE_BYTES)
 COUNTED = whole(EXACT)
 ANY = Bound()
-"""Any value of its type: numbers of 32 bits, hashes, ids that are drawn."""
+"""Any value of its type: numbers of 32 bits, hashes, random ids."""
 REAL = Bound()
 SECONDS = Bound(seconds=True)
 
 
 def some(count: int) -> Bound:
-    """Messages, each with bounds of its own."""
+    """Bound of a list or map of messages, whose fields have bounds of their own."""
     return Bound(count=count)
 
 
 NAMED: Mapping[str, Bound] = {
-    # who
+    # identities
     "job": NAME,
     "member_id": NAME,
     "server_id": NAME,
@@ -97,7 +97,7 @@ NAMED: Mapping[str, Bound] = {
     "max_members": whole(MAX_MEMBERS),
     "desired_members": whole(MAX_MEMBERS),
     "enough_for_call": whole(MAX_MEMBERS),
-    # what is told
+    # texts and names
     "reason": SENTENCES,
     "error": SENTENCES,
     "seen": SENTENCES,
@@ -124,7 +124,7 @@ NAMED: Mapping[str, Bound] = {
     "tables_cut": Bound(length=1 << 18),
     "installed_digest": CONTENT,
     "serves_at": HOST,
-    # how far
+    # counters
     "world": whole(MAX_WORLD),
     "publication": COUNTED,
     "installed": COUNTED,
@@ -191,7 +191,7 @@ NAMED: Mapping[str, Bound] = {
     "element_bytes": whole(16),
     "keep": whole(MAX_KEEP),
     "copies": whole(MAX_COPIES),
-    # which
+    # indexes and ids
     "tensor": ANY,
     "segment": ANY,
     "shard_id": ANY,
@@ -316,7 +316,7 @@ OF_MESSAGE: Mapping[str, Bound] = {
 
 
 MESSAGES: Mapping[str, int] = {"Proposal": 128 * 1024}
-"""Maximum size of a whole message in bytes. All members agree on it, and it goes into a record."""
+"""Maximum size of a whole message in bytes: members agree on a proposal, and a record keeps it."""
 
 
 def bound_of(message: str, field: str) -> Bound | None:

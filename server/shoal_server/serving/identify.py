@@ -1,4 +1,4 @@
-"""Check by a call if a parameter server is alive: its lease outlives it by seconds."""
+"""Check by a call that a parameter server is alive: its lease outlives it by seconds."""
 
 from collections.abc import Sequence
 

@@ -71,8 +71,8 @@ def listening(listen: str, bind: str, option: str = "--listen") -> str:
 def advertised(advertise: str, listen: str, port: int) -> str:
     """host:port for others to connect to.
 
-    `advertise` is HOST or HOST:PORT; empty: the host that is listened on, or this machine's name
-    where that is every interface.
+    `advertise` is HOST or HOST:PORT; empty: the host of `listen`, or this machine's name if that
+    is every interface.
     """
     host = advertise or split_address(listen)[0]
     if host in WILDCARDS:
@@ -92,7 +92,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Listening addresses (host:port by service) that other machines reach."""
+    """The addresses (host:port by service) that other machines can reach."""
     return {
         name: address
         for name, address in listens.items()
@@ -101,8 +101,7 @@ def opened(listens: Mapping[str, str]) -> dict[str, str]:
 
 
 def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
-    """Warn, in one line, of ports that strangers may reach, or of an address that the other
-    machines of a cluster cannot.
+    """Warn if strangers may reach a port, or if the other machines of the cluster cannot.
 
     `listens`: host:port by what is served there; `etcd`: its endpoints, host:port.
     """
@@ -110,7 +109,8 @@ def warn_of_reach(listens: Mapping[str, str], etcd: Sequence[str]) -> None:
         log.warning(
             "ports_open_to_others",
             **found,
-            reason="no TLS and no password: anyone who reaches these ports can read parameters"
+            reason="no TLS and no password: every process that reaches these ports can read"
+            " parameters"
             " and end jobs; let only machines of this cluster reach them",
         )
     elif not found and not all(is_loopback(split_address(endpoint)[0]) for endpoint in etcd):

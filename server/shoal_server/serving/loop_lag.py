@@ -13,11 +13,11 @@ from shoal_server.serving.tasks import cancel
 
 SAMPLE_EACH_S = 0.02
 NUM_SAMPLES = 500
-"""Ten seconds of them."""
+"""Samples of the last ten seconds."""
 
 
 class LoopLag:
-    """Asks the loop to wake it at a certain time, again and again, and notes how late it does."""
+    """Samples, again and again, how late the loop wakes a task that sleeps."""
 
     def __init__(self) -> None:
         self._lags_s: deque[float] = deque(maxlen=NUM_SAMPLES)
@@ -44,7 +44,7 @@ class LoopLag:
 
     @property
     def max_s(self) -> float:
-        """The longest."""
+        """Longest lag; 0 before the first sample."""
         return max(self._lags_s, default=0.0)
 
     async def _sample(self) -> None:

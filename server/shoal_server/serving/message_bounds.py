@@ -44,7 +44,7 @@ class _Field:
 
 @dataclass(frozen=True)
 class _Kind:
-    """A type of message."""
+    """Checks of one type of message."""
 
     fields: tuple[_Field, ...]
     """Fields that can be out of bounds."""
@@ -59,7 +59,7 @@ class MessageBounds:
         self._known: dict[str, _Kind] = {}
 
     def check(self, message: object) -> None:
-        """Raise InvalidSpec for a message with something in it that is out of bounds."""
+        """Raise InvalidSpec if the message or a field in it is out of bounds."""
         if isinstance(message, Message):
             self._check(message)
 

@@ -1,4 +1,4 @@
-"""Options that every serving process has, and what marks a field that is no option."""
+"""Options of every serving process, and markers of fields that are not plain options."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import TlsOptions
 from shoal_server.serving.listening import LOOPBACK, opened
 
@@ -65,7 +65,7 @@ ReadyFile = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reach(TlsOptions):
+class ServingOptions(TlsOptions):
     """Address and certificate with which a process serves. Without a certificate only this machine
     can reach it, unless `--insecure` is given."""
 
@@ -75,8 +75,8 @@ class Reach(TlsOptions):
     read parameters and end jobs."""
 
     def check(self, listens: Mapping[str, str]) -> None:
-        """Raise InvalidSpec for an address that others reach, served without TLS and without
-        anybody having said so. `listens`: host:port by what is served there."""
+        """Raise InvalidSpec if other machines reach an address without TLS, and `--insecure` is not
+        given. `listens`: host:port by what is served there."""
         tls = self.files is not None
         if tls and self.insecure:
             raise InvalidSpec(
@@ -89,17 +89,18 @@ class Reach(TlsOptions):
                 "an address that others reach is served without TLS",
                 seen=", ".join(f"{name} at {address}" for name, address in found.items()),
                 expected="loopback, or a certificate: --tls DIRECTORY, as `shoal certs init` makes",
-                fix="If everybody who reaches it may read parameters and end jobs: --insecure.",
+                fix="Or give --insecure, if every process that reaches it may read parameters"
+                " and end jobs.",
             )
 
 
-class CoordinatorReach(Reach):
-    """A coordinator's."""
+class CoordinatorServing(ServingOptions):
+    """Serving options of a coordinator."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.COORDINATOR,)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.COORDINATOR,)
 
 
-class ServerReach(Reach):
-    """A parameter server's."""
+class ParameterServerServing(ServingOptions):
+    """Serving options of a parameter server."""
 
-    roles: ClassVar[tuple[Role, ...]] = (Role.SERVER,)
+    roles: ClassVar[tuple[CertificateRole, ...]] = (CertificateRole.SERVER,)

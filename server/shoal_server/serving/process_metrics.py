@@ -1,5 +1,5 @@
-"""Metrics that every serving process has: what it is, how late its event loop is, how long its
-calls take; and where Prometheus gets them of a process that has no status page."""
+"""Metrics of every serving process (release, lag of the event loop, durations of calls), and an
+endpoint for processes without a status page."""
 
 import asyncio
 import platform
@@ -20,7 +20,7 @@ from shoal_server.serving.loop_lag import LoopLag
 
 COLLECT_WITHIN_S = 5.0
 REQUEST_WITHIN_S = 10.0
-"""A connection on which no request comes for so long is closed."""
+"""A connection without a request for this long is closed."""
 
 
 def build_info(part: str) -> Metric:
@@ -32,7 +32,7 @@ def build_info(part: str) -> Metric:
 
 
 def histogram(name: str, text: str, durations: Durations) -> Metric:
-    """The durations under a name."""
+    """Durations as a metric of that name."""
     family = HistogramMetricFamily(name, text, labels=durations.labels)
     for labels, buckets, sum_s in durations.series():
         family.add_metric(list(labels), buckets=buckets, sum_value=sum_s)
@@ -67,7 +67,7 @@ class MetricsEndpoint:
 
     @property
     def port(self) -> int:
-        """The port that is served on, known once entered."""
+        """The port that is served on; known inside the block."""
         return int(self._server.server_port)
 
     async def __aenter__(self) -> "MetricsEndpoint":
@@ -82,7 +82,7 @@ class MetricsEndpoint:
                 expected="a free port",
                 fix="Choose another one; port 0 takes any free one.",
             ) from error
-        # Each connection has a thread: one that says nothing gives it back.
+        # Each connection occupies a thread: a silent one must end.
         self._server.RequestHandlerClass.timeout = REQUEST_WITHIN_S
         return self
 
@@ -92,7 +92,7 @@ class MetricsEndpoint:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # A scrape that is under way waits for this loop.
+        # In a thread, because a scrape in progress waits for this loop.
         await asyncio.to_thread(self._server.shutdown)
         self._server.server_close()
         assert self._thread is not None

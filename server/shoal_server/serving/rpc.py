@@ -1,6 +1,6 @@
-"""Serving of all gRPC services: one interceptor, one way to bind, one way to stop.
+"""Serving of all gRPC services: one interceptor for all calls, server options, and binding.
 
-No servicer sees a request that does not parse, or that `bounds` does not let through.
+No servicer sees a request that does not parse, or that is out of `bounds`.
 """
 
 import time
@@ -41,7 +41,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 MAX_PENDING_CALLS = 20_000
 MAX_AGENTS = 64
-"""User agents of which it is remembered which protocol they speak."""
+"""Maximum number of user agents whose protocol check is cached."""
 
 CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_send_message_length", MAX_ANSWER_BYTES),
@@ -49,8 +49,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     # Clients may ping as often as each second, so that a dead network is noticed in seconds.
     ("grpc.http2.min_ping_interval_without_data_ms", 900),
     ("grpc.keepalive_permit_without_calls", 1),
-    # Calls that come at one moment wait their turn, as the heartbeats of a thousand hosts do after
-    # a pause. gRPC begins to cancel them at random from 1,000 on.
+    # Calls that arrive at one moment wait their turn, such as the heartbeats of a thousand hosts
+    # after a pause. By default gRPC cancels some of them at random from 1,000 on.
     ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
     ("grpc.server.max_pending_requests_hard_limit", 2 * MAX_PENDING_CALLS),
     # Two servers on one port would each get half of the calls.
@@ -64,10 +64,10 @@ class Parser(Protocol):
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status, and bytes that do not parse into an answer.
+    """Turns an error of a handler, and a request that does not parse, into a status.
 
     Requests are parsed here and not by gRPC, which would report a malformed one as an internal
-    failure without a word on what was wrong.
+    failure and not say what was wrong.
     """
 
     def __init__(
@@ -77,15 +77,15 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         *,
         by_role: bool = False,
     ) -> None:
-        """`durations` is told how long each call with one answer took: method, outcome.
+        """`durations` gets the duration of each call with one answer, by method and outcome.
         `by_role`: callers have certificates, and may make the calls of their role."""
         self._durations = durations or call_durations()
         self._by_role = by_role
         self._bounds = MessageBounds()
         self._counts = counts or CallCounts()
-        # By method: what its handler became. As many as the server has methods.
+        # By method: its handler, and the handler that wraps it. As many as the server has methods.
         self._wrapped: dict[str, tuple[Any, grpc.RpcMethodHandler[Any, Any]]] = {}
-        # By user agent: what is wrong with the protocol that it speaks.
+        # By user agent: the mismatch of its protocol; None if there is none.
         self._judged: dict[str, ProtocolMismatch | None] = {}
 
     async def intercept_service(
@@ -107,7 +107,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return known[1]
 
     def _mismatch(self, call: grpc.HandlerCallDetails) -> ProtocolMismatch | None:
-        """Why this caller and this server do not understand each other, if they do not."""
+        """Mismatch of the caller's protocol and this server's; None if they agree on one."""
         metadata = call.invocation_metadata or ()
         agent = next((str(value) for key, value in metadata if key == "user-agent"), "")
         if agent not in self._judged:
@@ -157,7 +157,7 @@ def _mismatch(agent: str) -> ProtocolMismatch | None:
 
 
 Decode = Callable[[Caller | None, Any], Any]
-"""Decodes a request, or a stream of them, from bytes, given the caller, if it has a certificate."""
+"""Decodes a request, or a stream of them, from (caller, bytes); the caller is None without TLS."""
 
 
 def _anybody(context: object) -> None:
@@ -165,12 +165,12 @@ def _anybody(context: object) -> None:
 
 
 def _admitted(admit: Admit, decode: Decode, context: Context, data: Any) -> Any:
-    """The request of a caller that may make it. Raises what it is refused with."""
+    """Decode the request of a caller that may make the call. Raises the refusal otherwise."""
     return decode(admit(context), data)
 
 
 def _refuse(mismatch: ProtocolMismatch, caller: Caller | None, data: object) -> Message:
-    # The one that is kept would gather the traceback of each call.
+    # A new error: the cached one would gather the traceback of each call.
     raise ProtocolMismatch(
         mismatch.what, seen=mismatch.seen, expected=mismatch.expected, fix=mismatch.fix
     )
@@ -197,7 +197,7 @@ def _parse(
 
 
 def _encoded(serialize: Callable[[Message], bytes], reply: Message | bytes) -> bytes:
-    """A handler may give a reply that many callers get as bytes, serialized once."""
+    """Serialize a reply. A reply for many callers may be bytes already, serialized once."""
     return reply if isinstance(reply, bytes) else serialize(reply)
 
 
@@ -213,10 +213,10 @@ async def _parsed(
 
 
 def refusal_of(method: str, error: Exception) -> ShoalError:
-    """Error for the caller of a call that raised `error`, which is logged. Must be called in the
+    """Log the error that a call raised, and return the error for its caller. Must be called in the
     `except` block."""
     if isinstance(error, NotLeader):
-        # A caller with this address alone asks again until there is a leader.
+        # Only for debugging: a caller that knows no other address retries until there is a leader.
         log.debug("call_refused", method=method, kind=type(error).__name__, reason=str(error))
         return error
     if isinstance(error, ShoalError):
@@ -299,10 +299,10 @@ def new_server(
     counts: CallCounts | None = None,
     limits: CallLimits | None = None,
 ) -> grpc.aio.Server:
-    """A server with Shoal's limits and error answers, not yet bound. `durations` and `counts` are
-    told of its calls.
+    """A server with Shoal's limits and error answers, not yet bound. `durations` and `counts`
+    record its calls.
 
-    Where this process has a certificate, callers have one too, and may make the calls of its role.
+    If this process has a certificate, callers need one too, and may make the calls of their role.
     """
     limits = limits or CallLimits()
     interceptor = ErrorInterceptor(

@@ -1,6 +1,6 @@
 """Tasks that outlive the call that starts them, each with an owner that ends it.
 
-Work that ends inside one function belongs into an `asyncio.TaskGroup`.
+Work that ends inside one function belongs in an `asyncio.TaskGroup`.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ async def cancel(*tasks: "asyncio.Future[Any]") -> None:
 
 
 async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]") -> None:
-    """Return as soon as one of these has ended. Coroutines are cancelled then; tasks go on."""
+    """Return as soon as one of these has ended. Coroutines are then cancelled; tasks run on."""
     tasks = [asyncio.ensure_future(each) for each in waits]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -39,7 +39,7 @@ async def wait_first(*waits: "Coroutine[Any, Any, object] | asyncio.Future[Any]"
 
 
 async def gather_settled(*calls: Awaitable[R]) -> list[R]:
-    """The answers in order. Raises the first failure of these, but only once all have ended."""
+    """Wait until all calls have ended; return the answers in order, or raise the first failure."""
     answers: list[R] = []
     for answer in await asyncio.gather(*calls, return_exceptions=True):
         if isinstance(answer, BaseException):
@@ -49,8 +49,8 @@ async def gather_settled(*calls: Awaitable[R]) -> list[R]:
 
 
 async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """Run it to its end. What it raises is logged by that name, and it begins again after a
-    pause."""
+    """Run `work` until it returns. If it raises, the error is logged with `name`, and `work` starts
+    again after a pause."""
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     clock = asyncio.get_running_loop().time
     while True:
@@ -66,7 +66,8 @@ async def keep_on_until_done(work: Callable[[], Awaitable[object]], name: str) -
 
 
 async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
-    """The same, of a loop that has no end: one is logged, and it begins again."""
+    """Run `work`, a loop without end. If it raises or returns, that is logged, and it starts again
+    after a pause."""
     while True:
         await keep_on_until_done(work, name)
         log.error("loop_ended", loop=name)
@@ -75,7 +76,7 @@ async def keep_on(work: Callable[[], Awaitable[object]], name: str) -> None:
 
 @asynccontextmanager
 async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
-    """Run these beside the block, and cancel them at its end. What one raises is logged there."""
+    """Run these during the block, and cancel them at its end. An error of one is logged."""
     async with SupervisedTasks() as tasks:
         for each in work:
             tasks.start(each)
@@ -85,9 +86,9 @@ async def running(*work: Coroutine[Any, Any, object]) -> AsyncIterator[None]:
 async def gather_bounded(
     call: Callable[[T], Awaitable[R]], arguments: Iterable[T], at_once: int
 ) -> list[R]:
-    """The answers in order, with at most `at_once` calls under way.
+    """The answers in order, with at most `at_once` calls in progress.
 
-    What a call raises is raised, and the other calls are cancelled.
+    Raises the first error of a call, and cancels the others.
     """
     slots = asyncio.Semaphore(at_once)
 
@@ -103,7 +104,7 @@ async def gather_bounded(
 
 
 class SupervisedTasks:
-    """The tasks of one owner, on the event loop. What one raises is logged when it ends."""
+    """The tasks of one owner, on the event loop. A task's error is logged when it ends."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -122,9 +123,9 @@ class SupervisedTasks:
     def start(
         self, work: Coroutine[Any, Any, R], *, key: Hashable = None, name: str | None = None
     ) -> "asyncio.Task[R] | None":
-        """Run it. With a key, only unless work of that key is under way: then None."""
+        """Start a task. If one with the same key is running, discards the work and returns None."""
         known = self._by_key.get(key)
-        # One that is done may have looked around for the last time before this was asked for.
+        # A task that is done does not count: its last look may have been before this request.
         if known is not None and not known.done():
             work.close()
             return None
@@ -136,7 +137,7 @@ class SupervisedTasks:
         return task
 
     async def close(self) -> None:
-        """Cancel all that are under way, and wait until they have ended."""
+        """Cancel all running tasks, and wait until they have ended."""
         await cancel(*self._tasks)
 
     def _ended(self, key: Hashable, task: asyncio.Task[Any]) -> None:

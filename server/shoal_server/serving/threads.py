@@ -1,4 +1,4 @@
-"""Blocking work that is not left alone when whoever waits for it is cancelled."""
+"""Blocking work in a thread that is waited for even when its caller is cancelled."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,8 +8,8 @@ T = TypeVar("T")
 
 
 async def to_thread_uncancelled(work: Callable[[], T]) -> T:
-    """Run it in a thread. Cancelled meanwhile, this ends when the work does: a thread cannot be
-    stopped, and nobody should undo or look at what it is still doing."""
+    """Run `work` in a thread. If cancelled meanwhile, return only when the work ends: a thread
+    cannot be stopped, and the caller must not undo or read what it is still changing."""
     running = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(running)

@@ -1,1 +1,1 @@
-"""Snapshots as they lie in storage: manifests, the files that they name, and what is kept."""
+"""Snapshots in storage: manifests, the files that they name, and which are kept."""

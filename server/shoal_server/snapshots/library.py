@@ -1,10 +1,10 @@
 """The snapshots of one job at one URL.
 
-    URL/JOB/manifests/000000007-CUT.json                    there: the snapshot is complete
+    URL/JOB/manifests/000000007-CUT.json                    written last
     URL/JOB/parts/000000007-CUT/shard-00012.safetensors     written before the manifest
 
-A snapshot without a manifest does not exist: what was written of it is removed when a later one
-has been completed. Every call blocks; call it from a thread.
+A snapshot exists if it has a manifest. Files without one are removed when a later snapshot has been
+completed. Every call blocks; call it from a thread.
 """
 
 from collections.abc import Mapping, Sequence
@@ -59,7 +59,7 @@ class SnapshotLibrary:
     def find(self, number: int = 0) -> Manifest:
         """The snapshot of that number; 0: the newest that is not damaged.
 
-        Raises SnapshotDamaged if only a damaged one is there, UnknownSnapshot, Unavailable.
+        Raises SnapshotDamaged if there is only a damaged one, UnknownSnapshot, Unavailable.
         """
         manifests, damaged = self.read_all()
         chosen = [each for each in manifests if number in (0, each.number)]
@@ -79,7 +79,7 @@ class SnapshotLibrary:
     def read_part(self, part: ManifestEntry) -> bytes:
         """Contents of one shard's file; `image_file.check` compares it with its checksum.
 
-        Raises SnapshotDamaged if the file is missing or its name is not one of a snapshot;
+        Raises SnapshotDamaged if the file is missing or no snapshot has a file of that name;
         Unavailable.
         """
         check_part_file(part)
@@ -95,9 +95,9 @@ class SnapshotLibrary:
         return data
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a snapshot exist, once all its files are seen to be there.
+        """Write the manifest of a snapshot after checking that all its files exist.
 
-        Raises SnapshotFailed if one is not, Unavailable.
+        Raises SnapshotFailed if one does not, Unavailable.
         """
         for part in manifest.parts:
             _check_reported(part)
@@ -116,19 +116,19 @@ class SnapshotLibrary:
         self.storage.write(self._manifest_path(manifest), manifest.to_bytes())
 
     def discard(self, number: int, cut_id: str) -> None:
-        """Remove what was written for a snapshot that is not to be. Raises Unavailable."""
+        """Remove the files of a snapshot that was given up. Raises Unavailable."""
         self._remove_folder(folder_of(number, cut_id))
 
     def keep_newest(self, num_kept: int) -> Sequence[Manifest]:
         """Remove all but the newest snapshots, and every file that none of those refers to.
 
-        Files of a snapshot later than the newest complete one are left: it is being written.
-        Gives the snapshots that were removed. Raises Unavailable.
+        Files of a snapshot later than the newest complete one are kept: it is being written.
+        Returns the snapshots that were removed. Raises Unavailable.
         """
         manifests = self.list()
         kept = manifests[-num_kept:]
         removed = manifests[: len(manifests) - len(kept)]
-        # The manifests first: none ever names a file that is gone.
+        # Manifests first, so that none ever names a missing file.
         self.storage.remove(self._manifest_path(each) for each in removed)
         if not kept:
             return removed
@@ -169,13 +169,13 @@ class SnapshotLibrary:
 
 
 def _number_in(path: str) -> int:
-    """The number in the name of a manifest's file; 0: it is not the name of one."""
+    """The number in the name of a manifest's file; 0 if the name is not a manifest's."""
     digits = path.rpartition("/")[2].partition("-")[0]
     return int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else 0
 
 
 def _check_reported(part: ManifestEntry) -> None:
-    """Raise SnapshotFailed if a server says that it wrote what no snapshot has."""
+    """Raise SnapshotFailed if a server reports a file name that no snapshot has."""
     try:
         check_part_file(part)
     except SnapshotDamaged as error:

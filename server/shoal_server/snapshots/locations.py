@@ -32,7 +32,7 @@ class Location:
 
     @classmethod
     def parse(cls, url: str) -> "Location":
-        """Raises InvalidSpec for anything but one plain place in storage of a known kind."""
+        """Parse a URL. Raises InvalidSpec unless it names one location in known storage."""
         protocol, colon, path = url.rpartition("://")
         if not colon:
             protocol = LOCAL
@@ -48,7 +48,7 @@ class Location:
 
     @classmethod
     def of_directory(cls, directory: Path) -> "Location":
-        """A directory of this process' own choosing."""
+        """Location of a directory that this process chose itself."""
         return cls(LOCAL, os.path.realpath(directory))
 
     @property
@@ -76,13 +76,14 @@ class AllowedRoots:
             Location.parse(url)
 
     def locate(self, url: str) -> Location:
-        """Raises InvalidSpec for what is no place for snapshots, AccessDenied outside the roots."""
+        """The location that a caller names. Raises InvalidSpec if snapshots cannot be there,
+        AccessDenied outside the roots."""
         location = Location.parse(url)
-        # Parsed anew each time: links on the way to a root may have been changed.
+        # Parsed again each time: symbolic links in a root's path may have changed.
         if any(Location.parse(root).holds(location) for root in self.urls):
             return location
         raise AccessDenied(
-            "no snapshots may lie there",
+            "snapshots are not allowed there",
             seen=url,
             expected=f"a place below {', '.join(self.urls)}" if self.urls else "no place at all",
             fix="Start the coordinators with --snapshot-root URL to allow another one.",
@@ -111,7 +112,7 @@ def _bucket_path(url: str, path: str) -> str:
 def _check_segments(url: str, segments: Iterable[str]) -> None:
     for segment in segments:
         if segment == "":
-            raise _bad(url, "a directory of their own, and no empty name on the way to it")
+            raise _bad(url, "a directory of their own, and no empty name in its path")
         if segment in (".", ".."):
             raise _bad(url, f"a path without {segment!r}")
 
@@ -119,5 +120,5 @@ def _check_segments(url: str, segments: Iterable[str]) -> None:
 def _bad(url: str, expected: str) -> InvalidSpec:
     fix = "" if url else "Name one, or start the coordinator with --snapshot-url."
     return InvalidSpec(
-        "that is not a place for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
+        "that is no location for snapshots", seen=repr(url)[:200], expected=expected, fix=fix
     )

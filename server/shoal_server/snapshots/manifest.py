@@ -13,7 +13,7 @@ from shoal_proto.names import is_name
 
 FORMAT = 1
 MAX_SECONDS = 1e12
-"""Bound beyond any date; a JSON integer may exceed every float."""
+"""Bound beyond any date; without it, a huge JSON integer would overflow a float."""
 _PART_FILE = re.compile(r"parts/[0-9]{9,20}-([^/]+)/shard-[0-9]{5,10}\.safetensors")
 
 
@@ -39,27 +39,28 @@ class Manifest:
 
     job: str
     number: int
-    """Rises from snapshot to snapshot."""
+    """Number of the snapshot; each is higher than those before."""
     cut_id: str
     lineage: str
-    """Drawn anew when the job is restored: versions count on from there a second time."""
+    """Random id, replaced when the job is restored: versions after that are counted a second time.
+    """
     taken_unix_s: float
     layout: bytes
-    """The job's ShardMap, serialized. Its servers are those that held the shards then."""
+    """The job's ShardMap, serialized. Its servers are those that held the shards at the cut."""
     parts: Sequence[ManifestEntry]
-    """One for each shard of the layout, by shard id."""
+    """One for each shard of the layout, in order of shard ids."""
     steps: Mapping[str, int]
     """Newest push of each session that is in the snapshot."""
     partial_steps: Sequence[str]
-    """Pushes of which some shards have their part and others do not, with the reason."""
+    """Pushes that are in some shards of the snapshot and not in others, with the reason."""
     cursor: Mapping[str, Any] | None
-    """The sample ledger, as `core.ledger.Ledger.to_json` gives it; None for a job without one."""
+    """The sample ledger, from `core.ledger.Ledger.to_json`; None for a job without one."""
     training: Mapping[str, Any]
     """Further state of the job: generation and step."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all shards, whichever snapshot's files they lie in."""
+        """Bytes of all shards, including files of earlier snapshots."""
         return sum(part.num_bytes for part in self.parts)
 
     @property
@@ -69,7 +70,7 @@ class Manifest:
         return sum(part.num_bytes for part in self.parts if part.file.startswith(f"{own}/"))
 
     def to_bytes(self) -> bytes:
-        """JSON with a checksum of itself."""
+        """Encode as JSON with a checksum of the content."""
         body = asdict(self) | {
             "layout": base64.b64encode(self.layout).decode(),
             "parts": [asdict(part) for part in self.parts],
@@ -95,7 +96,7 @@ class Manifest:
             manifest = cls(**(body | {"parts": parts, "layout": layout}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise _damaged(file, repr(error)[:200], "a manifest") from error
-        # A checksum proves nothing about the content: everybody who can write here can compute it.
+        # The checksum does not prove the author: whoever can write here can compute it.
         for part in manifest.parts:
             check_part_file(part)
         wrong = _wrong_fields(manifest)

@@ -1,4 +1,4 @@
-"""Steps and shards of a cut as messages, and back."""
+"""Conversion of the steps and shards of a cut to messages, and back."""
 
 from collections.abc import Iterable, Mapping
 

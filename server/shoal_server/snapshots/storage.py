@@ -1,6 +1,6 @@
-"""Files in one place: a local directory, or a prefix in a bucket that `fsspec` reaches.
+"""Files at one location: a local directory, or a prefix in a bucket that `fsspec` reaches.
 
-A file is there whole or not at all. Object stores promise that by themselves; on a local disk a
+A file exists whole or not at all. Object stores promise that by themselves; on a local disk a
 file gets its name once its bytes are on the disk. Every call blocks; call it from a thread.
 """
 
@@ -22,8 +22,8 @@ WITH_FOLDERS = ("file", "memory")
 
 
 class Storage:
-    """Paths are relative to the place, with forward slashes; one that leads out of it is refused
-    as AccessDenied. Any thread."""
+    """Files below one location. Paths are relative to it, with forward slashes; a path that leads
+    out of it raises AccessDenied. Can be used from any thread."""
 
     def __init__(self, place: str | Location, *, url: str = "") -> None:
         """Raises InvalidSpec for a URL that is not an allowed kind of location, or for which no
@@ -46,7 +46,7 @@ class Storage:
         self._has_folders = self.location.protocol in WITH_FOLDERS
 
     def write(self, path: str, data: bytes) -> None:
-        """Write a file, in the place of one that is there. Raises Unavailable."""
+        """Write a file, replacing one that exists. Raises Unavailable."""
         full = self._full(path)
         try:
             if self.location.is_local:
@@ -59,9 +59,9 @@ class Storage:
             raise self._failed("written", path, error) from error
 
     def write_pieces(self, folder: str, name: Callable[[], str], pieces: Iterable[Buffer]) -> None:
-        """Write a file of pieces, in the place of one that is there; `name` is asked for once all
-        of them are taken. On a local disk each is written as it comes; a bucket gets them
-        together. Raises Unavailable, and what `pieces` raises."""
+        """Write a file from pieces, replacing one that exists. `name` is called after the last
+        piece. On a local disk each piece is written as it comes; a bucket gets all at once. Raises
+        Unavailable, and what `pieces` raises."""
         if not self.location.is_local:
             data = b"".join(pieces)
             self.write(f"{folder}/{name()}", data)
@@ -72,7 +72,7 @@ class Storage:
             raise self._failed("written", folder, error) from error
 
     def read(self, path: str) -> bytes | None:
-        """The bytes of a file; None if it is not there. Raises Unavailable."""
+        """The bytes of a file; None if it does not exist. Raises Unavailable."""
         full = self._full(path)
         try:
             data = bytes(self._files.cat_file(full))
@@ -96,7 +96,7 @@ class Storage:
             raise self._failed("listed", folder, error) from error
 
     def folders(self, folder: str) -> list[str]:
-        """The names of the folders in a folder. Raises Unavailable."""
+        """Names of the folders directly in a folder. Raises Unavailable."""
         full = self._full(folder)
         try:
             self._files.invalidate_cache()
@@ -133,14 +133,14 @@ class Storage:
             raise self._failed("removed", folder, error) from error
 
     def _full(self, path: str) -> str:
-        """Raises AccessDenied for a path that leads out of this place, by `..` or by a link."""
+        """Raises AccessDenied for a path that leads out of the location, by `..` or by a link."""
         full = f"{self._root}/{path}"
         is_inside = ".." not in path.split("/")
         if is_inside and self.location.is_local:
             is_inside = is_below(os.path.realpath(full), self.location.path)
         if not is_inside:
             raise AccessDenied(
-                "a file of a snapshot would lie outside the place for snapshots",
+                "a file of a snapshot would lie outside its location",
                 seen=path,
                 expected=f"a path below {self.url}, with no link that leads out of it",
             )
@@ -175,7 +175,7 @@ def _write_draft(folder: Path, name: Callable[[], str], pieces: Iterable[Buffer]
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names of the files in a local folder to the disk."""
+    """Make the names of the files in a local folder durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -184,7 +184,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
-    """The file system, and the place as that one spells it."""
+    """The file system of a location, and the root path in that file system's spelling."""
     if location.is_local:
         return LocalFileSystem(), location.path
     files, root = fsspec.core.url_to_fs(location.url)
@@ -192,5 +192,5 @@ def _opened(location: Location) -> tuple[AbstractFileSystem, str]:
 
 
 def open_below(roots: AllowedRoots, url: str) -> Storage:
-    """The place that a caller names. Raises AccessDenied outside the roots, InvalidSpec."""
+    """Storage at a URL of a caller. Raises AccessDenied outside the roots, InvalidSpec."""
     return Storage(roots.locate(url), url=url)

@@ -11,13 +11,13 @@ from shoal_server.status.board import MAX_EVENTS
 from shoal_server.status.health import HealthReport
 from shoal_server.status.http.errors import ErrorBody
 from shoal_server.status.reading import (
-    Events,
-    History,
+    EventsView,
+    HistoryView,
     JobDetail,
     JobSummary,
     MemberDetail,
     StatusQueries,
-    Why,
+    WaitView,
 )
 from shoal_server.status.views import GenerationView, PublishedSeriesView, ShardsView
 
@@ -103,7 +103,7 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         tags=["members"],
         responses=NOT_FOUND,
     )
-    async def why(job: JobName, member: MemberId) -> Why:
+    async def why(job: JobName, member: MemberId) -> WaitView:
         """Reason for which the member waits, since when, and what the job is doing meanwhile."""
         return await reading.why(job, member)
 
@@ -153,11 +153,11 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
                 description="Also the details in between, which other events sum up in one line."
             ),
         ] = True,
-    ) -> Events:
+    ) -> EventsView:
         """Events of the job, oldest first; the newest 1000 are kept."""
         return reading.events(job, after, limit, details=details)
 
     @api.get("/jobs/{job}/history", summary="Charts", tags=["history"], responses=NOT_FOUND)
-    async def history(job: JobName) -> History:
+    async def history(job: JobName) -> HistoryView:
         """Loss, throughput, step times and staleness over the job's life, and its changes."""
         return reading.history(job)

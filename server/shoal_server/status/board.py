@@ -8,11 +8,11 @@ from typing import Literal
 
 import structlog
 
-from shoal_server.core.membership.changes import Story
-from shoal_server.status.history.logged import Logged
+from shoal_server.core.membership.changes import ChangeSummary
+from shoal_server.status.history.logged import LoggedValues
 from shoal_server.status.history.records import ChangeView, LoggedView, SeriesView
 from shoal_server.status.history.series import Reading, Series
-from shoal_server.status.history.stories import ChangeTotals, Pause, Stories
+from shoal_server.status.history.stories import ChangeReport, ChangeReports, ChangeTotals
 from shoal_server.status.views import EventView, HealthView
 
 log = structlog.get_logger(__name__)
@@ -50,9 +50,9 @@ class _JobBoard:
     gone_total_steps: int = 0
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
-    stories: Stories = field(default_factory=Stories)
+    stories: ChangeReports = field(default_factory=ChangeReports)
     series: Series = field(default_factory=Series)
-    logged: Logged = field(default_factory=Logged)
+    logged: LoggedValues = field(default_factory=LoggedValues)
     snapshot_unix_s: float | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
@@ -109,12 +109,12 @@ class StatusBoard:
         board.event_counts[kind] += 1
         return event
 
-    def runs(self, job: str, story: Story) -> None:
+    def runs(self, job: str, story: ChangeSummary) -> None:
         """A generation has come to run. Its story is told as soon as it is whole, or by
-        `tell_due`."""
+        `log_due_reports`."""
         self._tell(job, self._board(job).stories.runs(story, self._clock()))
 
-    def tell_due(self, job: str) -> None:
+    def log_due_reports(self, job: str) -> None:
         """Tell what has waited long enough for what members say of it."""
         if (board := self._jobs.get(job)) is not None:
             self._tell(job, board.stories.due(self._clock()))
@@ -172,7 +172,7 @@ class StatusBoard:
         board.series.restore(series)
         board.stories.restore(changes, extra_s)
 
-    def history(self, job: str) -> tuple[Stories, Series] | None:
+    def history(self, job: str) -> tuple[ChangeReports, Series] | None:
         """Changes and charted series of the job; None if nothing is known of it."""
         board = self._jobs.get(job)
         return (board.stories, board.series) if board else None
@@ -184,10 +184,10 @@ class StatusBoard:
         said = [getattr(course, figure) for course in courses if course is not None]
         return max((value for value in said if value is not None), default=None)
 
-    def logged(self, job: str) -> Logged:
+    def logged(self, job: str) -> LoggedValues:
         """Values that the script of the job has logged."""
         board = self._jobs.get(job)
-        return board.logged if board else Logged()
+        return board.logged if board else LoggedValues()
 
     def events(
         self, job: str, *, after: int = 0, limit: int = 100, details: bool = True
@@ -229,7 +229,7 @@ class StatusBoard:
         if len(board.health) > MAX_MEMBERS:
             board.settle(board.health.popitem(last=False)[1])
         if health.paused_s is not None and health.generation is not None:
-            pause = Pause(
+            pause = ChangeReport(
                 member_id=member_id,
                 generation=health.generation,
                 paused_s=health.paused_s,
@@ -253,7 +253,7 @@ class StatusBoard:
             board.health.clear()
             board.gone_highest_step = board.gone_total_steps = 0
             board.last_loss = None
-            board.stories, board.series, board.logged = Stories(), Series(), Logged()
+            board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
         """The latest report of that very process, by its public id."""

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from shoal_proto.incarnation import public_id
-from shoal_server.core.generations.roster import Record, Roster
+from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
 from shoal_server.core.job.job import Job
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import OVER as PHASES_OVER
 from shoal_server.core.membership.phases import Phase
@@ -44,7 +44,7 @@ def job_view(
     job: Job,
     *,
     last_seen: Mapping[str, LastSeen],
-    records: Iterable[Record] = (),
+    records: Iterable[GenerationRecord] = (),
     now_s: float | None = None,
 ) -> JobView:
     """A job as it stands.
@@ -109,7 +109,7 @@ def _idle_s(job: Job, now_s: float | None) -> float:
 
 
 def member_view(
-    job: Job, member: Member, seen: LastSeen | None, *, now_s: float | None = None
+    job: Job, member: MemberState, seen: LastSeen | None, *, now_s: float | None = None
 ) -> MemberView:
     """One member, as in its job's view."""
     own = job.table.pauses.of(member)
@@ -131,7 +131,7 @@ def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
     )
 
 
-def generation_view(record: Record) -> GenerationView:
+def generation_view(record: GenerationRecord) -> GenerationView:
     """A decided generation, committed or aborted."""
     roster = record.roster
     return GenerationView(
@@ -167,7 +167,7 @@ def samples_view(counts: LedgerCounts) -> SamplesView:
     return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
 
 
-def _member_view(job: Job, member: Member, seen: LastSeen | None) -> MemberView:
+def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> MemberView:
     info, proposed = member.info, member.proposal
     roster = _roster_of(job, member)
     last_seen_s = max(member.joined_s, seen.at_s if seen else member.joined_s)
@@ -227,11 +227,11 @@ def _while_paused(view: MemberView, own: Pause | None, paused: str) -> MemberVie
     return replace(view, waiting_for=paused) if paused else view
 
 
-def _roster_of(job: Job, member: Member) -> Roster | None:
+def _roster_of(job: Job, member: MemberState) -> GenerationRoster | None:
     return next((r for r in (job.running, job.attempt) if member.is_in(r)), None)
 
 
-def _state(job: Job, member: Member) -> str:
+def _state(job: Job, member: MemberState) -> str:
     if member.halted_s is not None:
         return "halted"
     if member.disconnected_s is not None:
@@ -248,7 +248,7 @@ def _state(job: Job, member: Member) -> str:
     return _state_outside(member)
 
 
-def _state_outside(member: Member) -> str:
+def _state_outside(member: MemberState) -> str:
     if member.proposal is None:
         return "joining"
     if not member.settled:

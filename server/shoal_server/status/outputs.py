@@ -6,7 +6,7 @@ from fastapi import APIRouter, Path, Query, Request
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.names import MAX_NAME_LENGTH
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.serving.access.roles import READS_OUTPUT
 from shoal_server.status.access.guard import Guard
 from shoal_server.status.http.errors import ErrorBody
@@ -20,7 +20,7 @@ _POSITION = "[0-9a-f]{1,64}-[0-9]{1,16}"
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Both `after` and `before`."},
     403: {"model": ErrorBody, "description": "Not for who asks."},
-    404: {"model": ErrorBody, "description": "No such job, or nobody hands on that output."},
+    404: {"model": ErrorBody, "description": "No such job, or no such output."},
     422: {"model": ErrorBody, "description": "A position that no answer had."},
     503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
 }
@@ -53,17 +53,17 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
     return api
 
 
-def _asker(guard: Guard, request: Request) -> Asker:
+def _asker(guard: Guard, request: Request) -> CallerProof:
     """Caller of a request. Raises AccessDenied if its certificate's role may not read outputs."""
     if guard.tokens is not None:
-        return Asker(is_known=True)  # of those who have a token, all may read
+        return CallerProof(is_known=True)  # of those who have a token, all may read
     caller = caller_in(request.scope)
     if caller is None:
-        return Asker()
+        return CallerProof()
     if caller.role not in READS_OUTPUT:
         raise AccessDenied(
             f"what members print is not for a {caller.role.value}",
             seen=f"the certificate of {caller}",
             expected=f"one of the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
         )
-    return Asker(is_known=True)
+    return CallerProof(is_known=True)

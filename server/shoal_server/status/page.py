@@ -132,7 +132,7 @@ def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
         all_members: Annotated[bool, Query(description="Not only the first 50 of them.")] = False,
     ) -> LiveResponse:
         """Server-sent events: `state` once a second, with everything the page shows as JSON."""
-        looked_at = LookedAt(job=job, all_members=all_members)
+        looked_at = PageSelection(job=job, all_members=all_members)
         return LiveResponse(streams, _states(states, streams.closing, looked_at))
 
     return page
@@ -147,7 +147,7 @@ def _add_file(page: APIRouter, path: str, name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedAt:
+class PageSelection:
     """Selection that a page shows."""
 
     job: str
@@ -159,9 +159,9 @@ class _SharedStates:
 
     def __init__(self, reading: StatusQueries) -> None:
         self._maker = PageMaker(reading)
-        self._made: dict[LookedAt, tuple[float, asyncio.Future[bytes]]] = {}
+        self._made: dict[PageSelection, tuple[float, asyncio.Future[bytes]]] = {}
 
-    async def newest(self, looked_at: LookedAt) -> bytes:
+    async def newest(self, looked_at: PageSelection) -> bytes:
         """Newest state as JSON, less than a tick old."""
         now_s = asyncio.get_running_loop().time()
         made = self._made.get(looked_at)
@@ -173,12 +173,12 @@ class _SharedStates:
         # Who hangs up meanwhile takes it from nobody else.
         return await asyncio.shield(made[1])
 
-    async def _make(self, looked_at: LookedAt) -> bytes:
+    async def _make(self, looked_at: PageSelection) -> bytes:
         return _STATE.dump_json(await self._maker.state(looked_at))
 
 
 async def _states(
-    states: _SharedStates, closing: asyncio.Event, looked_at: LookedAt
+    states: _SharedStates, closing: asyncio.Event, looked_at: PageSelection
 ) -> AsyncIterator[bytes]:
     while not closing.is_set():
         yield b"event: state\ndata: " + await states.newest(looked_at) + b"\n\n"
@@ -196,7 +196,7 @@ class PageMaker:
         self._jobs: tuple[float, tuple[JobSummary, ...]] = (-TICK_S, ())
         self._generations: OrderedDict[tuple[str, str, int], PageGeneration] = OrderedDict()
 
-    async def state(self, looked_at: LookedAt) -> PageState:
+    async def state(self, looked_at: PageSelection) -> PageState:
         """State that the page shows now."""
         reading, name = self._reading, looked_at.job
         job = reading.source.job(name)

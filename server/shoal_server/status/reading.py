@@ -124,7 +124,7 @@ class MemberDetail(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Why(View):
+class WaitView(View):
     """Reason for which a member waits."""
 
     job: str
@@ -146,7 +146,7 @@ class Why(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Events(View):
+class EventsView(View):
     """Events in order. Ask again with `after=next_after` for what came since."""
 
     events: tuple[EventView, ...]
@@ -154,7 +154,7 @@ class Events(View):
 
 
 @dataclass(frozen=True, kw_only=True)
-class History(View):
+class HistoryView(View):
     """History of a job, in figures over time."""
 
     series: SeriesView
@@ -325,12 +325,12 @@ class StatusQueries:
             losses=tuple(self.board.losses(*key)),
         )
 
-    async def why(self, name: str, member_id: str) -> Why:
+    async def why(self, name: str, member_id: str) -> WaitView:
         """Reason for which the member waits. Raises UnknownJob, UnknownMember."""
         job, member = self.job(name), self.member(name, member_id)
         lost = await self._lost_shards(name)
         health = self.board.health(name, member_id, member.public_id)
-        return Why(
+        return WaitView(
             job=name,
             member_id=member_id,
             state=member.state,
@@ -368,22 +368,22 @@ class StatusQueries:
             )
         self.board.report(name, member_id, report.view(time.time()))
 
-    def history(self, name: str) -> History:
+    def history(self, name: str) -> HistoryView:
         """The job's figures over time. Raises UnknownJob, NotLeader."""
         self.job(name)
         known = self.board.history(name)
         series = known[1] if known is not None else Series()
-        return History(
+        return HistoryView(
             series=series.view(),
             changes=tuple(self.board.changes(name)),
             logged=self.board.logged(name).view(),
         )
 
-    def events(self, name: str, after: int, limit: int, *, details: bool = True) -> Events:
+    def events(self, name: str, after: int, limit: int, *, details: bool = True) -> EventsView:
         """Events with ids above `after`. Raises UnknownJob."""
         self.job(name)
         events = tuple(self.board.events(name, after=after, limit=limit, details=details))
-        return Events(events=events, next_after=events[-1].id if events else after)
+        return EventsView(events=events, next_after=events[-1].id if events else after)
 
 
 def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> float | None:

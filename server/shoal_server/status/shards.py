@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_aio_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.parameters_pb2 import DescribeReply, DescribeRequest, ShardState
 from shoal_proto.v1.parameters_pb2_grpc import ParametersStub
@@ -60,7 +60,7 @@ class ShardReader:
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
-        self._channels: dict[tuple[str, Material | None], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
         self._answers: dict[str, tuple[float, ShardsView | None]] = {}
         self._locks: dict[str, asyncio.Lock] = {}
 

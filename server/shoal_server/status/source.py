@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import (
     JobView,
     MemberView,
@@ -56,7 +56,7 @@ class StatusSource(Protocol):
         ...
 
     async def output(
-        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+        self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         """Some of the lines that a member printed; the newest, without `after` or `before`, which
         are positions that an earlier answer had. Raises UnknownJob, UnknownMember, AccessDenied,

@@ -18,7 +18,7 @@ STATES = (
 )
 """Of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""Nobody joins it any more, unless an operator lets them."""
+"""True if the job takes no members until an operator allows joins again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -296,7 +296,7 @@ class PushesView(View):
 
     applied: int = 0
     applied_bytes: int = 0
-    """Data of those applied since its server leads it."""
+    """Bytes of the pushes applied since this server leads the shard."""
     duplicates: int = 0
     """Pushes that were retries: answered, not applied again."""
     refused: int = 0

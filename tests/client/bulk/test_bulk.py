@@ -10,7 +10,7 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import arena as client_arena
-from shoal_client.bulk import opening, way
+from shoal_client.bulk import bulk_transport, opening
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.errors import InvalidSpec, Unavailable
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
@@ -68,8 +68,8 @@ def trained(
             assert result.retries == 0
             if seed == 3:
                 client.pull(values)
-        assert set(client.ways.values()) == {WAYS[transport]}
-        assert len(client.ways) == 2
+        assert set(client.transports.values()) == {WAYS[transport]}
+        assert len(client.transports) == 2
         return {name: bytes(value) for name, value in values.items()}
 
 
@@ -117,7 +117,7 @@ def test_shards_too_large_for_shared_memory_go_through_the_socket(
         values = zeros()
         client.pull(values)
         assert values == drawn(0)
-        assert set(client.ways.values()) == {"unix-socket"}
+        assert set(client.transports.values()) == {"unix-socket"}
 
 
 def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterServers) -> None:
@@ -133,7 +133,7 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
             ones = {n: memoryview(np.ones(SIZES[n], dtype=DTYPES[n])).cast("B") for n in SIZES}
             assert other.push(ones, only=[smallest]).versions == {smallest: 2}
             assert other.push(ones, only=[largest]).versions == {largest: 2}
-            assert set(other.ways.values()) == {"shared-memory"}
+            assert set(other.transports.values()) == {"shared-memory"}
             seen = zeros()
             other.pull(seen)
             client.pull(values)
@@ -171,7 +171,7 @@ def test_a_server_without_memory_to_share_takes_the_socket() -> None:
         values = zeros()
         client.pull(values)
         assert values == drawn(0)
-        assert set(client.ways.values()) == {"unix-socket"}
+        assert set(client.transports.values()) == {"unix-socket"}
 
 
 def test_an_unknown_transport_is_refused(servers: ParameterServers) -> None:
@@ -191,6 +191,6 @@ def test_a_connection_made_while_the_client_is_closed_is_not_waited_at(
         client.close()
         return connection
 
-    monkeypatch.setattr(way, "connect", connect_amid_close)
+    monkeypatch.setattr(bulk_transport, "connect", connect_amid_close)
     with pytest.raises(Unavailable):
         client.pull(zeros())

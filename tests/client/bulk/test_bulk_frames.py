@@ -13,10 +13,10 @@ from support.clusters.bulk_frames import RawConnection
 from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.bulk import connection as client_connection
-from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import MAX_PIECE_BYTES, bulk
-from shoal_proto.bulk import HEADER_BYTES, Kind
+from shoal_proto.bulk import HEADER_BYTES, FrameKind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import (
     ChecksumMismatch,
@@ -65,13 +65,13 @@ def opening(token: Token, sequence: int = 1, epoch: int = 1) -> bytes:
         shards=[PushItem(shard_id=0, epoch=epoch, base_version=1)],
         all_shard_ids=[0],
     )
-    return bulk.message(Kind.PUSH, PushRequest(header=header).SerializeToString())
+    return bulk.message(FrameKind.PUSH, PushRequest(header=header).SerializeToString())
 
 
 def piece(checksum: int | None = None) -> bytes:
     body = struct.pack("<100f", *[-1.0] * 100)
     checksum = crc32(body) if checksum is None else checksum
-    return bulk.header(Kind.PIECE, num_bytes=400, checksum=checksum) + body
+    return bulk.header(FrameKind.PIECE, num_bytes=400, checksum=checksum) + body
 
 
 def value_of(client: ParameterClient) -> float:
@@ -88,12 +88,12 @@ Small = tuple[ParameterServers, ParameterClient, Token]
 def test_a_push_frame_by_frame(small: Small) -> None:
     """The one way in which it is done right: what the next tests do wrong is refused for that."""
     raw = opened(small)
-    raw.send(opening(small[2]), piece(), bulk.header(Kind.END))
+    raw.send(opening(small[2]), piece(), bulk.header(FrameKind.END))
     reply, end = raw.next(), raw.next()
     assert reply is not None
     assert PushReply.FromString(bytes(reply.body)).outcome.version == 2
     assert end is not None
-    assert end.kind is Kind.END
+    assert end.kind is FrameKind.END
     assert value_of(small[1]) == 1.0
 
 
@@ -110,17 +110,26 @@ def test_the_end_of_a_push_goes_with_its_last_answer(
 
     raw = opened(small)
     monkeypatch.setattr(FrameConnection, "send", noted)
-    end = bulk.header(Kind.END)
+    end = bulk.header(FrameKind.END)
     raw.send(opening(small[2], 1), piece(), end)
-    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [
+        FrameKind.MESSAGE,
+        FrameKind.END,
+    ]
     assert [parts[-1] == end for parts in sent] == [True]
     # Refused as it is opened: answered before the client comes to its end.
     raw.send(opening(small[2], 2, epoch=9))
     answer = raw.next()
     raw.send(piece(), end)
-    assert [frame.kind for frame in (answer, raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    assert [frame.kind for frame in (answer, raw.next()) if frame] == [
+        FrameKind.MESSAGE,
+        FrameKind.END,
+    ]
     raw.send(opening(small[2], 3), piece(), end)
-    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [Kind.MESSAGE, Kind.END]
+    assert [frame.kind for frame in (raw.next(), raw.next()) if frame] == [
+        FrameKind.MESSAGE,
+        FrameKind.END,
+    ]
     assert value_of(small[1]) == 2.0
 
 
@@ -133,8 +142,8 @@ def test_only_a_key_that_was_given_opens_a_connection_and_only_once(
     assert raw.next() is None
 
 
-@pytest.mark.parametrize("kind", [Kind.MESSAGE, Kind.PIECE])
-def test_what_a_stranger_announces_is_not_waited_for(small: Small, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FrameKind.MESSAGE, FrameKind.PIECE])
+def test_what_a_stranger_announces_is_not_waited_for(small: Small, kind: FrameKind) -> None:
     """Nor is memory set aside for it: megabytes for each header of 40 bytes."""
     raw = RawConnection(small[0], small[2], greeting=bulk.header(kind, num_bytes=MAX_PIECE_BYTES))
     raw.socket.settimeout(HELLO_S / 2)
@@ -149,7 +158,7 @@ def test_who_is_no_member_gets_no_key(small: Small) -> None:
 
 def test_a_gradient_that_changed_on_the_way_is_refused(small: Small) -> None:
     raw = opened(small)
-    raw.send(opening(small[2]), piece(checksum=7), bulk.header(Kind.END))
+    raw.send(opening(small[2]), piece(checksum=7), bulk.header(FrameKind.END))
     reply = raw.next()
     assert reply is not None
     outcome = PushReply.FromString(bytes(reply.body)).outcome
@@ -169,9 +178,9 @@ def test_a_header_has_the_bounds_that_it_has_over_grpc(
 ) -> None:
     raw = opened(small)
     header.token.CopyFrom(small[2])
-    raw.send(bulk.message(Kind.PUSH, PushRequest(header=header).SerializeToString()))
+    raw.send(bulk.message(FrameKind.PUSH, PushRequest(header=header).SerializeToString()))
     reply = raw.next()
-    assert reply is not None and reply.kind is Kind.ERROR
+    assert reply is not None and reply.kind is FrameKind.ERROR
     error = from_detail(ErrorDetail.FromString(bytes(reply.body)))
     assert isinstance(error, InvalidSpec) and error.details == {"field": field}
 
@@ -183,7 +192,7 @@ def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) ->
     raw.socket.shutdown(socket.SHUT_WR)
     frame = raw.next()
     while frame is not None:
-        assert frame.kind is not Kind.MESSAGE
+        assert frame.kind is not FrameKind.MESSAGE
         frame = raw.next()
     assert value_of(small[1]) == 0.0
 
@@ -191,8 +200,8 @@ def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) ->
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (bulk.header(Kind.PLACED, num_bytes=400), "shared memory"),
-        (bulk.header(Kind.BEAT), "does not belong"),
+        (bulk.header(FrameKind.PLACED, num_bytes=400), "shared memory"),
+        (bulk.header(FrameKind.BEAT), "does not belong"),
     ],
 )
 def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, words: str) -> None:
@@ -207,25 +216,25 @@ def test_frames_that_no_client_sends_end_the_call(small: Small, frame: bytes, wo
 
 def test_a_member_may_not_pass_for_a_server(small: Small) -> None:
     raw = opened(small)
-    raw.send(bulk.header(Kind.FOLLOW))
+    raw.send(bulk.header(FrameKind.FOLLOW))
     assert isinstance(raw.error(), MalformedMessage)
 
 
 def test_a_push_that_does_not_parse_is_refused(small: Small) -> None:
     raw = opened(small)
-    raw.send(bulk.message(Kind.PUSH, b"\xff\xff"))
+    raw.send(bulk.message(FrameKind.PUSH, b"\xff\xff"))
     assert "does not parse" in str(raw.error())
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Connection, socket.socket]]:
+def ends() -> Iterator[tuple[BulkConnection, socket.socket]]:
     """A client's connection, and the other end of it."""
     near, far = socket.socketpair()
-    with far, closing(Connection(near, "server", None)) as connection:
+    with far, closing(BulkConnection(near, "server", None)) as connection:
         yield connection, far
 
 
-Ends = tuple[Connection, socket.socket]
+Ends = tuple[BulkConnection, socket.socket]
 PULL = PullRequest(shards=[PullItem(shard_id=0, epoch=1)])
 
 
@@ -247,7 +256,7 @@ def test_a_server_that_is_slow_but_there_is_waited_for(
     """Until the time of the call is over."""
     monkeypatch.setattr(client_connection, "SILENCE_S", 0.3)
     answers = ends[0].pull(PULL, [], 1.0)
-    ends[1].sendall(bulk.header(Kind.BEAT))
+    ends[1].sendall(bulk.header(FrameKind.BEAT))
     monkeypatch.setattr(client_connection, "SILENCE_S", 30.0)
     with pytest.raises(DeadlineExceeded):
         list(answers)
@@ -261,7 +270,7 @@ def test_a_server_that_hangs_up_is_told_from_one_that_is_done(ends: Ends) -> Non
 
 def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
     """What is still on its way must not be taken for the answer to the next call."""
-    version = bulk.message(Kind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
+    version = bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08")
     ends[1].sendall(version)
     answers = ends[0].pull(PULL, [], 60.0)
     assert next(answers) is not None
@@ -271,7 +280,7 @@ def test_a_call_that_its_caller_leaves_ends_the_connection(ends: Ends) -> None:
 
 def test_close_ends_a_call_under_way(ends: Ends) -> None:
     answers = ends[0].pull(PULL, [], 60.0)
-    ends[1].sendall(bulk.message(Kind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08"))
+    ends[1].sendall(bulk.message(FrameKind.MESSAGE, b"\x0a\x06\x08\x00\x10\x01\x18\x08"))
     assert next(answers) is not None
     ends[0].close()
     with pytest.raises(Unavailable):

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import pytest
 
 from shoal_client.bulk.arena import Arena
-from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.bulk.sending import PIECE_BYTES, Sending
-from shoal_client.shards.parts import Part, in_pieces
+from shoal_client.shards.parts import GradientPart, in_pieces
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.checksum import verify
 from shoal_proto.errors import Overloaded
 from shoal_proto.status import to_detail
@@ -27,14 +27,14 @@ TIMEOUT_S = 10.0
 def sent(num_bytes: int) -> list[Frame]:
     """The frames of a call with one part of so many bytes, up to its end."""
     data = memoryview(bytes(range(256)) * (num_bytes // 256))
-    part = Part(shard_id=1, num_bytes=num_bytes, pieces=in_pieces([data]))
+    part = GradientPart(shard_id=1, num_bytes=num_bytes, pieces=in_pieces([data]))
     ours, theirs = socket.socketpair()
     reader = FrameReader()
     frames: list[Frame] = []
     with ours, theirs:
         ours.setblocking(False)
         sending = Sending(ours, OPENING, [part], None)
-        while not frames or frames[-1].kind is not Kind.END:
+        while not frames or frames[-1].kind is not FrameKind.END:
             sending.go_on()
             reader.received(theirs.recv_into(reader.space()))
             while (frame := reader.next()) is not None:
@@ -48,7 +48,7 @@ def sent(num_bytes: int) -> list[Frame]:
 def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces: int) -> None:
     """So the server has nothing to join."""
     *pieces, _ = sent(num_bytes)
-    assert [frame.kind for frame in pieces] == [Kind.PIECE] * num_pieces
+    assert [frame.kind for frame in pieces] == [FrameKind.PIECE] * num_pieces
     assert sum(frame.num_bytes for frame in pieces) == num_bytes
     for frame in pieces:
         verify("a piece", frame.checksum, frame.body)
@@ -61,7 +61,7 @@ def heard(connected: socket.socket, reader: FrameReader) -> list[int]:
     except BlockingIOError:
         return []
     frames = iter(reader.next, None)
-    return [frame.shard_id for frame in frames if frame.kind is Kind.PLACED]
+    return [frame.shard_id for frame in frames if frame.kind is FrameKind.PLACED]
 
 
 def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> None:
@@ -71,10 +71,10 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
     reader = FrameReader()
     told: list[list[int]] = []
 
-    def parts() -> Iterator[Part]:
+    def parts() -> Iterator[GradientPart]:
         for shard_id in range(3):
             told.append(heard(theirs, reader))
-            yield Part(shard_id=shard_id, num_bytes=len(data), pieces=in_pieces([data]))
+            yield GradientPart(shard_id=shard_id, num_bytes=len(data), pieces=in_pieces([data]))
 
     with ours, theirs, mmap.mmap(-1, 3 * len(data)) as mapped:
         ours.setblocking(False)
@@ -88,16 +88,18 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
 def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
     """Both answers are there; meanwhile the server would wait for the third part."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
-    parts = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)]
+    parts = [
+        GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
+    ]
     ours, theirs = socket.socketpair()
     reader = FrameReader()
     with theirs, mmap.mmap(-1, 2 * len(data)) as mapped:
         theirs.setblocking(False)
         arena = Arena(mapped, len(data))
-        connection = Connection(ours, "the server", arena)
+        connection = BulkConnection(ours, "the server", arena)
         for shard_id in range(2):
             reply = PushReply(outcome=PushOutcome(shard_id=shard_id))
-            theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+            theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         replies = connection.push(PushRequest(), parts, TIMEOUT_S)
         next(replies)
         assert heard(theirs, reader) == [0, 1]
@@ -110,15 +112,17 @@ def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
 def test_a_server_that_fails_a_call_and_hangs_up_is_heard_to_the_end() -> None:
     """Though the next part cannot be sent to it any more."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
-    parts = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)]
+    parts = [
+        GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(2)
+    ]
     ours, theirs = socket.socketpair()
     shared = mmap.mmap(-1, len(data))
-    connection = Connection(ours, "the server", Arena(shared, len(data)))
+    connection = BulkConnection(ours, "the server", Arena(shared, len(data)))
     with theirs:
         reply = PushReply(outcome=PushOutcome(shard_id=0))
-        theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+        theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         detail = to_detail(Overloaded("too much", seen="a push", expected="fewer"))
-        theirs.sendall(bulk.message(Kind.ERROR, detail.SerializeToString()))
+        theirs.sendall(bulk.message(FrameKind.ERROR, detail.SerializeToString()))
         replies = connection.push(PushRequest(), parts, TIMEOUT_S)
         next(replies)
     with pytest.raises(Overloaded, match="too much"):
@@ -131,7 +135,9 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
 ) -> None:
     """In a call of large parts, where there is another processor for the server."""
     data = memoryview(bytes(TARGET_SHARD_BYTES))
-    part = [Part(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)]
+    part = [
+        GradientPart(shard_id=i, num_bytes=len(data), pieces=in_pieces([data])) for i in range(3)
+    ]
     ours, theirs = socket.socketpair()
     shared = mmap.mmap(-1, 3 * len(data))
     came: list[str] = []
@@ -139,7 +145,7 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
     def answers(how: str) -> None:
         came.append(how)
         reply = PushReply(outcome=PushOutcome(shard_id=0))
-        theirs.sendall(bulk.message(Kind.MESSAGE, reply.SerializeToString()))
+        theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
 
     class Poll:
         def register(self, *_: object) -> None:
@@ -151,7 +157,7 @@ def test_an_answer_is_looked_for_before_this_thread_sleeps(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setattr(os, "sched_yield", lambda: answers("looking"))
     monkeypatch.setattr(select, "poll", Poll)
-    connection = Connection(ours, "the server", Arena(shared, len(data)))
+    connection = BulkConnection(ours, "the server", Arena(shared, len(data)))
     with theirs:
         next(connection.push(PushRequest(), part[:num_parts], TIMEOUT_S))
     assert came == ["looking" if looks else "asleep"]

@@ -9,12 +9,12 @@ import pytest
 from support.clusters.bulk_frames import RawConnection
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.bulk import way
+from shoal_client.bulk import bulk_transport
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients
 from shoal_client.parameters.tables import TableClient
 from shoal_proto import MAX_PIECE_BYTES, bulk
-from shoal_proto.bulk import HEADER_BYTES, Kind
+from shoal_proto.bulk import HEADER_BYTES, FrameKind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import (
     ChecksumMismatch,
@@ -53,7 +53,7 @@ TABLE = TableSpec(
 IDS = struct.pack("<3q", 1, 2, 3)
 ROWS = IDS + bytes(24) + struct.pack("<12f", *[-1.0] * 12)
 """Ids, births and gradients of three rows, as they follow a push."""
-END = bulk.header(Kind.END)
+END = bulk.header(FrameKind.END)
 
 
 class Small:
@@ -81,13 +81,13 @@ class Small:
             all_shard_ids=[self.shard_id],
         )
         request = TablePushRequest(header=header)
-        return bulk.message(Kind.TABLE_PUSH, request.SerializeToString())
+        return bulk.message(FrameKind.TABLE_PUSH, request.SerializeToString())
 
     def asking(self, *num_rows: int, token: Token | None = None) -> bytes:
         items = [TableLookupItem(shard_id=self.shard_id, epoch=1, num_rows=n) for n in num_rows]
         header = TableLookupHeader(token=token or self.token, items=items)
         request = TableLookupRequest(header=header)
-        return bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString())
+        return bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString())
 
     def piece(self, data: bytes, *, offset: int = 0, checksum: int | None = None) -> bytes:
         checksum = crc32(data) if checksum is None else checksum
@@ -102,7 +102,7 @@ class Small:
 def _piece(part: int, data: bytes, *, offset: int = 0, checksum: int | None = None) -> bytes:
     checksum = crc32(data) if checksum is None else checksum
     head = bulk.header(
-        Kind.PIECE, shard_id=part, offset_bytes=offset, num_bytes=len(data), checksum=checksum
+        FrameKind.PIECE, shard_id=part, offset_bytes=offset, num_bytes=len(data), checksum=checksum
     )
     return head + data
 
@@ -130,7 +130,7 @@ def small(served: ParameterServers, request: pytest.FixtureRequest) -> Iterator[
 def outcome_of(raw: RawConnection) -> TablePushOutcome:
     frame = raw.next()
     assert frame is not None
-    assert frame.kind is Kind.MESSAGE
+    assert frame.kind is FrameKind.MESSAGE
     (outcome,) = TablePushReply.FromString(bytes(frame.body)).outcomes
     return outcome
 
@@ -138,7 +138,7 @@ def outcome_of(raw: RawConnection) -> TablePushOutcome:
 def found_by(raw: RawConnection) -> list[FoundRows]:
     frame = raw.next()
     assert frame is not None
-    assert frame.kind is Kind.MESSAGE
+    assert frame.kind is FrameKind.MESSAGE
     return list(TableLookupReply.FromString(bytes(frame.body)).rows)
 
 
@@ -155,7 +155,7 @@ def test_a_push_frame_by_frame(small: Small, cut_at: int) -> None:
     assert outcome.version == 2
     end = raw.next()
     assert end is not None
-    assert end.kind is Kind.END
+    assert end.kind is FrameKind.END
     assert small.values() == [2.0] * DIM
     # The same once more is a retry, also by the other transport's rules.
     raw.send(small.pushing(), small.piece(ROWS), END)
@@ -169,8 +169,8 @@ def test_a_lookup_frame_by_frame(small: Small) -> None:
     raw.send(small.asking(2, 1), _piece(0, IDS[:16]), _piece(1, IDS[16:]), END)
     seen: dict[int, bytes] = {}
     announced: dict[int, int] = {}
-    while (frame := raw.next()) is not None and frame.kind is not Kind.END:
-        if frame.kind is Kind.MESSAGE:
+    while (frame := raw.next()) is not None and frame.kind is not FrameKind.END:
+        if frame.kind is FrameKind.MESSAGE:
             for rows in TableLookupReply.FromString(bytes(frame.body)).rows:
                 announced[rows.item] = rows.num_bytes
         else:
@@ -187,7 +187,7 @@ def test_a_push_that_is_cut_off_changes_nothing(small: Small, cut_bytes: int) ->
     raw.send(small.pushing(), small.piece(ROWS)[:cut_bytes])
     raw.socket.shutdown(socket.SHUT_WR)
     while (frame := raw.next()) is not None:
-        assert frame.kind is not Kind.MESSAGE
+        assert frame.kind is not FrameKind.MESSAGE
     assert small.values() == [1.0] * DIM
 
 
@@ -222,16 +222,16 @@ def test_a_push_to_another_epoch_is_refused_before_its_rows_have_come(small: Sma
     raw.send(small.piece(ROWS), END)
     end = raw.next()
     assert end is not None
-    assert end.kind is Kind.END
+    assert end.kind is FrameKind.END
     assert small.values() == [1.0] * DIM
 
 
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (bulk.header(Kind.PLACED, num_bytes=len(ROWS)), "shared memory"),
-        (bulk.header(Kind.BEAT), "does not belong"),
-        (bulk.header(Kind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
+        (bulk.header(FrameKind.PLACED, num_bytes=len(ROWS)), "shared memory"),
+        (bulk.header(FrameKind.BEAT), "does not belong"),
+        (bulk.header(FrameKind.PIECE, num_bytes=MAX_PIECE_BYTES + 1), "too large"),
         (_piece(77, ROWS), "not expected"),
     ],
 )
@@ -250,12 +250,12 @@ def test_rows_in_the_message_itself_are_refused(small: Small) -> None:
     raw = small.opened()
     request = TableLookupRequest(header=TableLookupHeader(token=small.token))
     request.rows.add(shard_id=small.shard_id, epoch=1, ids=IDS)
-    raw.send(bulk.message(Kind.TABLE_LOOKUP, request.SerializeToString()), END)
+    raw.send(bulk.message(FrameKind.TABLE_LOOKUP, request.SerializeToString()), END)
     assert isinstance(raw.error(), MalformedMessage)
 
 
-@pytest.mark.parametrize("kind", [Kind.TABLE_PUSH, Kind.TABLE_LOOKUP])
-def test_a_call_that_does_not_parse_is_refused(small: Small, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [FrameKind.TABLE_PUSH, FrameKind.TABLE_LOOKUP])
+def test_a_call_that_does_not_parse_is_refused(small: Small, kind: FrameKind) -> None:
     raw = small.opened()
     raw.send(bulk.message(kind, b"\xff\xff"))
     assert "does not parse" in str(raw.error())
@@ -286,8 +286,8 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
     raw = small.opened()
     raw.send(small.asking(1, 1), _piece(0, IDS[:4]), _piece(1, IDS[:8]), END)
     answers = []
-    while (frame := raw.next()) is not None and frame.kind is not Kind.END:
-        if frame.kind is Kind.MESSAGE:
+    while (frame := raw.next()) is not None and frame.kind is not FrameKind.END:
+        if frame.kind is FrameKind.MESSAGE:
             answers += TableLookupReply.FromString(bytes(frame.body)).rows
     errors = {rows.item: rows.HasField("error") for rows in answers}
     assert errors == {0: True, 1: False}
@@ -296,7 +296,7 @@ def test_ids_of_another_shard_are_refused_for_their_item_alone(small: Small) -> 
 def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(way, "connect", lambda *told: None)
+    monkeypatch.setattr(bulk_transport, "connect", lambda *told: None)
     with closing(TableClient([small.servers.coordinator], lambda: small.token)) as client:
         client.fetch_map()
         rows = client.look_up({small.where: IDS})[small.where]
@@ -311,7 +311,7 @@ def test_where_no_bulk_connection_can_be_had_rows_go_by_grpc(
                 )
             }
         )
-        assert set(client.ways.values()) == {"grpc"}
+        assert set(client.transports.values()) == {"grpc"}
     assert small.values() == [2.0] * DIM
 
 
@@ -326,4 +326,4 @@ def test_more_rows_than_the_shared_memory_has_places_for(small: Small) -> None:
             ids = struct.pack(f"<{num_rows}q", *range(num_rows))
             rows = client.look_up({small.where: ids})[small.where]
             assert rows.values == struct.pack("<f", 1.0) * (DIM * num_rows)
-            assert set(client.ways.values()) == {"shared-memory"}
+            assert set(client.transports.values()) == {"shared-memory"}

@@ -13,7 +13,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsIdentity
 from shoal_proto.tls.identity import from_environment, in_folder
-from shoal_proto.tls.names import COORDINATOR_NAME, Caller, Role, caller_among
+from shoal_proto.tls.names import COORDINATOR_NAME, Caller, CertificateRole, caller_among
 
 
 def certs(folder: Path, *arguments: str) -> int:
@@ -23,13 +23,13 @@ def certs(folder: Path, *arguments: str) -> int:
 def test_init_makes_an_authority_and_a_certificate_for_each_role(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     assert certs(folder, "init", "--host", "shoal.example", "--host", "10.0.0.7") == 0
-    names = {"ca", *(role.value for role in Role)}
+    names = {"ca", *(role.value for role in CertificateRole)}
     assert {path.name for path in folder.iterdir()} == {
         f"{name}.{kind}" for name in names for kind in ("crt", "key")
     }
     assert folder.stat().st_mode & 0o777 == 0o700
     assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
-    for role in Role:
+    for role in CertificateRole:
         holder = holder_of(read((folder / f"{role.value}.crt").read_bytes()))
         assert holder is not None and holder.caller == Caller(role, role.value)
         # Short-lived unless asked otherwise.
@@ -64,7 +64,7 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
     certs(folder, "issue", "worker", "--name", "w-1", "--job", "digits", "--valid-h", "1")
     holder = holder_of(read((folder / "w-1.crt").read_bytes()))
     assert holder is not None
-    assert holder.caller == Caller(Role.WORKER, "w-1", "digits")
+    assert holder.caller == Caller(CertificateRole.WORKER, "w-1", "digits")
     assert holder.valid == timedelta(hours=1)
 
 
@@ -122,7 +122,7 @@ def test_renewed_files_are_taken_and_half_written_ones_are_not(
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
-    files = in_folder(folder.path, Role.SERVER)
+    files = in_folder(folder.path, CertificateRole.SERVER)
     own = TlsIdentity(files)
     first = own.material
     assert own.material is first
@@ -148,9 +148,11 @@ def test_an_authority_that_the_files_do_not_have_any_more_is_not_trusted(
         folder = CertificateFolder(tmp_path / name)
         folder.init()
         # As with a page for browsers: it takes everybody, so that only the client decides.
-        servers.append(TlsIdentity(in_folder(folder.path, Role.COORDINATOR)).material.open)
+        servers.append(
+            TlsIdentity(in_folder(folder.path, CertificateRole.COORDINATOR)).material.open
+        )
     place = tmp_path / "old"
-    own = TlsIdentity(in_folder(place, Role.WORKER))
+    own = TlsIdentity(in_folder(place, CertificateRole.WORKER))
 
     def takes(server: ssl.SSLContext) -> bool:
         into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
@@ -168,7 +170,7 @@ def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:
     folder.init()
     assert from_environment({}) is None
     found = from_environment({"SHOAL_TLS": str(folder.path)})
-    assert found == in_folder(folder.path, Role.WORKER)
+    assert found == in_folder(folder.path, CertificateRole.WORKER)
     assert found is not None and from_environment(found.environment()) == found
     with pytest.raises(InvalidSpec, match="half set up"):
         from_environment({"SHOAL_TLS_CA": str(folder.path / "ca.crt")})
@@ -177,15 +179,15 @@ def test_what_is_half_set_up_is_refused(tmp_path: Path) -> None:
     ):
         from_environment({"SHOAL_TLS": str(tmp_path)})
     with identity.using(None), pytest.raises(InvalidSpec, match="no certificate with its key"):
-        wrong = in_folder(folder.path, Role.VIEWER)
+        wrong = in_folder(folder.path, CertificateRole.VIEWER)
         identity.use(type(wrong)(ca=wrong.ca, cert=wrong.cert, key=folder.path / "worker.key"))
 
 
 @pytest.mark.parametrize(
     ("names", "caller"),
     [
-        ([b"spiffe://shoal/worker/a"], Caller(Role.WORKER, "a")),
-        ([b"x", b"spiffe://shoal/worker/a/job/j"], Caller(Role.WORKER, "a", "j")),
+        ([b"spiffe://shoal/worker/a"], Caller(CertificateRole.WORKER, "a")),
+        ([b"x", b"spiffe://shoal/worker/a/job/j"], Caller(CertificateRole.WORKER, "a", "j")),
         ([b"spiffe://shoal/root/a"], None),
         ([b"spiffe://shoal/worker"], None),
         ([b"spiffe://shoal/worker/a/job/"], None),
@@ -204,9 +206,13 @@ def test_only_who_serves_has_a_name_to_serve_under(tmp_path: Path) -> None:
     """A worker's certificate is none that a client takes for a coordinator's."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
-    for role, is_taken in ((Role.COORDINATOR, True), (Role.WORKER, False), (Role.SERVER, False)):
+    for role, is_taken in (
+        (CertificateRole.COORDINATOR, True),
+        (CertificateRole.WORKER, False),
+        (CertificateRole.SERVER, False),
+    ):
         server = TlsIdentity(in_folder(folder.path, role)).material.server
-        client = TlsIdentity(in_folder(folder.path, Role.OPERATOR)).material.client
+        client = TlsIdentity(in_folder(folder.path, CertificateRole.OPERATOR)).material.client
         into, out = ssl.MemoryBIO(), ssl.MemoryBIO()
         calling = client.wrap_bio(into, out, server_hostname=COORDINATOR_NAME)
         answering = server.wrap_bio(out, into, server_side=True)

@@ -11,7 +11,7 @@ from support.clusters.status_world import World
 from shoal_client.cli import main, parse
 from shoal_client.commands import events, top
 from shoal_server.core.generations.roster import Generation, Step
-from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.core.membership.changes import ChangeSummary, Departure
 
 LINE = "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
 
@@ -29,7 +29,7 @@ def lose_a_member(world: World) -> None:
     lost = (Departure(member_id="vm-2", cause="SIGKILL", lost=True),)
     world.board.runs(
         "digits",
-        Story(
+        ChangeSummary(
             generation=Generation(4),
             cause="lost vm-2 (SIGKILL); 3 go on",
             lost=lost,

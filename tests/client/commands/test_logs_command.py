@@ -36,7 +36,7 @@ def test_of_a_job_the_lines_of_all_members_are_shown(
     assert main(["logs", "digits", "--http", url]) == 0
     shown, told = capsys.readouterr()
     assert shown.splitlines() == ["[w0] zero", *(f"[w2] line {n}" for n in range(20, 30))]
-    assert told == "shoal logs: nobody hands on what w1 prints\n"
+    assert told == "shoal logs: no launcher passes on the output of w1\n"
 
 
 def test_lines_are_followed_until_the_launcher_ends(
@@ -79,14 +79,14 @@ def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
     monkeypatch.setenv("SHOAL_LOG_DIR", str(tmp_path))
     arguments = ["logs", "digits", "w9", "--http", url]
     assert main(arguments) == 1
-    assert "nobody hands on what w9 prints" in capsys.readouterr().err
+    assert "no launcher passes on the output of w9" in capsys.readouterr().err
     kept = WorkerLog(log_path(tmp_path, "digits", "w9"))
     kept.write("\x1b[2Jof a file")
     kept.close()
     assert main(arguments) == 0
     shown, told = capsys.readouterr()
     assert shown == "of a file\n"
-    assert "nobody hands on what w9 prints; these are the files of this host" in told
+    assert "no launcher passes on the output of w9; these are the files of this host" in told
 
 
 def test_a_member_is_named_once() -> None:

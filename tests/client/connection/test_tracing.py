@@ -144,7 +144,7 @@ def test_nothing_is_said_while_traces_are_off() -> None:
     assert tracing.carried() == ""
     with tracing.span("x"):
         assert tracing.carried() == ""
-    with tracing.Ongoing("x") as ongoing, ongoing.within():
+    with tracing.OngoingSpan("x") as ongoing, ongoing.within():
         assert tracing.carried() == ""
 
 

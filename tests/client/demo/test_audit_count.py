@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from shoal_client.demo.audit import (
-    Account,
-    Line,
+    AuditLine,
+    WorkerAudit,
     count_asynchronous,
     count_synchronous,
     generation_at,
@@ -18,17 +18,17 @@ from shoal_client.demo.audit import (
 EXPECTED = [(0, position) for position in range(4)]
 
 
-def begin(generation: int, step: int, *positions: int, at_s: float = 0.0) -> Line:
+def begin(generation: int, step: int, *positions: int, at_s: float = 0.0) -> AuditLine:
     samples = tuple((0, position) for position in positions)
-    return Line(event="begin", at_s=at_s, generation=generation, step=step, samples=samples)
+    return AuditLine(event="begin", at_s=at_s, generation=generation, step=step, samples=samples)
 
 
-def commit(generation: int, step: int, at_s: float = 0.0) -> Line:
-    return Line(event="commit", at_s=at_s, generation=generation, step=step)
+def commit(generation: int, step: int, at_s: float = 0.0) -> AuditLine:
+    return AuditLine(event="commit", at_s=at_s, generation=generation, step=step)
 
 
-def account(*lines: Line, name: str = "a") -> Account:
-    return Account(name=name, lines=lines)
+def account(*lines: AuditLine, name: str = "a") -> WorkerAudit:
+    return WorkerAudit(name=name, lines=lines)
 
 
 def test_a_step_counts_if_anybody_committed_it() -> None:
@@ -99,5 +99,5 @@ def test_a_cut_line_is_left_out(tmp_path: Path) -> None:
     read = read_account(path)
     assert read.name == "w-0.17"
     assert read.lines == (
-        Line(event="begin", at_s=1.5, generation=1, step=0, samples=((2, 7), (2, 8))),
+        AuditLine(event="begin", at_s=1.5, generation=1, step=0, samples=((2, 7), (2, 8))),
     )

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shoal_client.liveness.beat_board import BeatBoard, BeatSlot
-from shoal_client.liveness.lifeline import Lifeline, Watch, exit_code_of
+from shoal_client.liveness.lifeline import ExitWatch, Lifeline, exit_code_of
 
 DEADLINE_S = 30.0
 HOLD = """
@@ -55,9 +55,9 @@ def start(board: BeatBoard) -> Iterator[Start]:
         process.communicate()
 
 
-def watched(board: BeatBoard, pid: int) -> tuple[Watch, "queue.SimpleQueue[int]"]:
+def watched(board: BeatBoard, pid: int) -> tuple[ExitWatch, "queue.SimpleQueue[int]"]:
     codes: queue.SimpleQueue[int] = queue.SimpleQueue()
-    return Watch(board.slots[0].lifeline, pid, codes.put), codes
+    return ExitWatch(board.slots[0].lifeline, pid, codes.put), codes
 
 
 @pytest.mark.parametrize(
@@ -175,9 +175,9 @@ def test_a_lifeline_lies_anywhere_in_shared_memory(tmp_path: Path) -> None:
     launcher.prepare()
     assert worker.hold()
     assert not launcher.hold()
-    worker.let_go()
+    worker.release()
     assert launcher.hold()
-    launcher.let_go()
+    launcher.release()
 
 
 def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Start) -> None:
@@ -191,4 +191,4 @@ def test_who_else_holds_it_is_told_while_that_lives(board: BeatBoard, start: Sta
     assert not mine.other_holder
     assert mine.hold()
     assert not mine.other_holder
-    mine.let_go()
+    mine.release()

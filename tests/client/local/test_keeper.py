@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from shoal_client.local.keeper import Keeper, NotStarted, RestartPolicy
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InvalidSpec, Unavailable
 
 DEADLINE_S = 30.0
@@ -45,7 +45,7 @@ class Part:
 
     def _spawn(self) -> Process:
         sleep = (sys.executable, "-c", "import signal; signal.pause()")
-        return self._supervisor.spawn(Command(name="part", arguments=sleep))
+        return self._supervisor.spawn(ChildCommand(name="part", arguments=sleep))
 
     def _start(self, failures: int) -> Process:
         self.failures.append(failures)
@@ -62,7 +62,7 @@ class Part:
         os.kill(self.process.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        self.keeper.let_go()
+        self.keeper.release()
         self.process.kill()
         self.keeper.join()
 

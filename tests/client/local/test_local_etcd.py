@@ -17,7 +17,7 @@ from shoal_client.local.etcd import (
     start_etcd,
     start_members,
 )
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import AddressInUse, InvalidSpec, Unavailable
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
@@ -99,7 +99,7 @@ def test_a_port_taken_in_the_last_moment(
     """Whoever takes the port between its choice and etcd's start only costs another try."""
     thieves: list[socket.socket] = []
 
-    def spawn(command: Command) -> Process:
+    def spawn(command: ChildCommand) -> Process:
         if not thieves:
             urls = command.arguments[command.arguments.index("--listen-client-urls") + 1]
             thief = socket.create_server(("127.0.0.1", int(urls.rpartition(":")[2])))

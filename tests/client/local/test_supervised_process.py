@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_proto.errors import InvalidSpec
 
 DEADLINE_S = 20.0
 FOREVER = "import signal; print('up', flush=True); signal.pause()"
 
 
-def python(code: str, name: str = "child", **options: object) -> Command:
-    return Command(name=name, arguments=(sys.executable, "-u", "-c", code), **options)  # type: ignore[arg-type]
+def python(code: str, name: str = "child", **options: object) -> ChildCommand:
+    return ChildCommand(name=name, arguments=(sys.executable, "-u", "-c", code), **options)  # type: ignore[arg-type]
 
 
 def is_alive(pid: int) -> bool:
@@ -147,7 +147,7 @@ def test_a_command_that_is_not_there(supervisor: Supervisor, tmp_path: Path) -> 
     """It exits with 127 and its log names the command."""
     log_path = tmp_path / "log"
     process = supervisor.spawn(
-        Command(name="ghost", arguments=("/no/such/command",), log_path=log_path)
+        ChildCommand(name="ghost", arguments=("/no/such/command",), log_path=log_path)
     )
     assert process.wait(DEADLINE_S) == 127
     assert "/no/such/command" in log_path.read_text()
@@ -164,12 +164,12 @@ def test_close_ends_all_and_starts_no_more() -> None:
 
 PARENT = """
 import sys, threading
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 
 def start():
     global child
     child = supervisor.spawn(
-        Command(name="child", arguments=("sleep", "600"), sink=lambda line: None)
+        ChildCommand(name="child", arguments=("sleep", "600"), sink=lambda line: None)
     )
 
 with Supervisor() as supervisor:

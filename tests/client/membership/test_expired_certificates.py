@@ -24,7 +24,7 @@ from shoal_proto.errors import CertificateRefused
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles
-from shoal_proto.tls.names import COORDINATOR_NAME, Caller, Role
+from shoal_proto.tls.names import COORDINATOR_NAME, Caller, CertificateRole
 from shoal_proto.v1 import membership_pb2 as pb
 
 pytestmark = pytest.mark.long
@@ -46,14 +46,18 @@ def expiring(directory: Path) -> Iterator[tuple[LocalCluster, TlsFiles]]:
         limits={"--heartbeat-s": 5.0, "--join-s": 1200.0},
     )
     with LocalCluster(config) as cluster:
-        cert = folder.issue(CertificateHolder(caller=Caller(Role.WORKER, "short"), valid=BRIEFLY))
+        cert = folder.issue(
+            CertificateHolder(caller=Caller(CertificateRole.WORKER, "short"), valid=BRIEFLY)
+        )
         yield cluster, TlsFiles(ca=folder.path / "ca.crt", cert=cert, key=cert.with_suffix(".key"))
 
 
 def renew(files: TlsFiles) -> None:
     """Another certificate of the same holder, for an hour, in place of the one that expired."""
     folder = CertificateFolder(files.cert.parent)
-    made = folder.issue(CertificateHolder(caller=Caller(Role.WORKER, "fresh"), valid=HOUR))
+    made = folder.issue(
+        CertificateHolder(caller=Caller(CertificateRole.WORKER, "fresh"), valid=HOUR)
+    )
     made.with_suffix(".key").replace(files.key)
     made.replace(files.cert)
 

@@ -86,30 +86,34 @@ class Member:
 
     def hears(self, *notices: pb.Notice) -> list[str]:
         """What follows from notices, in words."""
-        return [word for notice in notices for word in self.does(ev.NoticeCame(notice=notice))]
+        return [word for notice in notices for word in self.does(ev.NoticeReceived(notice=notice))]
 
     def does(self, event: ev.Event) -> list[str]:
         return [told(effect) for effect in self.core.step(event, self.now_s)]
 
     def begins(self, step: int, **options: bool) -> object:
         decision = self.core.begin_step(step, self.now_s, **options)
-        return decision.record.roster.generation if isinstance(decision, ev.BringUp) else decision
+        return (
+            decision.record.roster.generation
+            if isinstance(decision, ev.BringUpGeneration)
+            else decision
+        )
 
     def enters(self, above: int) -> int:
         decision = self.core.next_generation(above, self.now_s, self.now_s)
-        assert isinstance(decision, ev.BringUp)
+        assert isinstance(decision, ev.BringUpGeneration)
         return decision.record.roster.generation
 
 
 def told(effect: ev.Effect) -> str:
     match effect:
-        case ev.Call(request=request):
+        case ev.CallLeader(request=request):
             return f"{type(request).__name__.removesuffix('Request')}{_numbers(request)}"
-        case ev.Break():
+        case ev.BreakGeneration():
             return f"Break {effect.generation}"
-        case ev.Raise() | ev.TellEnding() | ev.FindLeader():
+        case ev.RaiseError() | ev.ReportEnding() | ev.FindLeader():
             return f"{type(effect).__name__} {type(effect.error).__name__}"
-        case ev.Log():
+        case ev.LogMessage():
             return effect.event
         case _:
             return type(effect).__name__
@@ -126,15 +130,15 @@ def _numbers(request: ev.Request) -> str:
     return ""
 
 
-def proposal(step: int = 0) -> ev.Proposed:
-    return ev.Proposed(proposal=pb.Proposal(synchronous=True, step=step, has_state=step > 0))
+def proposal(step: int = 0) -> ev.ProposalMade:
+    return ev.ProposalMade(proposal=pb.Proposal(synchronous=True, step=step, has_state=step > 0))
 
 
 def a_member() -> Member:
     """One that is admitted and has proposed."""
     member = Member()
-    assert member.does(ev.JoinWished()) == ["OpenStream"]
-    assert member.hears(ADMITTED) == ["Claim"]
+    assert member.does(ev.JoinWanted()) == ["OpenStream"]
+    assert member.hears(ADMITTED) == ["ClaimBeats"]
     assert member.does(proposal()) == ["Propose"]
     return member
 
@@ -145,17 +149,17 @@ def training(generation: int = 1) -> Member:
     member.hears(committed(generation, "a", "b"))
     assert member.enters(above=0) == generation
     record = pb.GenerationRecord(roster=roster(generation, "a", "b"))
-    assert member.does(ev.BroughtUp(record=record)) == [f"Ready {generation}"]
+    assert member.does(ev.GenerationBroughtUp(record=record)) == [f"Ready {generation}"]
     assert member.begins(7) == ev.BEGUN
     return member
 
 
-def ended(call: ev.Call, error: ShoalError | None = None) -> ev.CallEnded:
+def ended(call: ev.CallLeader, error: ShoalError | None = None) -> ev.CallEnded:
     return ev.CallEnded(call=call, error=error)
 
 
-def the_call(effects: list[ev.Effect]) -> ev.Call:
-    (call,) = [effect for effect in effects if isinstance(effect, ev.Call)]
+def the_call(effects: list[ev.Effect]) -> ev.CallLeader:
+    (call,) = [effect for effect in effects if isinstance(effect, ev.CallLeader)]
     return call
 
 
@@ -165,11 +169,11 @@ def the_call(effects: list[ev.Effect]) -> ev.Call:
 def test_a_roster_is_answered_with_its_digest() -> None:
     member, shown = a_member(), roster(1, "a", "b")
     (judge,) = member.core.step(
-        ev.NoticeCame(notice=pb.Notice(prepare=pb.Prepare(roster=shown))), 0
+        ev.NoticeReceived(notice=pb.Notice(prepare=pb.Prepare(roster=shown))), 0
     )
-    assert isinstance(judge, ev.Judge)
+    assert isinstance(judge, ev.JudgeRoster)
     assert judge.digest == roster_digest(shown)
-    judged = ev.Judged(generation=1, digest=judge.digest, unreachable={"b": "refused"})
+    judged = ev.RosterJudged(generation=1, digest=judge.digest, unreachable={"b": "refused"})
     answer = the_call(member.core.step(judged, 0)).request
     assert isinstance(answer, pb.AnswerRequest)
     assert (answer.generation, answer.digest) == (1, judge.digest)
@@ -218,7 +222,7 @@ def test_the_wait_for_a_boundary_stands_still_while_no_coordinator_is_there() ->
     assert member.begins(8) == ev.WaitUntil(until_s=1050)
     member.now_s = 1050.0
     decision = member.begins(8)
-    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision, ev.RaiseError)
     assert isinstance(decision.error, DeadlineExceeded)
 
 
@@ -226,7 +230,7 @@ def test_a_break_is_told_once_and_covers_what_lies_before_it() -> None:
     member = training()
     assert member.hears(broken(1)) == ["generation_broken", "Break 1"]
     assert member.hears(broken(1)) == []
-    assert member.core.break_seen(1, 0, 10, 0) == ev.Over(over=True)
+    assert member.core.break_seen(1, 0, 10, 0) == ev.GenerationOver(over=True)
     member = training()
     assert member.hears(broken(2)) == ["generation_broken", "Break 2"]
     assert member.core.track.is_broken(1)
@@ -236,7 +240,7 @@ def test_what_broke_is_not_entered_and_nothing_is_entered_twice() -> None:
     member = training()
     assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
     member.hears(broken(1))
-    member.does(ev.StoodStill(step=7, has_state=True))
+    member.does(ev.TrainerStopped(step=7, has_state=True))
     member.hears(committed(2, "a"), aborted(2, "a"))
     assert isinstance(member.core.next_generation(1, 0, 0), ev.WaitUntil)
     member.hears(committed(3, "a"))
@@ -258,15 +262,15 @@ def test_who_has_not_seen_the_generation_that_is_over_stands_where_it_was() -> N
 def test_a_new_leader_is_told_of_a_generation_that_came_up() -> None:
     member = training()
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["Claim", "Propose", "Ready 1"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
 def test_a_new_leader_is_told_where_a_trainer_stands_still() -> None:
     member = training()
     member.hears(broken(1))
-    assert member.does(ev.StoodStill(step=7, has_state=True)) == ["Settle 7 after 1"]
+    assert member.does(ev.TrainerStopped(step=7, has_state=True)) == ["Settle 7 after 1"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["Claim", "Propose", "Settle 7 after 1"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Settle 7 after 1"]
     assert member.hears(broken(1)) == ["Settle 7 after 1"]
 
 
@@ -275,39 +279,39 @@ def test_a_new_leader_is_told_of_a_collective_that_failed() -> None:
     member = training()
     assert member.does(ev.CollectiveFailed(error="reset")) == ["ReportBroken"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["Claim", "Propose", "ReportBroken"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "ReportBroken"]
     member.hears(broken(1))
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["Claim", "Propose", "Ready 1"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "Propose", "Ready 1"]
 
 
 def test_a_generation_that_was_formed_anew_ends_the_one_before_it() -> None:
     """Though nobody lives who could tell of that end."""
     member = training()
     assert member.hears(committed(3, "a", "b")) == ["generation_broken", "Break 1"]
-    assert member.core.break_seen(1, 0, 10, 0) == ev.Over(over=True)
+    assert member.core.break_seen(1, 0, 10, 0) == ev.GenerationOver(over=True)
     assert member.enters(above=1) == 3
 
 
 def test_a_new_leader_is_told_of_a_pause_and_for_how_long_it_has_lasted() -> None:
     member = training()
-    assert member.does(ev.PauseBegan(reason="validation", limit_s=60)) == ["Pause"]
+    assert member.does(ev.PauseBegun(reason="validation", limit_s=60)) == ["Pause"]
     member.does(ev.StreamEnded(error=NOBODY))
     member.now_s = 12.0
-    effects = member.core.step(ev.NoticeCame(notice=ADMITTED), member.now_s)
+    effects = member.core.step(ev.NoticeReceived(notice=ADMITTED), member.now_s)
     (pause,) = [
         effect.request
         for effect in effects
-        if isinstance(effect, ev.Call) and isinstance(effect.request, pb.PauseRequest)
+        if isinstance(effect, ev.CallLeader) and isinstance(effect.request, pb.PauseRequest)
     ]
     assert (pause.paused, pause.elapsed_s) == (True, 12.0)
 
 
 def test_a_new_leader_is_asked_to_drain_again() -> None:
     member = training()
-    assert member.does(ev.DrainWished(reason="SIGTERM")) == ["Drain"]
+    assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
     member.does(ev.StreamEnded(error=NOBODY))
-    assert member.hears(ADMITTED) == ["Claim", "AskDrain", "Propose", "Ready 1"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "AskForDrain", "Propose", "Ready 1"]
 
 
 def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
@@ -328,16 +332,16 @@ def test_the_pauses_between_attempts_to_attend_grow_and_begin_anew() -> None:
 def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
     """What for, how long, and why. Not while a change of leaders is all that it is."""
     member = Member()
-    assert member.does(ev.JoinWished(within_s=600.0)) == ["OpenStream"]
+    assert member.does(ev.JoinWanted(within_s=600.0)) == ["OpenStream"]
     told_at = {}
     for at_s in (0.02, 0.5, 1.5, 3.0):
         effects = member.core.step(ev.StreamEnded(error=NOBODY), at_s)
-        told_at[at_s] = [effect for effect in effects if isinstance(effect, ev.Log)]
+        told_at[at_s] = [effect for effect in effects if isinstance(effect, ev.LogMessage)]
     assert [len(each) for each in told_at.values()] == [0, 0, 1, 0]
     (line,) = told_at[1.5]
     assert line.event == "coordinator_away" and line.is_warning
     assert line.fields == {"waits_for": "admission", "waits_s": 600, "reason": str(NOBODY)}
-    assert member.hears(ADMITTED) == ["Claim", "coordinator_back"]
+    assert member.hears(ADMITTED) == ["ClaimBeats", "coordinator_back"]
 
 
 # --- calls ---
@@ -363,11 +367,11 @@ def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
     assert member.core.is_idle(said)
     drained = training()
     drained.hears(pb.Notice(drain=pb.Drain(now=True)))
-    leaving = drained.core.step(ev.LeaveWished(completed=False, reason="", timeout_s=3.0), 0)
+    leaving = drained.core.step(ev.LeaveWanted(completed=False, reason="", timeout_s=3.0), 0)
     assert not drained.core.is_idle(the_call(leaving))
 
 
-@pytest.mark.parametrize("over", [ev.Closed(), ev.HeartbeatRefused(error=Fenced("lost"))])
+@pytest.mark.parametrize("over", [ev.SessionClosed(), ev.HeartbeatRefused(error=Fenced("lost"))])
 def test_nothing_is_said_for_ever_once_the_membership_is_over(over: ev.Event) -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
@@ -377,9 +381,9 @@ def test_nothing_is_said_for_ever_once_the_membership_is_over(over: ev.Event) ->
 
 def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:
     member = training()
-    change = ev.NoticeCame(notice=committed(2, "a", "b", planned=True))
+    change = ev.NoticeReceived(notice=committed(2, "a", "b", planned=True))
     call = the_call(member.core.step(change, 0))
-    assert member.does(ended(call, NOBODY)) == ["Raise Unavailable"]
+    assert member.does(ended(call, NOBODY)) == ["RaiseError Unavailable"]
     assert member.core.failure is None
 
 
@@ -399,7 +403,7 @@ def test_who_was_admitted_waits_for_a_certificate_that_is_accepted() -> None:
     assert "OpenStream" not in member.does(ended(call, EXPIRED))
     assert member.core.failure is None
     member.now_s = 600.0
-    assert member.does(ev.StreamEnded(error=EXPIRED)) == ["TellEnding CertificateRefused"]
+    assert member.does(ev.StreamEnded(error=EXPIRED)) == ["ReportEnding CertificateRefused"]
     assert "for 600 s" in str(member.core.failure)
 
 
@@ -417,26 +421,26 @@ def test_each_certificate_has_the_whole_of_the_time() -> None:
 
 def test_who_was_never_admitted_is_told_at_once_that_its_certificate_is_refused() -> None:
     member = Member()
-    assert member.does(ev.StreamEnded(error=EXPIRED)) == ["TellEnding CertificateRefused"]
+    assert member.does(ev.StreamEnded(error=EXPIRED)) == ["ReportEnding CertificateRefused"]
     assert member.core.failure is EXPIRED
 
 
 def test_what_is_refused_ends_the_membership() -> None:
     """The generation's collectives are cut, and the launcher knows whatever the script does."""
     member = training()
-    call = the_call(member.core.step(ev.StoodStill(step=7, has_state=True), 0))
+    call = the_call(member.core.step(ev.TrainerStopped(step=7, has_state=True), 0))
     assert member.does(ended(call, JobFinished("the job is over"))) == [
-        "TellEnding JobFinished",
+        "ReportEnding JobFinished",
         "Break 1",
-        "Raise JobFinished",
+        "RaiseError JobFinished",
     ]
     assert member.does(ev.StreamEnded(error=NOBODY)) == []
-    assert isinstance(member.begins(8), ev.Raise)
+    assert isinstance(member.begins(8), ev.RaiseError)
 
 
 def test_a_pause_that_cannot_be_told_harms_nobody() -> None:
     member = training()
-    call = the_call(member.core.step(ev.PauseBegan(reason="validation", limit_s=60), 0))
+    call = the_call(member.core.step(ev.PauseBegun(reason="validation", limit_s=60), 0))
     assert member.does(ended(call, Fenced("lost"))) == ["pause_not_told"]
     assert member.core.failure is None
 
@@ -464,8 +468,8 @@ def test_an_outage_of_heartbeats_is_one_line_in_the_log() -> None:
 def test_who_is_fenced_trains_no_more() -> None:
     member = training()
     words = member.does(ev.HeartbeatRefused(error=Fenced("lost")))
-    assert words == ["TellEnding Fenced", "Break 1", "Raise Fenced"]
-    assert isinstance(member.begins(8), ev.Raise)
+    assert words == ["ReportEnding Fenced", "Break 1", "RaiseError Fenced"]
+    assert isinstance(member.begins(8), ev.RaiseError)
 
 
 # --- joining and leaving ---
@@ -475,10 +479,10 @@ def test_a_refusal_on_the_stream_ends_the_membership() -> None:
     member = a_member()
     notice = pb.Notice(reason="members differ")
     notice.refused.SetInParent()
-    event = ev.NoticeCame(notice=notice, refusal=ProposalConflict("members differ"))
-    assert member.does(event) == ["TellEnding ProposalConflict"]
+    event = ev.NoticeReceived(notice=notice, refusal=ProposalConflict("members differ"))
+    assert member.does(event) == ["ReportEnding ProposalConflict"]
     decision = member.core.next_generation(0, 0, 0)
-    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision, ev.RaiseError)
     assert isinstance(decision.error, ProposalConflict)
 
 
@@ -488,7 +492,7 @@ def test_a_wait_for_a_generation_ends_with_the_reason() -> None:
     limit_s = LIMITS.join_s + ADMISSION_S
     assert member.core.next_generation(0, 0, 1) == ev.WaitUntil(until_s=limit_s)
     decision = member.core.next_generation(0, 0, limit_s)
-    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision, ev.RaiseError)
     assert isinstance(decision.error, DeadlineExceeded)
     assert decision.error.seen == "2 of 3 members are there"
 
@@ -512,22 +516,22 @@ def test_limits_stand_still_while_somebody_is_paused() -> None:
     member.now_s = 400.0
     member.hears(pb.Notice(pauses=pb.Pauses()))
     assert member.core.break_seen(1, 0, 10, 409) == ev.WaitUntil(until_s=410)
-    assert member.core.break_seen(1, 0, 10, 410) == ev.Over(over=False)
+    assert member.core.break_seen(1, 0, 10, 410) == ev.GenerationOver(over=False)
 
 
 def test_a_drained_member_hands_over_once_and_goes_when_the_others_run() -> None:
     member = training()
-    assert member.does(ev.DrainWished(reason="SIGTERM")) == ["Drain"]
+    assert member.does(ev.DrainWanted(reason="SIGTERM")) == ["Drain"]
     member.hears(committed(2, "b", planned=True), stop_at(2, 8))
     assert member.begins(8, handed_over=False) == ev.HAND_OVER
     assert isinstance(member.begins(8), ev.WaitUntil)
     now = pb.Notice(reason="SIGTERM", drain=pb.Drain(now=True))
-    assert member.hears(now) == ["drain_noticed", "TellEnding MemberDrained"]
+    assert member.hears(now) == ["drain_noticed", "ReportEnding MemberDrained"]
     decision = member.begins(8)
-    assert isinstance(decision, ev.Raise)
+    assert isinstance(decision, ev.RaiseError)
     assert isinstance(decision.error, MemberDrained)
-    leave = ev.LeaveWished(completed=False, reason="drained", timeout_s=3)
-    assert member.does(leave) == ["Unclaim", "Leave"]
+    leave = ev.LeaveWanted(completed=False, reason="drained", timeout_s=3)
+    assert member.does(leave) == ["UnclaimBeats", "Leave"]
 
 
 def test_the_log_says_once_that_a_member_is_to_leave() -> None:
@@ -536,33 +540,33 @@ def test_the_log_says_once_that_a_member_is_to_leave() -> None:
     levels = []
     for now in (False, True):
         notice = pb.Notice(reason="SIGTERM", drain=pb.Drain(now=now))
-        effects = member.core.step(ev.NoticeCame(notice=notice), 0)
-        levels += [each.is_detail for each in effects if isinstance(each, ev.Log)]
+        effects = member.core.step(ev.NoticeReceived(notice=notice), 0)
+        levels += [each.is_detail for each in effects if isinstance(each, ev.LogMessage)]
     assert levels == [False, True]
 
 
 def test_a_refused_call_may_tell_a_member_that_it_has_left_before_the_notice_does() -> None:
     """That is no loss: nothing is cut, and the word that it leaves is not needed."""
     member = training()
-    member.does(ev.DrainWished(reason="SIGTERM"))
+    member.does(ev.DrainWanted(reason="SIGTERM"))
     member.hears(committed(2, "b", planned=True), stop_at(2, 8))
-    call = the_call(member.core.step(ev.StoodStill(step=8, has_state=True), 0))
+    call = the_call(member.core.step(ev.TrainerStopped(step=8, has_state=True), 0))
     drained = MemberDrained("a has left job j", seen="SIGTERM")
     assert member.does(ended(call, drained)) == [
         "drain_noticed",
-        "TellEnding MemberDrained",
-        "Raise MemberDrained",
+        "ReportEnding MemberDrained",
+        "RaiseError MemberDrained",
     ]
-    leave = ev.LeaveWished(completed=False, reason="drained", timeout_s=3)
+    leave = ev.LeaveWanted(completed=False, reason="drained", timeout_s=3)
     call = the_call(member.core.step(leave, 0))
     assert member.does(ended(call, drained)) == []
-    assert member.core.leaving.was_told
+    assert member.core.leaving.is_acknowledged
 
 
 def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> None:
     """Nobody agrees with it on anything until the job is repaired; it asks now and then."""
     member = training()
-    call = the_call(member.core.step(ev.DrainWished(reason="SIGTERM"), 0))
+    call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     quarantined = JobQuarantined("a record cannot be read")
     pauses = []
     for at_s in (0.1, 5.0, 19.9):
@@ -570,24 +574,27 @@ def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> N
         pauses.append(call.after_s)
     assert pauses == sorted(pauses) and pauses[0] > 0
     effects = member.core.step(ended(call, quarantined), 20.1)
-    assert [told(effect) for effect in effects] == ["drain_noticed", "TellEnding MemberDrained"]
+    assert [told(effect) for effect in effects] == ["drain_noticed", "ReportEnding MemberDrained"]
     assert isinstance(member.core.failure, MemberDrained)
 
 
 def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
     member = training()
-    call = the_call(member.core.step(ev.DrainWished(reason="SIGTERM"), 0))
+    call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     again = the_call(member.core.step(ended(call, NOBODY), 19))
     assert [told(effect) for effect in member.core.step(ended(again, NOBODY), 20)] == [
         "drain_noticed",
-        "TellEnding MemberDrained",
+        "ReportEnding MemberDrained",
     ]
 
 
 def test_who_leaves_tells_its_launcher_only_what_it_did_not_know() -> None:
     member = training()
-    leave = ev.LeaveWished(completed=False, reason="an error", timeout_s=3)
+    leave = ev.LeaveWanted(completed=False, reason="an error", timeout_s=3)
     call = the_call(member.core.step(leave, 0))
-    assert member.does(ended(call, Fenced("lost"))) == ["TellEnding Fenced", "leave_not_needed"]
-    assert not member.core.leaving.was_told
-    assert member.does(ev.HeartbeatRefused(error=Fenced("lost"))) == ["Break 1", "Raise Fenced"]
+    assert member.does(ended(call, Fenced("lost"))) == ["ReportEnding Fenced", "leave_not_needed"]
+    assert not member.core.leaving.is_acknowledged
+    assert member.does(ev.HeartbeatRefused(error=Fenced("lost"))) == [
+        "Break 1",
+        "RaiseError Fenced",
+    ]

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from support.clusters.coordinator_world import entered, propose, served
 
-from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, Ending
+from shoal_client.liveness.beat_board import BeatBoard, BeatSlot, MembershipEnding
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import (
     DeadlineExceeded,
@@ -59,12 +59,12 @@ async def test_who_was_declared_lost_is_fenced(slot: BeatSlot) -> None:
     async with served(MemoryStore(), QUICK) as world:
         member = world.client("a", beat_slot=slot)
         await asyncio.to_thread(member.join)
-        assert slot.ending is Ending.UNKNOWN
+        assert slot.ending is MembershipEnding.UNKNOWN
         await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
         await until_failed(member)
-        assert slot.ending is Ending.FENCED
+        assert slot.ending is MembershipEnding.FENCED
         await asyncio.to_thread(world.client("a", beat_slot=slot).join)
-        assert slot.ending is Ending.UNKNOWN
+        assert slot.ending is MembershipEnding.UNKNOWN
 
 
 async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> None:
@@ -74,7 +74,7 @@ async def test_who_learns_of_its_loss_as_it_leaves_is_fenced(slot: BeatSlot) -> 
         await asyncio.to_thread(member.join)
         await world.coordinator.registry.declare_lost("j", who(member), "a test says so")
         await asyncio.to_thread(member.leave, completed=False, reason="some error")
-        assert slot.ending is Ending.FENCED
+        assert slot.ending is MembershipEnding.FENCED
 
 
 async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
@@ -86,7 +86,7 @@ async def test_who_leaves_by_itself_is_not_fenced(slot: BeatSlot) -> None:
         assert under_way is not None
         await asyncio.to_thread(member.leave, completed=False, reason="some error")
         slot.refused(under_way, Fenced("no member any more"))
-        assert slot.ending is Ending.UNKNOWN
+        assert slot.ending is MembershipEnding.UNKNOWN
 
 
 async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
@@ -96,22 +96,22 @@ async def test_who_was_replaced_is_not_to_come_back(slot: BeatSlot) -> None:
         await asyncio.to_thread(member.join)
         await asyncio.to_thread(world.client("a").join)
         await until_failed(member)
-        assert slot.ending is Ending.REFUSED
+        assert slot.ending is MembershipEnding.REFUSED
 
 
 @pytest.mark.parametrize(
     ("error", "ending"),
     [
-        (ProposalConflict("members differ"), Ending.REFUSED),
-        (DeadlineExceeded("no generation formed"), Ending.PASSING),
-        (Unavailable("nobody is there"), Ending.PASSING),
-        (GenerationBroken("generation 3 hung"), Ending.PASSING),
-        (PeersUnreachable("a firewall"), Ending.UNKNOWN),
+        (ProposalConflict("members differ"), MembershipEnding.REFUSED),
+        (DeadlineExceeded("no generation formed"), MembershipEnding.PASSING),
+        (Unavailable("nobody is there"), MembershipEnding.PASSING),
+        (GenerationBroken("generation 3 hung"), MembershipEnding.PASSING),
+        (PeersUnreachable("a firewall"), MembershipEnding.UNKNOWN),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, ShoalError) else value.name,
 )
 async def test_what_the_trainer_ends_with(
-    slot: BeatSlot, error: ShoalError, ending: Ending
+    slot: BeatSlot, error: ShoalError, ending: MembershipEnding
 ) -> None:
     """The launcher is told if the next process would end with it as well, and if it may not."""
     async with served(MemoryStore(), QUICK) as world:
@@ -134,10 +134,10 @@ async def test_who_joins_the_job_again_that_it_has_finished(
         await asyncio.to_thread(member.leave, completed=True, reason="all is trained")
         with pytest.raises(JobFinished, match="by an earlier session of this process"):
             await asyncio.to_thread(world.client("twice", beat_slot=slot).join)
-        assert slot.ending is Ending.REFUSED
+        assert slot.ending is MembershipEnding.REFUSED
         with pytest.raises(JobFinished, match="job j is finished; "):
             await asyncio.to_thread(world.client("late", beat_slot=other_slot).join)
-        assert other_slot.ending is Ending.FINISHED
+        assert other_slot.ending is MembershipEnding.FINISHED
 
 
 async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlot) -> None:
@@ -153,7 +153,7 @@ async def test_who_comes_behind_one_of_its_scripts_jobs_has_failed(slot: BeatSlo
         world.clients.append(MemberSession(late))
         with pytest.raises(JobFinished, match=r"by others; .*Several jobs in one script"):
             await asyncio.to_thread(world.clients[-1].join)
-        assert slot.ending is Ending.REFUSED
+        assert slot.ending is MembershipEnding.REFUSED
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")

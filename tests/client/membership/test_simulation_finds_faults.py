@@ -55,7 +55,7 @@ def a_new_leader_is_not_asked_to_drain(patch: Patch) -> None:
 
     def take(core: MemberCore, admitted: pb.Admitted, now_s: float) -> Sequence[ev.Effect]:
         effects = real(core, admitted, now_s)
-        return [effect for effect in effects if not isinstance(effect, ev.AskDrain)]
+        return [effect for effect in effects if not isinstance(effect, ev.AskForDrain)]
 
     patch.setattr(MemberCore, "_take_admitted", take)
 
@@ -81,7 +81,7 @@ def time_runs_while_nobody_leads(patch: Patch) -> None:
 def a_call_outlasts_the_stream_that_gave_rise_to_it(patch: Patch) -> None:
     """For longer than members wait for others: that nobody leads is not seen meanwhile."""
 
-    def with_stream(core: MemberCore, request: ev.Request, now_s: float) -> ev.Call:
+    def with_stream(core: MemberCore, request: ev.Request, now_s: float) -> ev.CallLeader:
         return core._calls.new(request, ev.Persistence.WITH_STREAM, core.limits.join_s, now_s)
 
     patch.setattr(MemberCore, "_with_stream", with_stream)

@@ -8,8 +8,8 @@ from contextlib import closing
 import pytest
 from support.clusters.parameter_servers import ParameterServers
 
-from shoal_client.bulk import way
-from shoal_client.bulk.connection import Connection
+from shoal_client.bulk import bulk_transport
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.bulk.opening import connect
 from shoal_client.parameters.dense import ParameterClient
 from shoal_client.parameters.table_rows import Gradients, route
@@ -111,11 +111,11 @@ def behind(
 
     def by_proxy(
         offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
-    ) -> Connection | None:
+    ) -> BulkConnection | None:
         proxy.target_port, offer.port = offer.port, port
         return connect(offer, address, largest_bytes, num_parts)
 
-    monkeypatch.setattr(way, "connect", by_proxy)
+    monkeypatch.setattr(bulk_transport, "connect", by_proxy)
 
 
 @pytest.mark.parametrize("transport", ["grpc", "tcp"])

@@ -37,7 +37,7 @@ def shard_map(*addresses: str) -> ShardMap:
 
 def moved_to(address: str, shard: Shard) -> WrongEpoch:
     route = routes.Route(shard.shard_id, shard.epoch + 1, address, address)
-    return WrongEpoch("it is led elsewhere", details=routes.told([route]))
+    return WrongEpoch("it is led elsewhere", details=routes.as_details([route]))
 
 
 def test_a_refusal_that_names_another_server_is_followed_before_others_have_answered(

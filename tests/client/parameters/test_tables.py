@@ -141,8 +141,8 @@ def test_rows_are_looked_up_and_trained(servers: ParameterServers, transport: st
     assert other.look_up([5, 500]) == {5: [1.5] * DIM, 500: [1.0] * DIM}
     other.push(2.0)
     assert member.look_up([5, 500, 6]) == {5: [0.5] * DIM, 500: [0.0] * DIM, 6: [1.5] * DIM}
-    assert set(member.client.ways.values()) == {WAYS[transport]}
-    assert len(member.client.ways) == 2
+    assert set(member.client.transports.values()) == {WAYS[transport]}
+    assert len(member.client.transports) == 2
     member.close()
     other.close()
 

@@ -12,7 +12,7 @@ from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES, bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import (
     AccessDenied,
     ChecksumMismatch,
@@ -243,6 +243,6 @@ def test_closing_ends_a_call_under_way(servers: ParameterServers) -> None:
 def test_a_bulk_connection_for_segments_carries_no_other_call(servers: ParameterServers) -> None:
     with closing(WeightStores(SERIES)) as stores:
         connection: SegmentConnection = stores._connection(at(servers, 0)[0].address)
-        connection._send(bulk.message(Kind.PULL, b""))
+        connection._send(bulk.message(FrameKind.PULL, b""))
         with pytest.raises(MalformedMessage, match="begins no call of this connection"):
             connection._message(PutSegmentReply, float("inf"))

@@ -21,7 +21,7 @@ from shoal_proto.v1.samples_pb2 import LeaseRequest
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.job.job import Job
-from shoal_server.core.membership.events import Effect, Event, StepReported
+from shoal_server.core.membership.events import Effect, MemberEvent, StepReported
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, created_at
 from shoal_server.etcd.memory import MemoryStore
@@ -69,7 +69,7 @@ async def test_an_event_that_fails_quarantines_its_job(monkeypatch: pytest.Monke
     """The state may be half-way: nobody goes on with it, until it is taken up as etcd has it."""
     real, is_broken = Job.handle, True
 
-    def handle(job: Job, event: Event, now_s: float) -> Sequence[Effect]:
+    def handle(job: Job, event: MemberEvent, now_s: float) -> Sequence[Effect]:
         if is_broken and job.spec.job == "bad" and isinstance(event, StepReported):
             raise KeyError("w7")
         return real(job, event, now_s)

@@ -19,7 +19,7 @@ from support.network import http
 from support.processes.served_process import awaited
 
 from shoal_client.local.etcd import start_members
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import NotLeader
@@ -176,7 +176,7 @@ def test_sigterm_ends_it_cleanly(tmp_path: Path) -> None:
 def test_bad_arguments_are_named(tmp_path: Path, arguments: list[str], words: str) -> None:
     """One line that says what was seen and what to do; the exit code is not 0."""
     log_path = tmp_path / "log"
-    command = Command(
+    command = ChildCommand(
         name="bad",
         arguments=[
             *(sys.executable, "-m", "shoal_client", "coordinator"),
@@ -202,7 +202,7 @@ def test_a_busy_port_is_named(tmp_path: Path) -> None:
             log_path = tmp_path / f"{option}.log"
             ports = {"--listen": "127.0.0.1:0", "--http": "127.0.0.1:0", option: address}
             arguments = [part for pair in ports.items() for part in pair]
-            command = Command(
+            command = ChildCommand(
                 name="late",
                 arguments=[
                     *(sys.executable, "-m", "shoal_client", "coordinator", "--etcd", etcd),

@@ -18,7 +18,7 @@ from shoal_server.core.clocks import (
     MemberProcess,
     NoClock,
 )
-from shoal_server.core.positions import Position
+from shoal_server.core.positions import ClockPosition
 
 A, B, C = (MemberProcess(name, "1") for name in "abc")
 
@@ -27,7 +27,7 @@ def say(
     clocks: Clocks, who: MemberProcess, clock: int, bound: int, *, now_s: float = 0.0
 ) -> ClockStatus:
     """A member asks for a step of round `clock`; 0: it enters."""
-    said = ClockReport(position=Position(clock), bound=bound, enters=clock == 0)
+    said = ClockReport(position=ClockPosition(clock), bound=bound, enters=clock == 0)
     return clocks.advance(who, said, now_s)
 
 
@@ -106,7 +106,7 @@ def test_in_bulk_nobody_pushes_before_all_have_their_values() -> None:
     clocks = Clocks()
     for who in (A, B):
         say(clocks, who, 0, 0)
-    pushes = ClockReport(position=Position(0, pulled=True), bound=0)
+    pushes = ClockReport(position=ClockPosition(0, pulled=True), bound=0)
     refused = clocks.advance(A, pushes, 0.0)
     assert refused.reason == "b in round 0: it pushes in round 0 once all have their values"
     assert say(clocks, C, 0, 0).clock == 1
@@ -143,13 +143,13 @@ SAYINGS = st.lists(
             st.one_of(
                 st.builds(
                     ClockReport,
-                    position=st.builds(Position, st.integers(0, 6), st.booleans()),
+                    position=st.builds(ClockPosition, st.integers(0, 6), st.booleans()),
                     bound=st.integers(0, 3),
                     begins=st.booleans(),
                 ),
                 st.builds(
                     ClockReport,
-                    position=st.just(Position(0)),
+                    position=st.just(ClockPosition(0)),
                     bound=st.integers(0, 3),
                     enters=st.just(value=True),
                 ),
@@ -241,7 +241,7 @@ class Drift(RuleBasedStateMachine):
         self, member: Member, *, pulled: bool = False, begins: bool = False
     ) -> ClockStatus:
         said = ClockReport(
-            position=Position(member.round, pulled),
+            position=ClockPosition(member.round, pulled),
             bound=self.bound,
             enters=member.enters,
             begins=begins,

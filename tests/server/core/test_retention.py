@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from shoal_server.core.retention import Due, JobAge, RetentionLimits, due
+from shoal_server.core.retention import DueAction, JobAge, RetentionLimits, due
 
 LIMITS = RetentionLimits(abandon_after_s=100.0, records_s=1000.0, summary_s=10_000.0)
 
@@ -20,24 +20,24 @@ def not_over(empty_since_s: float | None) -> JobAge:
 @pytest.mark.parametrize(
     ("job", "now_s", "expected"),
     [
-        (not_over(None), 1e6, Due.NOTHING),
-        (not_over(0.0), 100.0, Due.NOTHING),
-        (not_over(0.0), 100.1, Due.ABANDON),
-        (over(has_result=False), 0.0, Due.KEEP_RESULT),
-        (over(has_result=False), 1001.0, Due.KEEP_RESULT),
-        (over(), 1000.0, Due.NOTHING),
-        (over(), 1000.1, Due.CLEAR),
-        (over(is_cleared=True), 1000.1, Due.NOTHING),
-        (over(is_cleared=True), 10_000.1, Due.FORGET),
-        (over(has_result=False), 10_000.1, Due.FORGET),
+        (not_over(None), 1e6, DueAction.NOTHING),
+        (not_over(0.0), 100.0, DueAction.NOTHING),
+        (not_over(0.0), 100.1, DueAction.ABANDON),
+        (over(has_result=False), 0.0, DueAction.KEEP_RESULT),
+        (over(has_result=False), 1001.0, DueAction.KEEP_RESULT),
+        (over(), 1000.0, DueAction.NOTHING),
+        (over(), 1000.1, DueAction.CLEAR),
+        (over(is_cleared=True), 1000.1, DueAction.NOTHING),
+        (over(is_cleared=True), 10_000.1, DueAction.FORGET),
+        (over(has_result=False), 10_000.1, DueAction.FORGET),
     ],
 )
-def test_what_is_due(job: JobAge, now_s: float, expected: Due) -> None:
+def test_what_is_due(job: JobAge, now_s: float, expected: DueAction) -> None:
     """What came of a job is kept before anything of it goes."""
     assert due(job, LIMITS, now_s) is expected
 
 
 def test_never() -> None:
     forever = RetentionLimits(abandon_after_s=inf, records_s=inf, summary_s=inf)
-    assert due(not_over(0.0), forever, 1e12) is Due.NOTHING
-    assert due(over(), forever, 1e12) is Due.NOTHING
+    assert due(not_over(0.0), forever, 1e12) is DueAction.NOTHING
+    assert due(over(), forever, 1e12) is DueAction.NOTHING

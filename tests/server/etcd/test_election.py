@@ -16,13 +16,13 @@ from shoal_client.local.etcd import start_members
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore, Put, absent
 from shoal_server.etcd.election import Election, Leadership
-from shoal_server.etcd.leader_key import Candidate, Leader
+from shoal_server.etcd.leader_key import Leader, LeaderCandidate
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.renewal import TRUSTED_TTLS
 
-A, B = Candidate(address="a:1", http_url="http://a:2"), Candidate(address="b:1")
+A, B = LeaderCandidate(address="a:1", http_url="http://a:2"), LeaderCandidate(address="b:1")
 
 # A candidate that says when it leads, and leads until it is killed.
 CANDIDATE = """
@@ -56,7 +56,7 @@ async def store(request: pytest.FixtureRequest) -> AsyncIterator[KeyValueStore]:
 
 @asynccontextmanager
 async def leading(
-    store: KeyValueStore, candidate: Candidate = A, ttl_s: float = 2
+    store: KeyValueStore, candidate: LeaderCandidate = A, ttl_s: float = 2
 ) -> AsyncIterator[Leadership]:
     async with asyncio.timeout(10):
         term = await Election(store, candidate, ttl_s=ttl_s).campaign()
@@ -157,7 +157,7 @@ async def test_many_candidates_one_leader(store: KeyValueStore) -> None:
 
     async def serve(number: int) -> None:
         nonlocal running
-        term = await Election(store, Candidate(address=f"c:{number}"), ttl_s=5).campaign()
+        term = await Election(store, LeaderCandidate(address=f"c:{number}"), ttl_s=5).campaign()
         running += 1
         assert running == 1
         terms.append(term)

@@ -9,7 +9,7 @@ from shoal_proto.errors import CorruptError, InternalError, ShoalError, Unavaila
 from shoal_server.etcd import mirror
 from shoal_server.etcd.api import Delete, KeyValueStore, Put, RangeResult, Revision, WatchBatch
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.mirror import Item, PrefixMirror, follow_key
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror, follow_key
 
 from .conftest import Bench
 
@@ -26,7 +26,7 @@ class Told(list[tuple[str, ...]]):
         self.changed.set()
 
 
-def parse(item: Item) -> str | None:
+def parse(item: MirroredKey) -> str | None:
     """Text; none for what is empty, and an error for what is no text."""
     try:
         return item.value.decode() or None
@@ -93,7 +93,7 @@ async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
         puts = [each for each in told if each[:2] == ("put", "a")]
         assert puts[-1][2] == "3"
         assert [each[2] for each in puts] == sorted({each[2] for each in puts})
-        found.note(Item(key, b"old", Revision(1)))
+        found.note(MirroredKey(key, b"old", Revision(1)))
         assert found.get("a") == "3"
         await bench.store.delete(key)
         assert await found.look_up("a") is None

@@ -11,7 +11,7 @@ from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.shards.placement import Parameter, cut_into_shards
 from shoal_server.parameters.optimizers import new_optimizer
-from shoal_server.parameters.optimizers.base import StepsWhole
+from shoal_server.parameters.optimizers.base import WholeStepOptimizer
 from shoal_server.parameters.optimizers.checks import check_spec
 
 SHAPES = ((7,), (33, 5), (1000,), (3, 3, 3), (40_000,), (65,))
@@ -102,7 +102,9 @@ def train_sharded(kind: str, settings: dict[str, object], dtype: torch.dtype) ->
                     whole = gradient(step, index, SHAPES[index], dtype).flatten()
                     gradients.append(whole[b.offset :][: b.num_elements].clone())
                 lr = float(settings["lr"])  # type: ignore[arg-type]
-                is_whole = len(present) == len(shard.blocks) and isinstance(optimizer, StepsWhole)
+                is_whole = len(present) == len(shard.blocks) and isinstance(
+                    optimizer, WholeStepOptimizer
+                )
                 if not (is_whole and optimizer.step_whole(torch.cat(gradients), lr)):
                     optimizer.step(present, gradients, lr)
     for shard, views, _ in shards:

@@ -11,7 +11,7 @@ from support.clusters.etcd_fixture import etcd_processes, running_etcd
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import ServedProcess
 
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
@@ -67,7 +67,7 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
             (["--listen", "nowhere"], "host:port"),
         ):
             log_path = tmp_path / "refused.log"
-            command = Command(name="refused", arguments=[*arguments, *more], log_path=log_path)
+            command = ChildCommand(name="refused", arguments=[*arguments, *more], log_path=log_path)
             assert supervisor.spawn(command).wait(START_S) in (1, 2)
             assert told in log_path.read_text()
 

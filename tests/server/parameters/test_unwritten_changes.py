@@ -10,8 +10,12 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.replication.protocol.effects import LoadJournal, Write
-from shoal_server.core.replication.protocol.events import NotInJournal, NotWritten, Written
+from shoal_server.core.replication.protocol.effects import LoadJournal, WriteShardRecord
+from shoal_server.core.replication.protocol.events import (
+    JournalShardMissing,
+    ShardRecordNotWritten,
+    ShardRecordWritten,
+)
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
@@ -68,16 +72,16 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
 
     def tell(event: object) -> None:
         told.append(event)
-        if isinstance(event, Written):
+        if isinstance(event, ShardRecordWritten):
             again.set()
 
-    monkeypatch.setattr(driver, "tell", tell)
+    monkeypatch.setattr(driver, "submit_event", tell)
     writer = RecordWriter(driver, cast(AssignmentTable, record))
-    writer._write(Write(("job", 0)))
+    writer._write(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
         await again.wait()
     await writer.close()
-    assert told == [NotWritten(("job", 0)), Written(("job", 0))]
+    assert told == [ShardRecordNotWritten(("job", 0)), ShardRecordWritten(("job", 0))]
 
 
 async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
@@ -86,7 +90,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
     """The core is told that what it claimed cannot be loaded."""
     driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
     told: asyncio.Queue[object] = asyncio.Queue()
-    monkeypatch.setattr(driver, "tell", told.put_nowait)
+    monkeypatch.setattr(driver, "submit_event", told.put_nowait)
     roles = ShardRoles(
         driver,
         catalog=cast(Catalog, None),
@@ -96,7 +100,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
     )
     roles._load(LoadJournal(("job", 0), 3))
     async with asyncio.timeout(LIMIT_S):
-        assert await told.get() == NotInJournal(("job", 0), 3)
+        assert await told.get() == JournalShardMissing(("job", 0), 3)
     await roles.close()
 
 

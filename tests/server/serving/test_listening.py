@@ -11,7 +11,7 @@ from support.clusters.etcd_fixture import running_etcd
 
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.cli import parse
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.tls import identity
 from shoal_server.coordinator.config import CoordinatorConfig
@@ -121,7 +121,7 @@ def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: s
         for program, more in (("coordinator", ("--http", "0")), ("ps", ("--id", "ps-0"))):
             ready = tmp_path / f"{program}.json"
             process = supervisor.spawn(
-                Command(
+                ChildCommand(
                     name=program,
                     arguments=[
                         *(sys.executable, "-m", "shoal_client", program, "--etcd", etcd),

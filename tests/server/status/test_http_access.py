@@ -14,7 +14,7 @@ from fastapi import FastAPI
 from support.clusters.status_world import World
 
 from shoal_proto.errors import InvalidSpec, StateLost, UnknownJob
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import OPEN, REPORT, Guard
 from shoal_server.status.access.sessions import COOKIE, VALID_S, Sessions
@@ -33,20 +33,20 @@ class Asked:
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
-    async def stop(self, job: str, reason: str, who: Asker) -> None:
+    async def stop(self, job: str, reason: str, who: CallerProof) -> None:
         if job != "digits":
             raise UnknownJob(f"there is no job {job}")
         self.calls.append(("stop", job, reason))
 
-    async def retry(self, job: str, who: Asker) -> None:
+    async def retry(self, job: str, who: CallerProof) -> None:
         self.calls.append(("retry", job))
 
-    async def snapshot(self, job: str, who: Asker) -> None:
+    async def snapshot(self, job: str, who: CallerProof) -> None:
         if job == "lost":
             raise StateLost("shard 0 of job lost was lost with every server that had it")
         self.calls.append(("snapshot", job))
 
-    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
+    async def drain(self, job: str, member_id: str, reason: str, who: CallerProof) -> None:
         self.calls.append(("drain", job, member_id, reason))
 
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from support.clusters.status_world import World
 
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import Guard
 from shoal_server.status.access.tokens import HttpRole, Tokens
@@ -57,10 +57,10 @@ async def test_who_has_no_token_reads_nothing(world: World, tmp_path: Path) -> N
         for secret in secrets:
             headers = {"authorization": f"Bearer {secret}"}
             assert (await http.get(PATH, headers=headers)).json()["lines"] == ["line"]
-    assert world.askers == [Asker(is_known=True)] * len(HttpRole)
+    assert world.askers == [CallerProof(is_known=True)] * len(HttpRole)
 
 
 async def test_without_tokens_nobody_is_known(world: World, http: httpx.AsyncClient) -> None:
     world.printed["w1"] = ["line"]
     assert (await http.get(PATH)).status_code == 200
-    assert world.askers == [Asker()]
+    assert world.askers == [CallerProof()]

@@ -15,7 +15,7 @@ from support.clusters.status_world import World
 
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.health import CourseFigures
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access import tokens
 from shoal_server.status.access.guard import Guard
 from shoal_server.status.access.tokens import HttpRole, Tokens
@@ -36,16 +36,16 @@ class Asked:
 
     calls: list[tuple[str, ...]] = field(default_factory=list)
 
-    async def stop(self, job: str, reason: str, who: Asker) -> None:
+    async def stop(self, job: str, reason: str, who: CallerProof) -> None:
         self.calls.append(("stop", job, reason))
 
-    async def retry(self, job: str, who: Asker) -> None:
+    async def retry(self, job: str, who: CallerProof) -> None:
         self.calls.append(("retry", job))
 
-    async def snapshot(self, job: str, who: Asker) -> None:
+    async def snapshot(self, job: str, who: CallerProof) -> None:
         raise InvalidSpec(f"no place for snapshots of {job}", expected="--snapshot-url")
 
-    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> None:
+    async def drain(self, job: str, member_id: str, reason: str, who: CallerProof) -> None:
         self.calls.append(("drain", job, member_id, reason))
 
 

@@ -16,7 +16,7 @@ from shoal_client.certificates.folder import CertificateFolder
 from shoal_proto.errors import AddressInUse, InvalidSpec
 from shoal_proto.tls import identity
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import COORDINATOR_NAME, Role
+from shoal_proto.tls.names import COORDINATOR_NAME, CertificateRole
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.status.access import tokens
@@ -111,7 +111,7 @@ async def test_over_tls_a_browser_is_let_in_where_it_shows_a_token(
     secret = tokens.add(tmp_path / "tokens", "ann", HttpRole.VIEWER)
     app = build_app(world, world.board, guard=Guard(Tokens(tmp_path / "tokens")))
     browser = ssl.create_default_context(cafile=str(folder.path / "ca.crt"))
-    with identity.using(in_folder(folder.path, Role.COORDINATOR)):
+    with identity.using(in_folder(folder.path, CertificateRole.COORDINATOR)):
         async with (
             StatusServer(app, "127.0.0.1", 0) as closed,
             StatusServer(app, "127.0.0.1", 0, clients="token") as opened,

@@ -8,7 +8,7 @@ from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.piece_stub import PieceStub
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.status import from_detail
 from shoal_proto.v1.identity_pb2 import ErrorDetail, Token
 from shoal_proto.v1.parameters_pb2 import OpenBulkRequest
@@ -33,7 +33,9 @@ class RawConnection:
         self.socket.settimeout(20.0)
         self.socket.connect(f"\0{offer.local_name}")
         self.key = offer.key if key is None else key
-        self.socket.sendall(bulk.message(Kind.HELLO, self.key) if greeting is None else greeting)
+        self.socket.sendall(
+            bulk.message(FrameKind.HELLO, self.key) if greeting is None else greeting
+        )
 
     def send(self, *parts: bytes) -> None:
         self.socket.sendall(b"".join(parts))
@@ -42,7 +44,7 @@ class RawConnection:
         """The next frame but beats; None once the server has hung up."""
         while True:
             frame = self._reader.next()
-            if frame is not None and frame.kind is not Kind.BEAT:
+            if frame is not None and frame.kind is not FrameKind.BEAT:
                 return frame
             if frame is None:
                 count = self.socket.recv_into(self._reader.space())
@@ -53,7 +55,7 @@ class RawConnection:
     def error(self) -> Exception:
         frame = self.next()
         assert frame is not None
-        assert frame.kind is Kind.ERROR
+        assert frame.kind is FrameKind.ERROR
         return from_detail(ErrorDetail.FromString(bytes(frame.body)))
 
     @classmethod
@@ -62,5 +64,5 @@ class RawConnection:
         raw = cls(servers, token)
         answer = raw.next()
         assert answer is not None
-        assert answer.kind is Kind.HELLO
+        assert answer.kind is FrameKind.HELLO
         return raw

@@ -11,9 +11,9 @@ from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
-    Record,
-    Roster,
     RosterEntry,
     Step,
     Verdict,
@@ -53,7 +53,7 @@ def good_member() -> dict[str, object]:
 
 def good_record(job: str) -> dict[str, object]:
     """The record of generation 1, as JSON types."""
-    roster = Roster(
+    roster = GenerationRoster(
         generation=Generation(1),
         entries=(RosterEntry(member_id="w0", incarnation="0001", rank=0),),
         source_member_id="w0",
@@ -62,7 +62,7 @@ def good_record(job: str) -> dict[str, object]:
         synchronous=True,
         fields={},
     )
-    decided = Record(
+    decided = GenerationRecord(
         job=job,
         roster=roster,
         verdict=Verdict.COMMITTED,

@@ -39,7 +39,7 @@ from shoal_server.etcd.remote.wire import key_values, range_request
 from shoal_server.parameters.config import ParameterServerConfig, WorkLimits
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.process import serve
-from shoal_server.serving.options import ServerReach
+from shoal_server.serving.options import ParameterServerServing
 
 FAILED = 1
 """Exit code of a process that ended by an error of its own."""
@@ -210,7 +210,7 @@ class ParameterCluster:
             else None,
             work=WorkLimits(num_threads=2),
             # Nobody else is on the network of the hosts.
-            reach=ServerReach(insecure=host is not None),
+            reach=ParameterServerServing(insecure=host is not None),
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires, host)
 

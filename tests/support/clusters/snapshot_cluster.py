@@ -16,9 +16,9 @@ from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.coordinator.servers.answering import answering
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
-from shoal_server.coordinator.snapshots.restoring import Restored, SnapshotRestorer
+from shoal_server.coordinator.snapshots.restoring import RestoreResult, SnapshotRestorer
 from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, Taken
+from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, TakenSnapshot
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.snapshots.library import SnapshotLibrary
 from shoal_server.snapshots.storage import Storage
@@ -63,18 +63,18 @@ class Snapshots:
     def _forget_cursor(self, job: str) -> None:
         self.cursor = None
 
-    def taking(self, *, only_if_changed: bool = False) -> Coroutine[Any, Any, Taken]:
+    def taking(self, *, only_if_changed: bool = False) -> Coroutine[Any, Any, TakenSnapshot]:
         return self._taker.take(self.library, only_if_changed=only_if_changed)
 
-    def take(self, *, only_if_changed: bool = False) -> Taken:
+    def take(self, *, only_if_changed: bool = False) -> TakenSnapshot:
         return self._servers.run(self.taking(only_if_changed=only_if_changed))
 
     def restoring(
         self, number: int = 0, *, under_members: bool = False
-    ) -> Coroutine[Any, Any, Restored]:
+    ) -> Coroutine[Any, Any, RestoreResult]:
         return self._restorer.restore(self.library, number, under_members=under_members)
 
-    def restore(self, number: int = 0, *, under_members: bool = False) -> Restored:
+    def restore(self, number: int = 0, *, under_members: bool = False) -> RestoreResult:
         return self._servers.run(self.restoring(number, under_members=under_members))
 
     def service(

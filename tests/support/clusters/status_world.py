@@ -9,7 +9,7 @@ from support.processes.loop_thread import LoopThread
 
 from shoal_proto.errors import UnknownMember
 from shoal_proto.incarnation import public_id
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.app import build_app
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.history.records import ChangeView
@@ -59,7 +59,7 @@ class World:
     printed: dict[str, list[str]] = field(default_factory=dict)
     """Lines by member, of any job; positions are their numbers."""
     launchers_live: bool = True
-    askers: list[Asker] = field(default_factory=list)
+    askers: list[CallerProof] = field(default_factory=list)
     """Callers that asked for them."""
     board: StatusBoard = field(default_factory=StatusBoard)
 
@@ -98,11 +98,12 @@ class World:
         return [each for each in self.published if each.series.startswith(f"{job}/" if job else "")]
 
     async def output(
-        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+        self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         self.askers.append(who)
         if member_id not in self.printed:
-            raise UnknownMember(f"nobody hands on what {member_id} prints", fix="Look there.")
+            what = f"no launcher passes on the output of {member_id}"
+            raise UnknownMember(what, fix="Look there.")
         lines = self.printed[member_id]
         start, stop = max(0, len(lines) - PAGE_LINES), len(lines)
         if after is not None:

@@ -13,7 +13,7 @@ from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.tls.files import TlsFiles
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 
 HOUR = timedelta(hours=1)
 PAST = timedelta(minutes=-1)
@@ -26,10 +26,10 @@ class TlsWorld:
     strangers: Path
     """Certificates of another authority."""
 
-    def files(self, role: Role) -> TlsFiles:
+    def files(self, role: CertificateRole) -> TlsFiles:
         return in_folder(self.certificates, role)
 
-    def strange_files(self, role: Role) -> TlsFiles:
+    def strange_files(self, role: CertificateRole) -> TlsFiles:
         """Signed by another authority, and trusting this one's."""
         found = in_folder(self.strangers, role)
         return TlsFiles(ca=self.certificates / "ca.crt", cert=found.cert, key=found.key)

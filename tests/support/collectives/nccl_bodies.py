@@ -17,7 +17,7 @@ from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.nccl import NcclGroup
 from shoal.backends.process_group.interface import Seat
 from shoal.backends.process_group.transports import can_be_cut, is_gloo
-from shoal.backends.shared_memory.words import Words
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.checkpoint.peers import GroupPeers
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
@@ -72,16 +72,16 @@ def host_part(report: Report, path: str, rank: int) -> None:
     group = _group(path, rank)
     whole = group.open()
     subgroup = dist.new_group([0, 1])
-    words = Words(whole, 1)
+    words = SharedMessages(whole, 1)
     words.share()
-    words.tell([10 + rank])
+    words.send_values([10 + rank])
     report(
         "found",
         can_be_cut=[can_be_cut(whole), can_be_cut(subgroup)],
         is_gloo=[is_gloo(whole), is_gloo(subgroup)],
         words_are_shared=words.is_shared,
         watches_peers=GroupPeers(subgroup)._connections is not None,
-        heard=words.hear(),
+        heard=words.receive_values(),
     )
     dist.barrier()
     words.close()

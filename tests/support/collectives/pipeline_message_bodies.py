@@ -12,10 +12,10 @@ from support.models import pipeline_models as models
 from support.processes.ranks import Report
 from torch import Tensor
 
-from shoal.backends.shared_memory.words import Words
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.layouts.base import World
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
-from shoal.layouts.pipeline.shared_messages import SharedRoom, room_bytes
+from shoal.layouts.pipeline.shared_messages import SharedLanes, room_bytes
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal_proto.errors import GenerationBroken, InternalError
 
@@ -106,11 +106,11 @@ def passes_until_told(report: Report, path: str, rank: int, world_size: int, how
 
 def refused() -> str:
     """Return the errors for a message of an unexpected size, and for one too many."""
-    words = Words(dist.group.WORLD, 1)  # type: ignore[arg-type]
+    words = SharedMessages(dist.group.WORLD, 1)  # type: ignore[arg-type]
     sent_bytes = [256, 0]
     words.share(room_bytes(sent_bytes))
     assert words.memory is not None
-    lanes = SharedRoom(words.memory, words.beside).lanes(sent_bytes)
+    lanes = SharedLanes(words.memory, words.beside).lanes(sent_bytes)
     assert lanes is not None
     lanes.begin()
     rank = dist.get_rank()

@@ -20,7 +20,7 @@ from support.processes.ranks import Report
 
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.backends.shared_memory.rooms import KeptRooms
+from shoal.backends.shared_memory.regions import KeptRegions
 from shoal.data.batches import Loader
 from shoal.data.order import Order
 from shoal.strategies.layout.fsdp import FSDP
@@ -37,7 +37,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rest = dist.new_group(list(range(world_size - 1)))
-    kept, whole = KeptRooms(), dist.group.WORLD
+    kept, whole = KeptRegions(), dist.group.WORLD
     assert whole is not None
     first = shared(whole, NUM_BYTES, kept)
     first.room[1024 : 1024 + len(MARK)] = MARK
@@ -65,7 +65,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     dist.barrier(rest)
 
 
-def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRooms) -> SharedMemory:
+def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRegions) -> SharedMemory:
     memory = share_memory(group, num_bytes, LONG_S, kept)
     assert memory is not None
     return memory

@@ -16,8 +16,8 @@ from support.processes.worlds import LaidOutTraining, train_rank
 from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.backends.shared_memory.opening import share_memory
-from shoal.backends.shared_memory.words import Words
 from shoal.layouts.base import World
 from shoal.layouts.sharded.all_gather import SharedMemoryAllGather
 from shoal.layouts.sharded.layout import ShardedLayout
@@ -60,20 +60,20 @@ def met(num_meetings: int) -> int:
 def words_told(num_rounds: int, *, shares: bool) -> str:
     """Run rounds in which each rank receives all ranks' words. Returns the error after a round that
     no rank received."""
-    words = Words(whole_world(), 3)
+    words = SharedMessages(whole_world(), 3)
     if shares:
         words.share()
     assert words.is_shared is shares
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(num_rounds):
-        words.tell([number, -rank, (1 << 62) + rank])
-        heard = words.hear()
+        words.send_values([number, -rank, (1 << 62) + rank])
+        heard = words.receive_values()
         assert heard == [[number, -each, (1 << 62) + each] for each in range(world_size)]
-    words.tell([1])
+    words.send_values([1])
     dist.barrier()
     words.forget()
     try:
-        words.tell([2])
+        words.send_values([2])
     except GenerationBroken as error:
         return str(error)
     return ""
@@ -82,24 +82,24 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
 def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
     """Return what a rank receives after a cut, of words that all, or all but the last, sent before
     it; and the error for sending more."""
-    words = Words(whole_world(), 1)
+    words = SharedMessages(whole_world(), 1)
     words.share()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(3):
-        words.tell([number])
-        words.hear()
+        words.send_values([number])
+        words.receive_values()
     if all_tell or rank < world_size - 1:
-        words.tell([10 + rank])
+        words.send_values([10 + rank])
     dist.barrier()
     words.cut("on purpose")
     heard: Any = "nothing told"
     if words.is_told:
         try:
-            heard = words.hear()
+            heard = words.receive_values()
         except GenerationBroken as error:
             heard = str(error)
     try:
-        words.tell([3])
+        words.send_values([3])
     except GenerationBroken as error:
         return heard, str(error)
     return heard, ""

@@ -15,10 +15,10 @@ from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.codec import digest_of
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
     JobSpec,
     MemberInfo,
     Proposal,
-    Record,
     Step,
 )
 from shoal_server.core.job.job import Job
@@ -53,7 +53,7 @@ class SimMember:
     """True if it has done its work, and stays."""
     drained: bool = False
     """True if it was drained: nothing is left for it to do."""
-    records: dict[int, list[Record]] = field(default_factory=dict)
+    records: dict[int, list[GenerationRecord]] = field(default_factory=dict)
     _begun: int = -1
     _settled: int = 0
 
@@ -64,7 +64,7 @@ class SimMember:
 
     @begun.setter
     def begun(self, step: int) -> None:
-        if isinstance(self.core.begin_step(step, 0.0), ev.Begun):
+        if isinstance(self.core.begin_step(step, 0.0), ev.StepBegun):
             self._begun = step
 
     @property
@@ -96,7 +96,7 @@ class World:
         self.job = Job(spec=spec, limits=limits or Limits(), digest_of=digest_of)
         self.members: dict[str, SimMember] = {}
         self.gone: list[SimMember] = []
-        self.written: dict[int, list[Record]] = {}
+        self.written: dict[int, list[GenerationRecord]] = {}
         self.log: list[str] = []
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
@@ -144,12 +144,12 @@ class World:
             old = self.members[name]
             old.alive = False
             self.gone.append(old)
-            self.later(lambda: self._handle(events.Disconnected(**self._who(old))))
+            self.later(lambda: self._handle(events.StreamDisconnected(**self._who(old))))
         self.members[name] = member
         info = info or MemberInfo(host="h")
-        self.send(member, events.Joined(**self._who(member), spec=self.job.spec, info=info))
+        self.send(member, events.MemberJoined(**self._who(member), spec=self.job.spec, info=info))
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
-        self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
+        self._step(member, ev.NoticeReceived(notice=pb.Notice(admitted=admitted)))
         message = pb.Proposal(
             fields=proposal.fields,
             step=step,
@@ -158,7 +158,7 @@ class World:
             optional_fields=proposal.optional_fields,
             stateless=stateless,
         )
-        self._step(member, ev.Proposed(proposal=message))
+        self._step(member, ev.ProposalMade(proposal=message))
         return member
 
     def _identity(self, name: str, incarnation: str) -> Identity:
@@ -175,10 +175,12 @@ class World:
         member = self.members[name]
         spec, info = self.job.spec, MemberInfo(host="h")
         generation = Generation(member.generation)
-        joined = events.Joined(**self._who(member), spec=spec, info=info, generation=generation)
+        joined = events.MemberJoined(
+            **self._who(member), spec=spec, info=info, generation=generation
+        )
         self.send(member, joined)
         admitted = pb.Admitted(limits=codec.limits_to_pb(self.job.limits))
-        self._step(member, ev.NoticeCame(notice=pb.Notice(admitted=admitted)))
+        self._step(member, ev.NoticeReceived(notice=pb.Notice(admitted=admitted)))
 
     def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
         """SIGKILL. The coordinator learns of the broken stream, or from the launcher."""
@@ -187,9 +189,9 @@ class World:
         self.gone.append(member)
         who = self._who(member)
         event = (
-            events.Lost(**who, reason="its launcher saw it exit")
+            events.MemberLost(**who, reason="its launcher saw it exit")
             if seen_by_launcher
-            else events.Disconnected(**who)
+            else events.StreamDisconnected(**who)
         )
         self.later(lambda: self._handle(event))
         if member.generation and not seen_by_launcher:
@@ -199,7 +201,7 @@ class World:
 
     def drain(self, name: str) -> None:
         """An operator asks that the member leave."""
-        event = events.DrainAsked(**self._who(self.members[name]), reason="spot notice")
+        event = events.DrainRequested(**self._who(self.members[name]), reason="spot notice")
         self.later(lambda: self._handle(event))
 
     def stop(self, reason: str) -> None:
@@ -215,13 +217,13 @@ class World:
         """SIGSTOP, seen by the launcher; the process takes nothing in until `go_on`."""
         member = self.members[name]
         member.paused = True
-        self.send(member, events.Halted(**self._who(member)))
+        self.send(member, events.ProcessHalted(**self._who(member)))
 
     def go_on(self, name: str) -> None:
         """SIGCONT, seen by the launcher."""
         member = self.members[name]
         member.paused = False
-        self.send(member, events.Continued(**self._who(member)))
+        self.send(member, events.ProcessContinued(**self._who(member)))
 
     def finish(self, name: str, *, closes: bool = False) -> None:
         """Report that one of torchrun's nodes has done its work and stays, or closes the job."""
@@ -237,7 +239,7 @@ class World:
         """The process has done all its work and ends."""
         member = self.members.pop(name)
         self.gone.append(member)
-        self.send(member, events.Left(**self._who(member), completed=True, reason="done"))
+        self.send(member, events.MemberLeft(**self._who(member), completed=True, reason="done"))
 
     def _report_broken(self, member: SimMember) -> None:
         self._step(member, ev.CollectiveFailed(error="connection reset"))
@@ -273,7 +275,7 @@ class World:
     def _who(member: SimMember) -> dict[str, str]:
         return {"member_id": member.name, "incarnation": member.incarnation}
 
-    def send(self, member: SimMember, event: events.Event) -> None:
+    def send(self, member: SimMember, event: events.MemberEvent) -> None:
         """A call: calls of one member arrive in the order in which they were made."""
         self._in_order(f"from {member.incarnation}", lambda: self._handle(event, member))
 
@@ -283,10 +285,10 @@ class World:
         self._last_to[line] = arrival_s
         self.later(act, arrival_s - self.now_s)
 
-    def _handle(self, event: events.Event, sender: SimMember | None = None) -> None:
+    def _handle(self, event: events.MemberEvent, sender: SimMember | None = None) -> None:
         try:
             self._effects(self.job.handle(event, self.now_s))
-        except events.Refused as refused:
+        except events.EventRefused as refused:
             if sender is not None and sender.alive:
                 sender.refused = refused.refusal
                 self._drop(sender)
@@ -297,23 +299,23 @@ class World:
         if self.members.get(member.name) is member:
             del self.members[member.name]
         self.gone.append(member)
-        self.later(lambda: self._handle(events.Disconnected(**self._who(member))))
+        self.later(lambda: self._handle(events.StreamDisconnected(**self._who(member))))
 
     def _effects(self, effects: list[events.Effect]) -> None:
         for effect in effects:
             match effect:
-                case events.Write():
+                case events.WriteGeneration():
                     self.written.setdefault(effect.record.roster.generation, []).append(
                         effect.record
                     )
-                case events.Tell():
+                case events.SendNotice():
                     self._tell(effect)
-                case events.Log():
+                case events.LogJobEvent():
                     self.log.append(f"{self.now_s:.3f} {effect.kind}: {effect.reason}")
                 case _:
                     pass
 
-    def _tell(self, tell: events.Tell) -> None:
+    def _tell(self, tell: events.SendNotice) -> None:
         member = self.members.get(tell.member_id)
         if member is not None and member.incarnation == tell.incarnation:
             self._in_order(f"to {member.incarnation}", lambda: self._take(member, tell.notice))
@@ -337,19 +339,19 @@ class World:
                 self._drop(member)
                 return
         message = codec.notice_to_pb(notice, self.job.last_generation)
-        self._step(member, ev.NoticeCame(notice=message))
+        self._step(member, ev.NoticeReceived(notice=message))
         self._train_on(member)
 
     def _step(self, member: SimMember, event: ev.Event) -> None:
         """Step the member's core; every call gets through."""
         for effect in member.core.step(event, self.now_s):
-            if isinstance(effect, ev.Call):
+            if isinstance(effect, ev.CallLeader):
                 request = effect.request
                 assert not isinstance(request, pb.DrainRequest | pb.HeartbeatRequest)
                 self.send(member, event_of(request))
-            elif isinstance(effect, ev.Judge):
+            elif isinstance(effect, ev.JudgeRoster):
                 names = [entry.member_id for entry in effect.prepare.roster.entries]
-                judged = ev.Judged(
+                judged = ev.RosterJudged(
                     generation=effect.prepare.roster.generation,
                     digest=effect.digest,
                     rejections=[REJECTION] if member.name in self.rejecting else [],
@@ -369,7 +371,7 @@ class World:
         else:
             decision = core.next_generation(member.generation, self.now_s, self.now_s)
             step = 0
-        if isinstance(decision, ev.BringUp):
+        if isinstance(decision, ev.BringUpGeneration):
             roster = decision.record.roster
             core.progress(max(roster.step, step))
             member.generation = roster.generation
@@ -378,18 +380,18 @@ class World:
         elif member.comes_to_a_stand():
             step, has_state = max(member.begun, 0), member.has_state or member.begun > 0
             enough = member.enough_for_call
-            stood = ev.StoodStill(step=step, has_state=has_state, enough_for_call=enough)
+            stood = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough)
             self._step(member, stood)
             self._train_on(member)
 
     def _leave_drained(self, member: SimMember) -> None:
         member.drained = True
-        self.send(member, events.Left(**self._who(member), completed=False, reason="drained"))
+        self.send(member, events.MemberLeft(**self._who(member), completed=False, reason="drained"))
         self._drop(member)
 
     def _bring_up(self, member: SimMember, generation: Generation) -> None:
         roster = pb.Roster(generation=generation, synchronous=True)
-        self._step(member, ev.BroughtUp(record=pb.GenerationRecord(roster=roster)))
+        self._step(member, ev.GenerationBroughtUp(record=pb.GenerationRecord(roster=roster)))
 
     # --- what tests ask ---
 
@@ -400,7 +402,7 @@ class World:
 
     def beat(self, name: str, step: int) -> None:
         """Send a heartbeat of the member, which has committed this step."""
-        self.job.heard_of_step(name, self.members[name].incarnation, Step(step))
+        self.job.note_step(name, self.members[name].incarnation, Step(step))
 
     def roster(self) -> list[str]:
         assert self.job.running is not None, f"{self.job.phase}: {self.job.reason}"

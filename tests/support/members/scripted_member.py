@@ -153,7 +153,7 @@ class ScriptedMember:
             due = [pending for pending in self._pending if pending[0] in acts]
             self._pending = [pending for pending in self._pending if pending[0] not in acts]
         for act, request in due:
-            if isinstance(request, ev.BroughtUp):
+            if isinstance(request, ev.GenerationBroughtUp):
                 self._come_up(request)
             else:
                 self.call(act, request)
@@ -349,11 +349,11 @@ class ScriptedMember:
         if kind == "admitted":
             self._heartbeat_s = notice.admitted.limits.heartbeat_s
         refusal = from_detail(notice.refused) if kind == "refused" else None
-        self._do(ev.NoticeCame(notice=notice, refusal=refusal))
+        self._do(ev.NoticeReceived(notice=notice, refusal=refusal))
         if not self._proposed:
             self._proposed = True
             proposal = pb.Proposal(fields=self.script.fields, synchronous=True)
-            self._do(ev.Proposed(proposal=proposal))
+            self._do(ev.ProposalMade(proposal=proposal))
         self._train_on()
 
     def _do(self, event: ev.Event) -> None:
@@ -363,14 +363,14 @@ class ScriptedMember:
             self._changed.notify_all()
         while due:
             effect = due.popleft()
-            if isinstance(effect, ev.Call):
+            if isinstance(effect, ev.CallLeader):
                 self._act(type(effect.request).__name__.removesuffix("Request"), effect.request)
-            elif isinstance(effect, ev.Judge):
+            elif isinstance(effect, ev.JudgeRoster):
                 digest = "wrong" if self._wrong_digests > 0 else effect.digest
                 self._wrong_digests -= 1
                 number = effect.prepare.roster.generation
-                self._do(ev.Judged(generation=number, digest=digest))
-            elif isinstance(effect, ev.Raise):
+                self._do(ev.RosterJudged(generation=number, digest=digest))
+            elif isinstance(effect, ev.RaiseError):
                 raise effect.error
 
     def _train_on(self) -> None:
@@ -382,16 +382,16 @@ class ScriptedMember:
                 decision = core.begin_step(1_000_000, now_s)
             else:
                 decision = core.next_generation(before, now_s, now_s)
-        if isinstance(decision, ev.BringUp):
+        if isinstance(decision, ev.BringUpGeneration):
             with self._changed:
                 core.begin_step(0, now_s)
-            self._bring_up(ev.BroughtUp(record=decision.record))
+            self._bring_up(ev.GenerationBroughtUp(record=decision.record))
         elif before > self._settled and core.track.is_broken(before):
             self._settled = before
-            self._do(ev.StoodStill(step=0, has_state=self._ready_in > 0))
+            self._do(ev.TrainerStopped(step=0, has_state=self._ready_in > 0))
             self._train_on()
 
-    def _bring_up(self, brought_up: ev.BroughtUp) -> None:
+    def _bring_up(self, brought_up: ev.GenerationBroughtUp) -> None:
         with self._changed:
             withheld = READY in self._withheld
             if withheld:
@@ -402,7 +402,7 @@ class ScriptedMember:
         else:
             self._come_up(brought_up)
 
-    def _come_up(self, brought_up: ev.BroughtUp) -> None:
+    def _come_up(self, brought_up: ev.GenerationBroughtUp) -> None:
         self._ready_in = brought_up.record.roster.generation
         self._do(brought_up)
 

@@ -21,7 +21,7 @@ from typing import Self
 
 from support.processes.served_process import awaited
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 START_S = 10.0
 CLONE_NEWNET = 0x40000000
@@ -72,7 +72,7 @@ class SupervisorOn(Supervisor):
         self._supervisor = supervisor
         self._host = host
 
-    def spawn(self, command: Command) -> Process:
+    def spawn(self, command: ChildCommand) -> Process:
         arguments = ("nsenter", f"--net={self._host.path}", *command.arguments)
         return self._supervisor.spawn(replace(command, arguments=arguments))
 
@@ -174,7 +174,9 @@ class RoutedHosts:
     def _new_namespace(self, name: str) -> str:
         ours = Path("/proc/self/ns/net").stat().st_ino
         command = ("unshare", "--net", "sleep", "infinity")
-        holder = self._supervisor.spawn(Command(name=f"namespace of {name}", arguments=command))
+        holder = self._supervisor.spawn(
+            ChildCommand(name=f"namespace of {name}", arguments=command)
+        )
         path = Path(f"/proc/{holder.pid}/ns/net")
 
         def look() -> bool:

@@ -3,14 +3,14 @@
 from dataclasses import dataclass
 
 from shoal_server.core.clocks import ClockReport, ClockStatus, MemberProcess
-from shoal_server.core.positions import Position
+from shoal_server.core.positions import ClockPosition
 
 
 @dataclass
 class PlainMember:
     incarnation: str
     bound: int
-    position: Position | None
+    position: ClockPosition | None
     in_step: bool = False
 
 
@@ -37,8 +37,8 @@ class PlainClocks:
         others = [m for name, m in self.members.items() if name != who.member_id and m.position]
         start = self._start(member.bound, others)
         if not member.in_step:
-            member.position = max(member.position or Position(start), Position(start))
-        own = member.position or Position(0)
+            member.position = max(member.position or ClockPosition(start), ClockPosition(start))
+        own = member.position or ClockPosition(0)
         behind = self.behind(who.member_id)
         member.in_step = member.in_step or not behind
         return ClockStatus(
@@ -56,7 +56,7 @@ class PlainClocks:
             if other != name
             and m.position
             and own.position
-            and Position(m.position.clock + own.bound, m.position.pulled) < own.position
+            and ClockPosition(m.position.clock + own.bound, m.position.pulled) < own.position
         }
 
     def remove(self, who: MemberProcess) -> None:
@@ -79,4 +79,4 @@ class PlainClocks:
         start = max(position.clock for position in at)
         if stepping:
             start = min(start, min(stepping).clock + bound)
-        return start + 1 if Position(start, pulled=True) in stepping else start
+        return start + 1 if ClockPosition(start, pulled=True) in stepping else start

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
@@ -79,7 +79,7 @@ class Agents:
 
     def _spawn(self, name: str, launcher: list[str], environment: Mapping[str, str]) -> Process:
         return self.supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=name,
                 arguments=[
                     *(*launcher, str(EXAMPLES / self.script)),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self, TypeVar
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 START_S = 60.0
 
@@ -42,7 +42,7 @@ class ServedProcess:
         self._ready_path = directory / f"{name}.json"
         command = (*under, sys.executable, "-m", "shoal_client", *arguments)
         self.process: Process = supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=name,
                 arguments=(*command, "--ready-file", str(self._ready_path)),
                 log_path=self.log_path,

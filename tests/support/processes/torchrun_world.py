@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 
 SCRIPT = Path(__file__).with_name("torchrun_script.py")
 
@@ -54,7 +54,7 @@ class Nodes:
         ]
         log_path = self.directory / f"{name}.log"
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "NODE": name}
-        command = Command(
+        command = ChildCommand(
             name=name, arguments=arguments, log_path=log_path, environment=environment
         )
         return self.supervisor.spawn(command)

@@ -18,7 +18,7 @@ from shoal_server.coordinator.persistence.stored_generations import (
     stored_record,
 )
 from shoal_server.coordinator.persistence.stored_jobs import StoredJob, StoredJobs
-from shoal_server.core.generations.roster import Generation, JobSpec, Record
+from shoal_server.core.generations.roster import Generation, GenerationRecord, JobSpec
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,
@@ -64,11 +64,11 @@ class SimEtcd:
         """The holder of the leader's key."""
         self.back_s = 0.0
         self.loses_answers = True
-        self.records: dict[Generation, list[Record]] = {}
+        self.records: dict[Generation, list[GenerationRecord]] = {}
         """All records written, by generation; the last of each counts."""
         self.was_marked = False
         """True if the next release has written the job's own record."""
-        self.on_write: Callable[[Record], None] = lambda record: None
+        self.on_write: Callable[[GenerationRecord], None] = lambda record: None
 
     # --- who leads ---
 
@@ -139,7 +139,7 @@ class SimEtcd:
                     self.on_write(record)
 
     @staticmethod
-    def _record(operation: Put) -> Record:
+    def _record(operation: Put) -> GenerationRecord:
         job = operation.key.removeprefix(keys.JOBS).partition("/")[0]
         number = keys.generation_number(job, operation.key)
         assert number is not None
@@ -163,7 +163,7 @@ class SimEtcd:
 
     # --- what the test looks at ---
 
-    def written(self, record: Record) -> Sequence[Record]:
+    def written(self, record: GenerationRecord) -> Sequence[GenerationRecord]:
         """All records written of that generation."""
         return self.records.get(record.roster.generation, ())
 

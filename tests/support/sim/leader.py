@@ -16,12 +16,12 @@ from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.core.driver.actions import (
     Action,
+    AnswerCall,
     CloseStream,
-    MemberGone,
-    Persist,
-    Publish,
-    Reply,
-    Send,
+    ForgetMember,
+    PersistWrite,
+    PublishRecord,
+    SendOnStream,
 )
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
@@ -33,9 +33,9 @@ from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_TICKS_AT_ONCE = 5
-MAY_BE_REFUSED = (events.Joined, events.Proposed, events.StepReported)
+MAY_BE_REFUSED = (events.MemberJoined, events.TrainingProposed, events.StepReported)
 
-Handle = Callable[[events.Event, float], list[events.Effect]]
+Handle = Callable[[events.MemberEvent, float], list[events.Effect]]
 
 
 @dataclass(eq=False)
@@ -121,12 +121,12 @@ class Leader:
         self.pending: dict[Box, None] = {}
         """Calls whose callers wait."""
         self.check: Callable[[], None] = lambda: None
-        self.log: Callable[[events.Log], None] = lambda log: None
-        self.heard: Callable[[events.Event], None] = lambda event: None
+        self.log: Callable[[events.LogJobEvent], None] = lambda log: None
+        self.heard: Callable[[events.MemberEvent], None] = lambda event: None
         """Called with each event that the job took in."""
         self.told: Callable[[events.Notice], None] = lambda notice: None
         """Called with each notice that leaves it."""
-        self.heartbeats: Callable[[], Iterable[tuple[events.Heartbeat, int]]] = lambda: ()
+        self.heartbeats: Callable[[], Iterable[tuple[events.HeartbeatReceived, int]]] = lambda: ()
         """Heartbeats of all members whose processes run, with their steps."""
         self.effects_left: int | None = None
         """Number of further actions before it crashes."""
@@ -174,7 +174,7 @@ class Leader:
 
     # --- calls ---
 
-    def attend(self, stream: Connection, event: events.Joined) -> None:
+    def attend(self, stream: Connection, event: events.MemberJoined) -> None:
         if not self._serves:
             stream.end(Unavailable("this coordinator does not lead"))
             return
@@ -194,7 +194,9 @@ class Leader:
         self.submit(event, admitted)
 
     def submit(
-        self, event: events.Event, reply: Callable[[Exception | None], None] = lambda error: None
+        self,
+        event: events.MemberEvent,
+        reply: Callable[[Exception | None], None] = lambda error: None,
     ) -> None:
         if not self._serves:
             reply(Unavailable("this coordinator does not lead"))
@@ -204,7 +206,7 @@ class Leader:
             self.pending.pop(box, None)
             error = box.error
             self._check_answer(event, error)
-            reply(RefusedCall(error.refusal) if isinstance(error, events.Refused) else error)
+            reply(RefusedCall(error.refusal) if isinstance(error, events.EventRefused) else error)
 
         box = Box(answered)
         self.pending[box] = None
@@ -283,22 +285,22 @@ class Leader:
 
     def _act(self, action: Action[Connection, Box]) -> None:
         match action:
-            case Persist():
+            case PersistWrite():
                 self.process.start(self._persist(action.write))
-            case Send():
+            case SendOnStream():
                 self._check_told(action.notice)
                 self.told(action.notice)
                 action.stream.put(action.notice)
             case CloseStream():
                 self.connections.pop(action.stream, None)
                 action.stream.end(Unavailable("the stream is over"))
-            case Reply():
+            case AnswerCall():
                 action.call.set(action.error)
-            case events.Log():
+            case events.LogJobEvent():
                 self.log(action)
-            case Publish():
+            case PublishRecord():
                 assert action.record in self.etcd.written(action.record), "published too early"
-            case MemberGone():
+            case ForgetMember():
                 pass
 
     def _persist(self, write: JobWrite) -> Steps[None]:
@@ -315,7 +317,7 @@ class Leader:
         """Check that events of strangers count for nothing, and that a refused event changes
         nothing."""
 
-        def watched(event: events.Event, now_s: float) -> list[events.Effect]:
+        def watched(event: events.MemberEvent, now_s: float) -> list[events.Effect]:
             stranger = self._is_stranger(event)
             self._num_looked += isinstance(event, MAY_BE_REFUSED)
             looks = stranger or (isinstance(event, MAY_BE_REFUSED) and not self._num_looked % 4)
@@ -325,7 +327,7 @@ class Leader:
             before = repr(self.job) if looks else ""
             try:
                 effects = handle(event, now_s)
-            except events.Refused:
+            except events.EventRefused:
                 assert not looks or repr(self.job) == before, f"refused, and yet: {event}"
                 raise
             assert not stranger, f"a stranger was heard: {event}"
@@ -335,24 +337,28 @@ class Leader:
 
         return watched
 
-    def _is_stranger(self, event: events.Event) -> bool:
+    def _is_stranger(self, event: events.MemberEvent) -> bool:
         member = self.job.members.get(event.member_id)
         known = member is not None and member.incarnation == event.incarnation
-        return not known and not isinstance(event, events.Joined)
+        return not known and not isinstance(event, events.MemberJoined)
 
-    def _check_answer(self, event: events.Event, error: Exception | None) -> None:
+    def _check_answer(self, event: events.MemberEvent, error: Exception | None) -> None:
         """Check that a member, once admitted or fenced, stays so."""
         if self.etcd.leader is not self or self.job.lost is not None:
             return
         member = self.job.members.get(event.member_id)
         is_member = member is not None and member.incarnation == event.incarnation
-        if error is None and isinstance(event, events.Joined) and is_member:
+        if error is None and isinstance(event, events.MemberJoined) and is_member:
             assert self._durable_key_of(event), f"{event.member_id} was admitted too early"
         fenced = events.RefusalKind.FENCED
-        if isinstance(error, events.Refused) and error.refusal.kind == fenced and not is_member:
+        if (
+            isinstance(error, events.EventRefused)
+            and error.refusal.kind == fenced
+            and not is_member
+        ):
             assert not self._durable_key_of(event), f"{event.member_id} was fenced too early"
 
-    def _durable_key_of(self, event: events.Event) -> bool:
+    def _durable_key_of(self, event: events.MemberEvent) -> bool:
         job = self._spec.job
         return self.etcd.incarnation_of(job, event.member_id) == event.incarnation
 

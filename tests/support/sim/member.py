@@ -19,7 +19,12 @@ from shoal_client.membership.identity import Identity
 from shoal_proto.errors import DeadlineExceeded, GenerationBroken, MemberDrained, ShoalError
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import membership_pb2 as pb
-from shoal_server.core.generations.roster import JobSpec, MemberInfo, Record, Roster
+from shoal_server.core.generations.roster import (
+    GenerationRecord,
+    GenerationRoster,
+    JobSpec,
+    MemberInfo,
+)
 from shoal_server.core.membership import events
 
 LEAVE_S = 3.0
@@ -77,7 +82,7 @@ class SimMember:
         self.is_clumsy = num_failures > 0
         self.end: Exception | str | None = None
         """Result of the process, once it has ended."""
-        self.records: dict[int, list[Record]] = {}
+        self.records: dict[int, list[GenerationRecord]] = {}
         self.prepared: dict[int, tuple[float, Connection]] = {}
         self.crossed_at: int | None = None
         """Step at which it entered its generation by a planned change."""
@@ -146,8 +151,8 @@ class SimMember:
         return self.session.stream
 
     @property
-    def stands_by(self) -> bool:
-        return self.core.stands_by
+    def is_standby(self) -> bool:
+        return self.core.is_standby
 
     @property
     def to_leave(self) -> bool:
@@ -157,7 +162,7 @@ class SimMember:
     def who(self) -> dict[str, str]:
         return {"member_id": self.name, "incarnation": self.incarnation}
 
-    def is_in(self, roster: Roster | None) -> bool:
+    def is_in(self, roster: GenerationRoster | None) -> bool:
         return roster is not None and roster.holds(self.name, self.incarnation)
 
     def is_broken(self, generation: int) -> bool:
@@ -173,7 +178,7 @@ class SimMember:
         if self.is_in(record.roster):
             self.records.setdefault(record.roster.generation, []).append(record)
 
-    def _judge(self, judge: ev.Judge) -> Steps[ev.Judged]:
+    def _judge(self, judge: ev.JudgeRoster) -> Steps[ev.RosterJudged]:
         roster, stream = judge.prepare.roster, self.stream
         assert stream is not None
         self.prepared.setdefault(roster.generation, (self.around.clock.now_s, stream))
@@ -182,7 +187,7 @@ class SimMember:
         if failed:
             yield sleep(self.around.limits.probe_s)
         rejection = pb.Rejection(field="custom", seen="1", expected="2")
-        return ev.Judged(
+        return ev.RosterJudged(
             generation=roster.generation,
             digest=judge.digest,
             rejections=[rejection] if self.rejects else (),
@@ -201,7 +206,7 @@ class SimMember:
             proposal = pb.Proposal(
                 fields=self._fields, synchronous=True, step=self.step, has_state=self.has_state
             )
-            yield from self.session.do(ev.Proposed(proposal=proposal))
+            yield from self.session.do(ev.ProposalMade(proposal=proposal))
             while self.total_steps is None or self.step < self.total_steps:
                 yield from self._do_own_code()
                 yield from self._stand()
@@ -217,7 +222,7 @@ class SimMember:
                 yield sleep(code.for_s)
                 continue
             self.pause, self.pause_begun_s = code, self.around.clock.now_s
-            yield from self.session.do(ev.PauseBegan(reason="validation", limit_s=code.limit_s))
+            yield from self.session.do(ev.PauseBegun(reason="validation", limit_s=code.limit_s))
             yield sleep(code.for_s)
             self.pause = None
             self.around.resumed(self)
@@ -232,7 +237,7 @@ class SimMember:
             decision = yield from self.session.decided(
                 lambda now_s, step=step: self.core.begin_step(step, now_s)
             )
-            if isinstance(decision, ev.BringUp):
+            if isinstance(decision, ev.BringUpGeneration):
                 self.around.crosses(self, old, step)
                 self.crossed_at = step
                 self.around.part(self, self._seen)
@@ -249,7 +254,7 @@ class SimMember:
         decision = yield from self.session.decided(
             lambda now_s: self.core.next_generation(above, since_s, now_s)
         )
-        assert isinstance(decision, ev.BringUp)
+        assert isinstance(decision, ev.BringUpGeneration)
         self.crossed_at = None
         return decision.record
 
@@ -302,7 +307,7 @@ class SimMember:
         self.around.entered(self, self._seen)
         self._stands = True
         self.core.progress(self.step)
-        yield from self.session.do(ev.BroughtUp(record=record))
+        yield from self.session.do(ev.GenerationBroughtUp(record=record))
 
     def _recover(self, error: CollectiveFailed | None) -> Steps[None]:
         """Cut the rest of the generation; stop once it is over for all."""
@@ -315,15 +320,15 @@ class SimMember:
         seen = yield from self.session.decided(
             lambda now_s: self.core.break_seen(number, since_s, limits.collective_s, now_s)
         )
-        if not (isinstance(seen, ev.Over) and seen.over):
+        if not (isinstance(seen, ev.GenerationOver) and seen.over):
             raise error or GenerationBroken("no word of the break")
-        yield from self.session.do(ev.StoodStill(step=self.step, has_state=self.has_state))
+        yield from self.session.do(ev.TrainerStopped(step=self.step, has_state=self.has_state))
 
     def _leave(self, end: Exception | str) -> Steps[None]:
         completed = end == "completed"
-        leave = ev.LeaveWished(completed=completed, reason=str(end), timeout_s=LEAVE_S)
+        leave = ev.LeaveWanted(completed=completed, reason=str(end), timeout_s=LEAVE_S)
         yield from self.session.do(leave)
-        yield from self.session.do(ev.Closed())
+        yield from self.session.do(ev.SessionClosed())
         self.end = end
         self.around.ended(self)
         self.process.die()

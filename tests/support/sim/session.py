@@ -35,8 +35,10 @@ class Network(Protocol):
     limits: Limits
 
     def find_leader(self) -> Leader | None: ...
-    def request(self, leader: Leader | None, event: events.Event, box: Box) -> None: ...
-    def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None: ...
+    def request(self, leader: Leader | None, event: events.MemberEvent, box: Box) -> None: ...
+    def open(
+        self, leader: Leader | None, stream: Connection, event: events.MemberJoined
+    ) -> None: ...
     def lose(self) -> bool: ...
     def release_of(self) -> Release: ...
 
@@ -55,7 +57,7 @@ class SimSession:
         network: Network,
         identity: Identity,
         *,
-        judge: Callable[[ev.Judge], Steps[ev.Judged]],
+        judge: Callable[[ev.JudgeRoster], Steps[ev.RosterJudged]],
         on_break: Callable[[int], None],
         on_record: Callable[[events.OutcomeNotice], None] = lambda notice: None,
     ) -> None:
@@ -86,12 +88,12 @@ class SimSession:
     # --- the core ---
 
     def decided(
-        self, decide: Callable[[float], Decision | ev.WaitUntil | ev.Raise]
+        self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
     ) -> Steps[Decision]:
         while True:
             seen, now_s = self._num_events, self._clock.now_s
             decision = decide(now_s)
-            if isinstance(decision, ev.Raise):
+            if isinstance(decision, ev.RaiseError):
                 raise decision.error
             if not isinstance(decision, ev.WaitUntil):
                 return decision
@@ -113,21 +115,21 @@ class SimSession:
 
     def _carry_out(self, effect: ev.Effect) -> Steps[ev.Event | None]:
         match effect:
-            case ev.Raise():
+            case ev.RaiseError():
                 raise effect.error
-            case ev.Call():
+            case ev.CallLeader():
                 return (yield from self._call(effect))
             case ev.OpenStream():
                 return (yield from self._hold_stream(effect))
-            case ev.Judge():
+            case ev.JudgeRoster():
                 return (yield from self._judge(effect))
             case ev.CancelStream() if self.stream is not None:
                 self.stream.break_off()
             case ev.FindLeader():
                 self._move_on(self._stream_leader)
-            case ev.Break():
+            case ev.BreakGeneration():
                 self._on_break(effect.generation)
-            case ev.AskDrain():
+            case ev.AskForDrain():
                 self.drain(effect.reason)
             case _:
                 pass
@@ -135,13 +137,13 @@ class SimSession:
 
     # --- calls, as Coordinators makes them ---
 
-    def _call(self, call: ev.Call) -> Steps[ev.Event]:
+    def _call(self, call: ev.CallLeader) -> Steps[ev.Event]:
         if call.after_s:
             yield sleep(call.after_s)
         request, token = call.request, self.core.token
-        event: events.Event
+        event: events.MemberEvent
         if isinstance(request, pb.DrainRequest):
-            event = events.DrainAsked(
+            event = events.DrainRequested(
                 member_id=token.member_id, incarnation=token.incarnation, reason=request.reason
             )
         else:
@@ -153,7 +155,7 @@ class SimSession:
             return ev.CallEnded(call=call, error=error, chance=self._clock.random.random())
         return ev.CallEnded(call=call)
 
-    def _send(self, event: events.Event, timeout_s: float) -> Steps[None]:
+    def _send(self, event: events.MemberEvent, timeout_s: float) -> Steps[None]:
         clock, back_off = self._clock, BackOff()
         give_up_s = clock.now_s + timeout_s
         while True:
@@ -188,7 +190,7 @@ class SimSession:
 
     def listen(self) -> Steps[None]:
         """The thread that holds one stream after another."""
-        yield from self.do(ev.JoinWished())
+        yield from self.do(ev.JoinWanted())
 
     def _hold_stream(self, opening: ev.OpenStream) -> Steps[ev.Event | None]:
         if opening.after_s:
@@ -219,11 +221,11 @@ class SimSession:
                 break
         return ev.StreamEnded(error=error, chance=clock.random.random())
 
-    def _heard(self, notice: events.Notice | None) -> ev.NoticeCame:
+    def _heard(self, notice: events.Notice | None) -> ev.NoticeReceived:
         """Encode a notice as coordinator/jobs/streams.py does; None: admitted."""
         if notice is None:
             admitted = pb.Admitted(limits=codec.limits_to_pb(self._network.limits))
-            return ev.NoticeCame(notice=pb.Notice(reason="admitted", admitted=admitted))
+            return ev.NoticeReceived(notice=pb.Notice(reason="admitted", admitted=admitted))
         known = isinstance(notice, events.OutcomeNotice) and notice.record.digest == self._shown
         message = codec.notice_to_pb(notice, self._last_generation(), with_roster=not known)
         if isinstance(notice, events.PrepareNotice):
@@ -235,14 +237,14 @@ class SimSession:
             refusal = codec.refusal_to_error(notice.refusal, self._last_generation())
         leader = self._stream_leader
         message = said(message, leader.release if leader is not None else self.release)
-        return ev.NoticeCame(notice=self._rosters.complete(message, 0.0), refusal=refusal)
+        return ev.NoticeReceived(notice=self._rosters.complete(message, 0.0), refusal=refusal)
 
     def pass_drains(self) -> Steps[None]:
         """The thread that passes wishes to drain on."""
         yield Wait(lambda: self.core.admitted)
         while True:
             yield Wait(lambda: bool(self._drain_wishes))
-            yield from self.do(ev.DrainWished(reason=self._drain_wishes.pop(0)))
+            yield from self.do(ev.DrainWanted(reason=self._drain_wishes.pop(0)))
 
 
 __all__ = ["Network", "SimSession"]

@@ -13,9 +13,9 @@ from support.sim.virtual_time import Box, Clock
 from shoal_proto.errors import BringUpFailed, DeadlineExceeded, ShoalError
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
+    GenerationRecord,
     JobSpec,
     MemberInfo,
-    Record,
     StateAction,
     Step,
     Verdict,
@@ -36,7 +36,7 @@ KNOWN_WITHIN_S = 5.0
 class Group:
     """The process group of one generation."""
 
-    record: Record
+    record: GenerationRecord
     arrived: dict[str, dict[str, Box]] = field(default_factory=dict)
     parted: set[str] = field(default_factory=set)
     highest_begun: int = -1
@@ -130,21 +130,21 @@ class SimWorld:
             member.stream.break_off()
         self.ended(member)
         if seen_by_launcher:
-            self._report(events.Lost(**member.who, reason="its launcher saw it exit"))
+            self._report(events.MemberLost(**member.who, reason="its launcher saw it exit"))
 
     def halt(self, name: str, for_s: float, *, seen_by_launcher: bool) -> None:
         member = self.members[name]
         self.note(f"{name} is halted for {for_s:.2f} s")
         member.process.halt()
         if seen_by_launcher:
-            self._report(events.Halted(**member.who))
+            self._report(events.ProcessHalted(**member.who))
 
         def wake() -> None:
             if member.process.halted:
                 self.note(f"{name} goes on")
                 member.process.go_on()
                 if seen_by_launcher:
-                    self._report(events.Continued(**member.who))
+                    self._report(events.ProcessContinued(**member.who))
 
         self.clock.later(for_s, wake)
 
@@ -167,7 +167,7 @@ class SimWorld:
         member = self.members[name]
         self.note(f"{name} is to drain")
         if by_operator:
-            self._report(events.DrainAsked(**member.who, reason="spot notice"))
+            self._report(events.DrainRequested(**member.who, reason="spot notice"))
         else:
             member.drain("SIGTERM")
 
@@ -224,9 +224,9 @@ class SimWorld:
         for member in self.members.values():
             if member.process.halted:
                 member.process.go_on()
-                self._report(events.Continued(**member.who))
+                self._report(events.ProcessContinued(**member.who))
 
-    def _report(self, event: events.Event) -> None:
+    def _report(self, event: events.MemberEvent) -> None:
         """Report, as a launcher or an operator, about a member until a leader receives it."""
         tries = 0
 
@@ -248,16 +248,16 @@ class SimWorld:
 
         self.clock.soon(say, 0.1)
 
-    def _heard(self, event: events.Event) -> None:
-        if isinstance(event, events.Answered) and not event.rejections:
+    def _heard(self, event: events.MemberEvent) -> None:
+        if isinstance(event, events.RosterAnswered) and not event.rejections:
             self._accepted.add((event.generation, event.incarnation, event.digest))
 
-    def _heartbeats(self) -> Iterator[tuple[events.Heartbeat, int]]:
+    def _heartbeats(self) -> Iterator[tuple[events.HeartbeatReceived, int]]:
         """Heartbeats of every member that was admitted and whose process runs."""
         for member in self.members.values():
             beats = member.core.admitted and member.process.alive and not member.process.halted
             if beats and not self.lose():
-                yield events.Heartbeat(**member.who), member.step
+                yield events.HeartbeatReceived(**member.who), member.step
 
     # --- the line of leaders ---
 
@@ -312,7 +312,7 @@ class SimWorld:
     def lose(self) -> bool:
         return self.faulty and self.random.random() < 0.01
 
-    def open(self, leader: Leader | None, stream: Connection, event: events.Joined) -> None:
+    def open(self, leader: Leader | None, stream: Connection, event: events.MemberJoined) -> None:
         def arrive() -> None:
             if leader is None or not leader.process.alive or self.lose():
                 stream.end(Unavailable("nobody answers"))
@@ -328,7 +328,7 @@ class SimWorld:
 
             self.clock.later(3.0, give_up)
 
-    def request(self, leader: Leader | None, event: events.Event, box: Box) -> None:
+    def request(self, leader: Leader | None, event: events.MemberEvent, box: Box) -> None:
         def fail(within_s: float) -> None:
             self.clock.soon(lambda: box.set(Unavailable("the connection broke")), within_s)
 
@@ -340,7 +340,7 @@ class SimWorld:
             if self.lose():
                 fail(0.5)
             else:
-                is_ready = isinstance(event, events.BecameReady)
+                is_ready = isinstance(event, events.ReadinessReported)
                 self.clock.later(
                     self.ready_reply_s if is_ready else 0.0,
                     lambda: self.clock.soon(lambda: box.set(error), 0.02),
@@ -411,7 +411,7 @@ class SimWorld:
             self.checkpoints.append(member.step)
         leader = self.find_leader()
         if leader is not None and not leader.process.halted and self.random.random() < 0.1:
-            leader.job.heard_of_step(member.name, member.incarnation, Step(member.step))
+            leader.job.note_step(member.name, member.incarnation, Step(member.step))
 
     def _check_boundary(self, leader: Leader, notice: events.Notice) -> None:
         """The old generation stops at the very first step that nobody has begun."""
@@ -497,7 +497,7 @@ class SimWorld:
     def note(self, line: str) -> None:
         self.story.append(f"{self.clock.now_s:8.3f} {line}")
 
-    def _logged(self, log: events.Log) -> None:
+    def _logged(self, log: events.LogJobEvent) -> None:
         self.note(f"{log.kind}: {log.reason}")
         if log.kind == "member_removed" and "no heartbeat for" in log.reason:
             # Of two processes of one name the first is silent.
@@ -505,7 +505,7 @@ class SimWorld:
             runs = [each for each in named if each.living and not each.process.was_halted]
             assert runs != named, f"{log.member_id} is called silent, and beats"
 
-    def _written(self, record: Record) -> None:
+    def _written(self, record: GenerationRecord) -> None:
         roster = record.roster
         all_written = self.store.records[roster.generation]
         verdicts = [r.verdict for r in all_written]
@@ -585,6 +585,6 @@ class SimWorld:
         return (
             together
             and all(m.generation == number and not m.is_broken(number) for m in training)
-            and all(m.stands_by for m in surplus)
+            and all(m.is_standby for m in surplus)
             and (not surplus or len(training) == job.spec.max_members)
         )

@@ -9,7 +9,7 @@ from support.processes.ranks import Report
 from support.training.rank_bodies import Run, data, loss_of, model_and_optimizer, session_of
 
 import shoal
-from shoal.backends.abortable.p2p import AbortableP2P, Message
+from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.state import transfer
 from shoal_proto.errors import DeadlineExceeded
 
@@ -109,7 +109,7 @@ def _throttle(transfer_s: float) -> None:
     transfer.CHUNK_BYTES = num_bytes // NUM_CHUNKS
     send = AbortableP2P.send
 
-    def slow(self: AbortableP2P, tensors: list[torch.Tensor], to: int, tag: int = 0) -> Message:
+    def slow(self: AbortableP2P, tensors: list[torch.Tensor], to: int, tag: int = 0) -> P2PMessage:
         time.sleep(transfer_s * tensors[0].nbytes / num_bytes)
         return send(self, tensors, to, tag)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from hashlib import sha256
 
 from shoal.weights.reading import merged
-from shoal.weights.series import PublishingPlace
+from shoal.weights.series import PublisherRank
 from shoal.weights.subscription import Subscription, version_digest
 from shoal_proto.errors import DeadlineExceeded, PublicationAbandoned, ShoalError, VersionGone
 from shoal_proto.segments.sealed import Segment
@@ -30,7 +30,7 @@ class MemorySeries:
         self.reports: list[tuple[int, bytes]] = []
         self.leases: set[int] = set()
 
-    def connect(self, place: PublishingPlace) -> "MemoryContributor":
+    def connect(self, place: PublisherRank) -> "MemoryContributor":
         return MemoryContributor(self, place)
 
     def reader(self) -> "MemoryReader":
@@ -40,7 +40,7 @@ class MemorySeries:
         return Subscription(self.reader(), "job/policy")  # type: ignore[arg-type]
 
     def commit(
-        self, publication: int, place: PublishingPlace, step: int, text: Mapping[str, str]
+        self, publication: int, place: PublisherRank, step: int, text: Mapping[str, str]
     ) -> None:
         parts = self.parts[place.number, publication]
         layout = merged([parts[rank][1] for rank in range(place.world_size)])
@@ -68,7 +68,7 @@ class MemorySeries:
 class MemoryContributor:
     """One rank's access to it."""
 
-    def __init__(self, series: MemorySeries, place: PublishingPlace) -> None:
+    def __init__(self, series: MemorySeries, place: PublisherRank) -> None:
         self._series, self._place = series, place
         self._closed = False
 

@@ -26,7 +26,7 @@ from shoal.backends.network.aborts import Aborts
 from shoal.backends.network.cuda_progress import DeviceProgress, cuda_progress
 from shoal.backends.network.nccl import Cuda
 from shoal.backends.network.nccl_environment import REQUIRED, require_survival
-from shoal.backends.network.own_gpu import LocalPlace, check_unshared
+from shoal.backends.network.own_gpu import LocalRank, check_unshared
 from shoal.model.gradients import are_finite, is_finite
 from shoal_proto.errors import InvalidSpec
 
@@ -254,13 +254,13 @@ def test_a_device_that_gets_on_does_not_stand() -> None:
 
     progress = DeviceProgress(record)
     for now_s in (1.0, 2.0):
-        assert progress.stands_since_s(now_s) is None
+        assert progress.stalled_since_s(now_s) is None
         events[-1].is_reached = True
-    assert progress.stands_since_s(3.0) is None
-    assert progress.stands_since_s(4.0) == 3.0
-    assert progress.stands_since_s(9.0) == 3.0
+    assert progress.stalled_since_s(3.0) is None
+    assert progress.stalled_since_s(4.0) == 3.0
+    assert progress.stalled_since_s(9.0) == 3.0
     events[-1].is_reached = True
-    assert progress.stands_since_s(10.0) is None
+    assert progress.stalled_since_s(10.0) is None
     assert len(events) == 4
 
 
@@ -270,8 +270,8 @@ def test_a_device_that_has_failed_is_looked_at_no_more() -> None:
 
     progress = DeviceProgress(record)
     with structlog.testing.capture_logs() as logs:
-        assert progress.stands_since_s(1.0) is None
-        assert progress.stands_since_s(2.0) is None
+        assert progress.stalled_since_s(1.0) is None
+        assert progress.stalled_since_s(2.0) is None
     assert [each["event"] for each in logs] == ["device_not_watched"]
 
 
@@ -282,7 +282,7 @@ def test_a_capture_of_a_graph_is_not_spoiled() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         static.add_(1)
-        looks = threading.Thread(target=progress.stands_since_s, args=(time.monotonic(),))
+        looks = threading.Thread(target=progress.stalled_since_s, args=(time.monotonic(),))
         looks.start()
         looks.join()
     graph.replay()
@@ -305,7 +305,7 @@ def test_a_check_waits_for_every_stream_of_the_device() -> None:
 
 
 def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
-    place = LocalPlace(rank=1, world_size=2)
+    place = LocalRank(rank=1, world_size=2)
     with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
         place.check(0, 1, {})
     assert refused.value.seen == "2 workers, 1 GPU"
@@ -315,7 +315,7 @@ def test_two_workers_on_the_only_gpu_of_a_host_are_refused_by_name() -> None:
     place.check(0, 1, {"NCCL_MULTI_RANK_GPU_ENABLE": "1"})
     # Whoever started it shows it its own.
     place.check(0, 1, {"CUDA_VISIBLE_DEVICES": "1"})
-    LocalPlace().check(0, 1, {})
+    LocalRank().check(0, 1, {})
 
 
 def test_ranks_on_one_gpu_are_refused_wherever_each_was_shown_it() -> None:

@@ -17,7 +17,7 @@ from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
 from shoal.backends.shared_memory import opening
-from shoal.backends.shared_memory.rooms import Room
+from shoal.backends.shared_memory.regions import MemoryRegion
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 
 
@@ -129,7 +129,9 @@ def test_a_stranger_gets_no_memory(
         listener.bind(opening._address(key))
         listener.listen()
         maker = threading.Thread(
-            target=lambda: handed.append(opening._hand_out(listener, key, 2, Room.made(4096)))
+            target=lambda: handed.append(
+                opening._hand_out(listener, key, 2, MemoryRegion.made(4096))
+            )
         )
         maker.start()
         strangers = [

@@ -4,7 +4,7 @@ import socket
 import threading
 from dataclasses import dataclass, field
 
-from shoal.backends.shared_memory.links import Links
+from shoal.backends.shared_memory.links import PeerSockets
 
 
 class WaitsToSend(socket.socket):
@@ -28,7 +28,7 @@ class Rank:
     """What one is told."""
 
     told: list[str] = field(default_factory=list)
-    links: Links | None = None
+    links: PeerSockets | None = None
 
     def lose(self, reason: str) -> None:
         self.told.append(reason)
@@ -39,8 +39,8 @@ def test_all_are_told_that_a_rank_leaves_however_fast_one_of_them_goes_on() -> N
     first, second = socket.socketpair(), socket.socketpair()
     leaving, others = Rank(), (Rank(), Rank())
     for rank, (_, own) in zip(others, (first, second), strict=True):
-        rank.links = Links([own], rank.lose)
-    leaving.links = Links([first[0], WaitsToSend(second[0])], leaving.lose)
+        rank.links = PeerSockets([own], rank.lose)
+    leaving.links = PeerSockets([first[0], WaitsToSend(second[0])], leaving.lose)
     watching = [each for each in threading.enumerate() if each.name == "shoal-links"]
     leaving.links.close()
     for thread in watching:

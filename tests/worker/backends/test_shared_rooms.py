@@ -7,7 +7,7 @@ from support.collectives import room_bodies
 from support.processes.ranks import Ranks
 from support.processes.worlds import run_on_gloo
 
-from shoal.backends.shared_memory.rooms import KeptRooms, Room
+from shoal.backends.shared_memory.regions import KeptRegions, MemoryRegion
 
 
 @pytest.mark.parametrize(("how", "again"), [("killed", True), ("left", True), ("halted", False)])
@@ -23,8 +23,8 @@ def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
 
 
 def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
-    room = Room.made(8192)
-    other = Room(room.descriptor, room.room_id, 8192)
+    room = MemoryRegion.made(8192)
+    other = MemoryRegion(room.descriptor, room.room_id, 8192)
     assert not room.is_deserted()
     other.leave()
     assert room.is_deserted()
@@ -40,14 +40,14 @@ def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
 
 
 def test_a_room_suits_what_fills_half_of_it_or_more() -> None:
-    room = Room.made(8192)
+    room = MemoryRegion.made(8192)
     suited = [size for size in (4095, 4096, 8192, 8193) if room.suits(size)]
     room.close()
     assert suited == [4096, 8192]
 
 
 def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
-    kept, rooms = KeptRooms(), [Room.made(4096) for _ in range(3)]
+    kept, rooms = KeptRegions(), [MemoryRegion.made(4096) for _ in range(3)]
     for room in rooms:
         kept.keep(room)
     assert [kept.take(), kept.take()] == rooms[:2]

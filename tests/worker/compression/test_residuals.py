@@ -2,12 +2,12 @@
 
 import torch
 
-from shoal.compression.base import Packed
-from shoal.compression.residuals import Carry, Residuals
+from shoal.compression.base import PackedTensors
+from shoal.compression.residuals import Residuals, StepCarry
 
 
 def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
-    carry: Carry[int] = Carry()
+    carry: StepCarry[int] = StepCarry()
     carry.begin(4)
     carry.put("a", 1)
     carry.begin(5)
@@ -20,7 +20,7 @@ def test_values_of_a_step_that_is_computed_again_are_forgotten() -> None:
 
 def test_values_count_if_others_committed_the_step_that_failed_here() -> None:
     """The member takes their state over and begins behind it."""
-    carry: Carry[int] = Carry()
+    carry: StepCarry[int] = StepCarry()
     carry.begin(4)
     carry.put("a", 1)
     carry.begin(5)
@@ -28,7 +28,7 @@ def test_values_count_if_others_committed_the_step_that_failed_here() -> None:
 
 
 def test_what_was_taken_out_in_a_failed_step_is_there_again() -> None:
-    carry: Carry[int] = Carry()
+    carry: StepCarry[int] = StepCarry()
     carry.begin(0)
     carry.put("a", 1)
     carry.begin(1)
@@ -39,7 +39,7 @@ def test_what_was_taken_out_in_a_failed_step_is_there_again() -> None:
 
 
 def test_going_back_to_an_older_step_forgets_the_newer() -> None:
-    carry: Carry[int] = Carry()
+    carry: StepCarry[int] = StepCarry()
     carry.begin(9)
     carry.put("a", 1)
     carry.begin(3)
@@ -49,11 +49,11 @@ def test_going_back_to_an_older_step_forgets_the_newer() -> None:
 def test_residuals_follow_their_parameters_into_another_order() -> None:
     residuals = Residuals()
     sizes = {"a": torch.Size([2]), "b": torch.Size([3])}
-    first = Packed(torch.zeros(5), ["a", "b"], [sizes["a"], sizes["b"]])
+    first = PackedTensors(torch.zeros(5), ["a", "b"], [sizes["a"], sizes["b"]])
     residuals.begin(0)
     residuals.keep(first, torch.arange(5.0))
     residuals.begin(1)
-    other = Packed(torch.full((5,), 10.0), ["b", "a"], [sizes["b"], sizes["a"]])
+    other = PackedTensors(torch.full((5,), 10.0), ["b", "a"], [sizes["b"], sizes["a"]])
     assert residuals.added_to(other, 7).tolist() == [12, 13, 14, 10, 11, 0, 0]
     residuals.release(other)
     assert other.flat.tolist() == [12, 13, 14, 10, 11]

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.embedding.cache import Held, HotRows
+from shoal.embedding.cache import CachedRows, HotRows
 from shoal.embedding.routing import route
 from shoal.embedding.rows import TableRows
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
@@ -30,10 +30,10 @@ def test_arrays_are_routed_as_single_ids(ids: list[int], num_shards: int) -> Non
     assert by_shard == {s: i.tolist() for s, i in route_one_by_one(ids, num_shards).items()}
 
 
-def held(ids: list[int], version: int) -> Held:
+def held(ids: list[int], version: int) -> CachedRows:
     """Rows whose values tell of which id and version they are."""
     count = len(ids)
-    return Held(
+    return CachedRows(
         values=torch.tensor([[float(i), float(version)] for i in ids]).view(-1, 2),
         births=np.full(count, version),
         versions=np.full(count, version),

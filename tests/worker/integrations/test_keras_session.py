@@ -163,5 +163,5 @@ def test_what_a_session_cannot_keep_exact_is_refused(session: shoal.Session) -> 
 
 def test_an_evaluation_of_weights_that_are_elsewhere_is_refused(cluster: LocalCluster) -> None:
     run = Fit(coordinator=cluster.coordinator, job="keras-stale", member_id="a", strategy="zero2")
-    with pytest.raises(InvalidSpec, match="Evaluate behind fit"):
+    with pytest.raises(InvalidSpec, match="Evaluate after fit"):
         bodies.fit(lambda kind, **data: None, run, validation_data=bodies.data())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.backends.network.own_gpu import LocalPlace
+from shoal.backends.network.own_gpu import LocalRank
 from shoal.launcher.run_config import KEPT_MEMORY, RunConfig, worker_environment
 from shoal.membership.join_config import read_config
 from shoal_proto.errors import InvalidSpec
@@ -72,11 +72,11 @@ def test_each_worker_is_told_which_of_its_host_it_is() -> None:
 def test_each_worker_has_a_gpu_of_its_own(
     rank: int, world_size: int, num_visible: int, gpu: int | None
 ) -> None:
-    assert LocalPlace(rank=rank, world_size=world_size).gpu(num_visible) == gpu
+    assert LocalRank(rank=rank, world_size=world_size).gpu(num_visible) == gpu
 
 
 def test_a_model_on_the_gpu_of_another_worker_is_refused() -> None:
-    place = LocalPlace(rank=2, world_size=4)
+    place = LocalRank(rank=2, world_size=4)
     place.check(2, 4)
     with pytest.raises(InvalidSpec, match="of another worker") as refused:
         place.check(0, 4)
@@ -84,4 +84,4 @@ def test_a_model_on_the_gpu_of_another_worker_is_refused() -> None:
     with pytest.raises(InvalidSpec, match="no GPU for each worker") as refused:
         place.check(0, 2)
     assert refused.value.seen == "4 workers, 2 GPUs"
-    LocalPlace().check(3, 4)  # alone on its host, it may take any
+    LocalRank().check(3, 4)  # alone on its host, it may take any

@@ -3,7 +3,7 @@
 import pytest
 from support.models import tensor_models as models
 
-from shoal.layouts.hybrid.mesh import Fixed, ModelFacts, mesh_for
+from shoal.layouts.hybrid.mesh import FixedSizes, ModelFacts, mesh_for
 from shoal.strategies.layout.hybrid import Hybrid
 from shoal_proto.errors import InvalidSpec
 
@@ -23,7 +23,7 @@ def test_every_world_size_has_a_mesh_that_suits_the_model(world_size):
     for bound in (None, 1, GIB, 64 * GIB):
         for stages, splits in ((1, 1), (3, 1), (8, 8), (100, 16)):
             model = facts(stages=stages, splits=splits)
-            mesh = mesh_for(world_size, model, Fixed(max_rank_bytes=bound))
+            mesh = mesh_for(world_size, model, FixedSizes(max_rank_bytes=bound))
             assert mesh.world_size == world_size
             assert mesh.pipeline <= stages
             assert mesh.tensor == 1 or mesh.tensor in model.tensor_sizes
@@ -55,7 +55,7 @@ def test_every_world_size_has_a_mesh_that_suits_the_model(world_size):
     ],
 )
 def test_the_mesh_of_a_world_size(world_size, fixed, expected):
-    assert mesh_for(world_size, facts(), Fixed(**fixed)).sizes == expected
+    assert mesh_for(world_size, facts(), FixedSizes(**fixed)).sizes == expected
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_fixed_sizes_that_do_not_divide_are_named_with_world_sizes_that_fit(
     world_size, fixed, said
 ):
     with pytest.raises(InvalidSpec, match=said):
-        mesh_for(world_size, facts(stages=2, splits=2), Fixed(**fixed))
+        mesh_for(world_size, facts(stages=2, splits=2), FixedSizes(**fixed))
 
 
 @pytest.mark.parametrize("fixed", [{"pipeline": 0}, {"data": -1}, {"max_rank_bytes": 0}])

@@ -11,8 +11,8 @@ from shoal.layouts.layer_exchanges import (
     MAX_KEPT,
     MAX_TOLD,
     WORD_BITS,
+    ExchangeRecord,
     LayerExchanges,
-    Told,
     difference,
     ranks_that_differ,
 )
@@ -31,8 +31,8 @@ def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchan
     return exchanges
 
 
-def told(exchanges: LayerExchanges) -> Told:
-    found = exchanges.told()
+def told(exchanges: LayerExchanges) -> ExchangeRecord:
+    found = exchanges.record()
     assert found is not None
     return found
 
@@ -98,10 +98,10 @@ def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
 def test_where_models_are_split_among_different_ranks_nothing_is_told() -> None:
     exchanges = after([0], peers=(0, 1))
     exchanges.among((0, 1))
-    assert exchanges.told() is not None
+    assert exchanges.record() is not None
     exchanges.among((0, 1, 2, 3))
-    assert exchanges.told() is None
-    assert exchanges.word() == 0
+    assert exchanges.record() is None
+    assert exchanges.summary() == 0
 
 
 def test_a_whole_parameter_without_a_gradient_is_told_by_its_name() -> None:

@@ -122,7 +122,7 @@ def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
         list(gradients(layout).values())[-1].view(-1)[0] = torch.inf
     check.look(layout.parameters)
     assert check.is_own is (rank == faulty)
-    check.hear([each == faulty for each in range(world_size)])
+    check.note_faults([each == faulty for each in range(world_size)])
     layout.reduce()
     reset_counts()
     return told(layout), sum(count.calls for count in counts().values())

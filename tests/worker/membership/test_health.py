@@ -23,7 +23,7 @@ from shoal_proto.forks.openssl import NO_FORK
 from shoal_proto.health import HealthFigures
 from shoal_proto.tls import files, identity
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 from shoal_server.status.board import StatusBoard
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.views import HealthView
@@ -220,7 +220,7 @@ def test_no_fork_finds_the_reporter_within_openssl(
     for name in ("load_cert_chain", "load_verify_locations", "wrap_socket"):
         noted(ssl.SSLContext, name)
     with (
-        identity.using(in_folder(tmp_path, Role.COORDINATOR)),
+        identity.using(in_folder(tmp_path, CertificateRole.COORDINATOR)),
         endpoint(board) as server,
         reporter(server.url, 0.01) as health,
     ):

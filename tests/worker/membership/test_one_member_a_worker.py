@@ -41,4 +41,4 @@ def test_what_a_worker_spawns_does_not_take_its_place() -> None:
         slot = config.member().beat_slot
         assert slot is not None
         config.member()  # a second session of the same process
-        slot.lifeline.let_go()
+        slot.lifeline.release()

@@ -116,7 +116,7 @@ def saves(session: Session, name: str) -> int:
     return session.step_number
 
 
-def are_told(survivors: list[Any]) -> None:
+def are_known(survivors: list[Any]) -> None:
     """The first of them to find out leaves, and another one may be told that it is left with less
     than a whole state."""
     assert all(isinstance(each, StateLost) for each in survivors), survivors
@@ -141,7 +141,7 @@ def test_what_is_saved_behind_a_loop_is_of_no_earlier_step(
 ) -> None:
     *survivors, lost = crew(cluster, strategy, loop, saves)
     assert isinstance(lost, Killed)
-    are_told(survivors)
+    are_known(survivors)
 
 
 def is_lost_at_the_end(session: Session, name: str) -> int:
@@ -161,7 +161,7 @@ def test_a_stopped_job_ends_with_the_step_that_was_reached(
     if strategy is shoal.DDP:
         assert survivors == [STEPS] * 2
     else:
-        are_told(survivors)
+        are_known(survivors)
 
 
 def test_a_loop_that_is_begun_again_goes_on_from_where_the_state_is(cluster: LocalCluster) -> None:

@@ -211,7 +211,7 @@ def test_members_that_call_it_unequally_often_are_told_of_each_other(
             session.gather(outputs.detach())
 
     ends = crew(cluster, 3, passes, strategy=strategy)
-    told(ends, r"wait for each other in different places.*session\.gather, call \d of step 1")
+    told(ends, r"wait for each other at different points.*session\.gather, call \d of step 1")
 
 
 @pytest.mark.long

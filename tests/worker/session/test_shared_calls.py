@@ -356,9 +356,9 @@ def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
         told = [member.expect("refused") for member in members]
         assert [each["generation"] for each in told] == [1, 1]
         for each in told:
-            assert "wait for each other in different places" in each["text"]
+            assert "wait for each other at different points" in each["text"]
             assert f"session.{call}" in each["text"]
-            assert "session.step() behind 3 steps" in each["text"]
+            assert "session.step() after 3 steps" in each["text"]
 
 
 @pytest.mark.sampled("fault")

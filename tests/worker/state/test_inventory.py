@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from shoal.state import inventory as inventories
 from shoal.state.inventory import (
     Inventory,
-    Listing,
     Meta,
-    Table,
+    ShardListing,
+    TensorTable,
     chunks_from_json,
     chunks_to_json,
     from_json,
@@ -52,7 +52,7 @@ def announced(draw: st.DrawFn) -> Inventory:
                 chunks[name] = Chunk(offsets=offsets, sizes=sizes)
         elsewhere = frozenset(draw(st.lists(st.text(max_size=4), max_size=2))) - chunks.keys()
         values: dict[str, Any] = {"groups": [{"lr": draw(st.floats(allow_nan=False))}, None]}
-        listings.append(Listing(step=step, chunks=chunks, values=values, elsewhere=elsewhere))
+        listings.append(ShardListing(step=step, chunks=chunks, values=values, elsewhere=elsewhere))
     return Inventory(metas=metas, listings=listings)
 
 
@@ -206,12 +206,14 @@ def test_tensors_of_a_shape_are_gone_through_once_for_all_ranks() -> None:
             for name, shape in shapes.items()
         }
 
-    told = [Inventory(metas=metas, listings=[Listing(step=1, chunks=rows(r))]) for r in range(4)]
+    told = [
+        Inventory(metas=metas, listings=[ShardListing(step=1, chunks=rows(r))]) for r in range(4)
+    ]
     heard = [from_message(to_message(each), rank) for rank, each in enumerate(told)]
     assert len({id(each.metas) for each in heard}) == 1
     chosen = choose(heard)
     assert len({id(holders) for holders in chosen.holders.values()}) == 2
-    table, names = Table(chosen.metas), list(chosen.metas)
+    table, names = TensorTable(chosen.metas), list(chosen.metas)
     needs = chunks_from_json(chunks_to_json(rows(1), names, metas), table)
     assert needs == rows(1)
     assert len(groups_of(needs)) == 2

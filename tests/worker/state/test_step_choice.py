@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal.state.inventory import Inventory, Listing, Meta
+from shoal.state.inventory import Inventory, Meta, ShardListing
 from shoal.state.shards import Chunk
 from shoal.state.step_choice import choose
 from shoal_proto.errors import DtypeMismatch, ShapeMismatch, StateLost
@@ -21,16 +21,18 @@ LEFT, RIGHT = (Chunk(offsets=(0, column), sizes=(4, 3)) for column in (0, 3))
 MIDDLE = Chunk(offsets=(1, 0), sizes=(3, 6))
 
 
-def rank(*listings: Listing) -> Inventory:
+def rank(*listings: ShardListing) -> Inventory:
     names = {name for listing in listings for name in listing.chunks}
     return Inventory(
         metas={name: Meta(SHAPES[name], torch.float32) for name in names}, listings=listings
     )
 
 
-def at(step: int, elsewhere: Sequence[str] = (), **chunks: Chunk) -> Listing:
+def at(step: int, elsewhere: Sequence[str] = (), **chunks: Chunk) -> ShardListing:
     named = {{"w": W, "b": B, "m": M, "s": S}[key]: chunk for key, chunk in chunks.items()}
-    return Listing(step=step, chunks=named, values={"step": step}, elsewhere=frozenset(elsewhere))
+    return ShardListing(
+        step=step, chunks=named, values={"step": step}, elsewhere=frozenset(elsewhere)
+    )
 
 
 FULL = {"w": WHOLE[W], "b": WHOLE[B], "m": WHOLE[M], "s": WHOLE[S]}
@@ -145,7 +147,7 @@ def worlds(draw: st.DrawFn) -> list[Inventory]:
                     offsets=tuple(start for start, _ in spans),
                     sizes=tuple(stop - start for start, stop in spans),
                 )
-            listings.append(Listing(step=step, chunks=chunks))
+            listings.append(ShardListing(step=step, chunks=chunks))
         inventories.append(rank(*listings))
     return inventories
 

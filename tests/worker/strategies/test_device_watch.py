@@ -27,9 +27,9 @@ class Watched:
                 is_away=lambda: False,
                 num_moved=lambda: 0,
                 held_until_s=held_until_s,
-                does=self._does,
+                report_status=self._does,
                 hung=lambda generation: self.hung.set(),
-                device_stands_since_s=lambda now_s: self._began_s,
+                device_stalled_since_s=lambda now_s: self._began_s,
             )
         )
         group: dist.ProcessGroup = dist.ProcessGroup(0, 2)

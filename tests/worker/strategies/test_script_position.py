@@ -3,7 +3,7 @@ those who are in it, with nobody else in their way."""
 
 import pytest
 
-from shoal.strategies.synchronous.script_position import AmidACall, ScriptPosition
+from shoal.strategies.synchronous.script_position import CallInterrupted, ScriptPosition
 
 STEP = 7
 
@@ -15,7 +15,7 @@ def met(*positions: tuple[int, ScriptPosition]) -> list[str]:
     for step, position in positions:
         try:
             position.follow(told, step)
-        except AmidACall:
+        except CallInterrupted:
             found.append("away")
         else:
             found.append("again" if position.in_call else "on")

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from shoal.membership.draining import Drained
 from shoal.torchrun import create_handler
 from shoal_client.local.cluster import LocalCluster
-from shoal_client.local.process import Command, Supervisor
+from shoal_client.local.process import ChildCommand, Supervisor
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.membership_pb2 import DrainRequest, GetGenerationRequest
 from shoal_proto.v1.membership_pb2_grpc import MembershipStub
@@ -197,7 +197,7 @@ def test_a_killed_and_a_frozen_node(cluster: LocalCluster, join: Join) -> None:
     the one that stayed; one that is killed is taken out sooner."""
     first = join()
     entered: queue.SimpleQueue[str] = queue.SimpleQueue()
-    command = Command(
+    command = ChildCommand(
         name="agent",
         arguments=[sys.executable, str(AGENT), cluster.coordinator, first.get_run_id()],
         sink=lambda line: entered.put(line) if line.startswith("{") else None,

@@ -10,7 +10,7 @@ from support.weights.memory_series import MemorySeries
 
 from shoal.weights import export as module
 from shoal.weights.export import export
-from shoal.weights.series import Publications, PublishingPlace, SeriesOptions, held_state
+from shoal.weights.series import Publications, PublisherRank, SeriesOptions, held_state
 from shoal.weights.subscription import Weights
 from shoal_proto.errors import InvalidSpec
 
@@ -22,7 +22,7 @@ def published(count: int = 1) -> list[Weights]:
         head = torch.full((4, 2), float(number), dtype=torch.bfloat16)
         state = {"a": torch.arange(6.0).view(2, 3) * number, "embed": head, "head": head}
         own = held_state(state, step=number * 10, rank=0, world_size=1)
-        publications.publish(own, PublishingPlace(number=1, rank=0, world_size=1)).wait(timeout=10)
+        publications.publish(own, PublisherRank(number=1, rank=0, world_size=1)).wait(timeout=10)
     publications.close()
     return [series.subscription().fetch(number) for number in range(1, count + 1)]
 

@@ -10,7 +10,7 @@ from support.weights.memory_series import MemorySeries
 from torch import Tensor, nn
 
 from shoal.weights.pieces import HeldWeights, held_by_all
-from shoal.weights.series import Publications, PublishingPlace, SeriesOptions, Ticket, held_state
+from shoal.weights.series import Publications, PublisherRank, SeriesOptions, Ticket, held_state
 from shoal_proto.errors import (
     ChecksumMismatch,
     DeadlineExceeded,
@@ -23,7 +23,7 @@ from shoal_proto.errors import (
     VersionGone,
 )
 
-ALONE = PublishingPlace(number=1, rank=0, world_size=1)
+ALONE = PublisherRank(number=1, rank=0, world_size=1)
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def test_a_version_is_what_was_there_when_publish_returned(
 def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeries) -> None:
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(3)]
     tickets = [
-        each.publish(held(2.0, 5, rank, 3), PublishingPlace(number=1, rank=rank, world_size=3))
+        each.publish(held(2.0, 5, rank, 3), PublisherRank(number=1, rank=rank, world_size=3))
         for rank, each in reversed(list(enumerate(ranks)))
     ]
     versions = {ticket.wait("committed", 10) for ticket in tickets}
@@ -86,8 +86,8 @@ def test_ranks_parts_become_one_version_whichever_comes_first(series: MemorySeri
 def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries) -> None:
     """The next one publishes at once, and gets the next number."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
-    lost = publications.publish(held(1.0, 1), PublishingPlace(number=1, rank=0, world_size=2))
-    found = publications.publish(held(2.0, 2), PublishingPlace(number=2, rank=0, world_size=1))
+    lost = publications.publish(held(1.0, 1), PublisherRank(number=1, rank=0, world_size=2))
+    found = publications.publish(held(2.0, 2), PublisherRank(number=2, rank=0, world_size=1))
     assert found.wait("committed", 10).number == 1
     with pytest.raises(PublicationAbandoned):
         lost.wait("committed", 10)
@@ -97,7 +97,7 @@ def test_what_a_lost_generation_had_on_its_way_is_abandoned(series: MemorySeries
 def test_the_third_publication_waits_for_the_first(
     series: MemorySeries, publications: Publications
 ) -> None:
-    place = PublishingPlace(number=1, rank=0, world_size=2)
+    place = PublisherRank(number=1, rank=0, world_size=2)
     series.holds.clear()
     for step in (1, 2):
         publications.publish(held(step, step, 0, 2), place)
@@ -115,7 +115,7 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
     """The rank that is lost has handed in none of its parts. The survivor is to come to its next
     step, where it goes on to the next generation: those who do not are taken for stuck."""
     publications = Publications("job/policy", series.connect, SeriesOptions())
-    place = PublishingPlace(number=1, rank=0, world_size=2)
+    place = PublisherRank(number=1, rank=0, world_size=2)
     tickets = [publications.publish(held(step, step, 0, 2), place) for step in (1, 2)]
     is_over, found = threading.Event(), list[Ticket]()
 
@@ -132,7 +132,7 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
     for ticket in (*tickets, *found):
         with pytest.raises(PublicationAbandoned):
             ticket.wait("committed", 10)
-    after = publications.publish(held(4.0, 4), PublishingPlace(number=2, rank=0, world_size=1))
+    after = publications.publish(held(4.0, 4), PublisherRank(number=2, rank=0, world_size=1))
     assert after.wait("committed", 10).number == 1
     publications.close()
 
@@ -140,7 +140,7 @@ def test_a_publication_waits_no_longer_than_its_generation_lasts(series: MemoryS
 def test_a_publication_that_one_rank_alone_makes_holds_nothing_up(series: MemorySeries) -> None:
     """As a member does that joins late: its first one is abandoned once a later one is complete."""
     ranks = [Publications("job/policy", series.connect, SeriesOptions()) for _ in range(2)]
-    places = [PublishingPlace(number=1, rank=rank, world_size=2) for rank in range(2)]
+    places = [PublisherRank(number=1, rank=rank, world_size=2) for rank in range(2)]
     ranks[1].publish(held(1.0, 1, 1, 2), places[1])
     tickets = [each.publish(held(2.0, 2, rank, 2), places[rank]) for rank, each in enumerate(ranks)]
     for ticket in tickets:

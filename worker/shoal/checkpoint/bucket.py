@@ -40,7 +40,7 @@ def complete(root: BucketPath) -> dict[int, BucketPath]:
         }
     except OSError as error:
         raise InvalidSpec(
-            f"the place {root} for checkpoints cannot be looked into",
+            f"the location {root} for checkpoints cannot be read",
             seen=str(error),
             expected="storage that answers, and a bucket that exists",
         ) from error

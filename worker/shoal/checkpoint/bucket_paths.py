@@ -162,7 +162,7 @@ def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
         _ = path.files
     except (ImportError, ValueError) as error:
         raise InvalidSpec(
-            "nothing that is installed reaches that place for checkpoints",
+            "no installed filesystem reaches that location for checkpoints",
             seen=f"{name!r}: {error}",
             expected=f"what fsspec needs for {kind}",
             fix="For S3: pip install 'shoal[s3]'.",
@@ -179,5 +179,5 @@ def size_of(path: CheckpointPath) -> int:
 
 def _no_place(name: str) -> InvalidSpec:
     return InvalidSpec(
-        "that is no place for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
+        "that is no location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
     )

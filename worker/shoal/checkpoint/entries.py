@@ -74,7 +74,7 @@ def _data(shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorWri
     )
 
 
-class _Given(DefaultSavePlanner):
+class _GivenPlanner(DefaultSavePlanner):
     """Planner for data that are given from the start."""
 
     def __init__(self, given: Mapping[MetadataIndex, object]) -> None:
@@ -99,7 +99,7 @@ def write_files(
     items = [entry.item for entry, _ in entries]
     plan = SavePlan(items, storage_data=StoragePrefix(f"{prefix}__{rank}_"))
     given = {entry.index: value for entry, value in entries}
-    written = writer.write_data(plan, _Given(given)).wait()
+    written = writer.write_data(plan, _GivenPlanner(given)).wait()
     places = {result.index: result.storage_data for result in written}
     ordered = [places[entry.index] for entry, _ in entries]
     return [(place.relative_path, place.offset, place.length) for place in ordered]

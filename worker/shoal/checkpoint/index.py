@@ -71,7 +71,7 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
 
 
 @dataclass(frozen=True)
-class Stored:
+class IndexedTensor:
     """Tensor in a checkpoint."""
 
     shape: tuple[int, ...]
@@ -81,14 +81,14 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Index:
+class CheckpointIndex:
     """Contents of a checkpoint: places of its tensors' chunks and of its objects, by path."""
 
-    tensors: Mapping[names.Path, Stored]
+    tensors: Mapping[names.Path, IndexedTensor]
     objects: Mapping[names.Path, Place]
 
 
-def read_index(path: CheckpointPath, content: bytes | None = None) -> Index:
+def read_index(path: CheckpointPath, content: bytes | None = None) -> CheckpointIndex:
     """Read the index of the checkpoint at `path`. `content`: the index of an unpublished one.
 
     Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
@@ -102,19 +102,19 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Index:
             fix="Name one checkpoint, such as Checkpoints(...).newest() gives.",
         )
     metadata = _metadata(path, content)
-    tensors: dict[names.Path, Stored] = {}
+    tensors: dict[names.Path, IndexedTensor] = {}
     objects: dict[names.Path, Place] = {}
     try:
         for key, entry in metadata.state_dict_metadata.items():
             place = _path(metadata, key)
             if isinstance(entry, TensorStorageMetadata):
                 chunks = dict(_chunks(metadata, key, entry))
-                tensors[place] = Stored(tuple(entry.size), entry.properties.dtype, chunks)
+                tensors[place] = IndexedTensor(tuple(entry.size), entry.properties.dtype, chunks)
             else:
                 objects[place] = _place(metadata.storage_data[MetadataIndex(key)])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error)) from error
-    index = Index(tensors, objects)
+    index = CheckpointIndex(tensors, objects)
     _check_files(path, index)
     return index
 
@@ -168,7 +168,7 @@ def _place(stored: StorageInfo) -> Place:
     return (file, stored.offset, stored.length)
 
 
-def _check_files(path: CheckpointPath, index: Index) -> None:
+def _check_files(path: CheckpointPath, index: CheckpointIndex) -> None:
     ends: dict[str, int] = {}
     places = (place for stored in index.tensors.values() for place in stored.chunks.values())
     for file, offset, length in (*places, *index.objects.values()):

@@ -32,7 +32,7 @@ class Peers(Protocol):
         """
 
 
-class Alone:
+class SinglePeer:
     """Single process that holds a whole state."""
 
     rank = 0
@@ -79,4 +79,4 @@ class GroupPeers:
         return gathered
 
 
-ALONE = Alone()
+ALONE = SinglePeer()

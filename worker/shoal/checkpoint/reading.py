@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.entries import Place
-from shoal.checkpoint.index import Index, Stored, read_index
+from shoal.checkpoint.index import CheckpointIndex, IndexedTensor, read_index
 from shoal.state.optimizer_state import SLOTS
 from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
 from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMessage, ShoalError
@@ -64,7 +64,7 @@ def _nothing(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 
 class _Reader:
-    def __init__(self, path: CheckpointPath, index: Index, stack: ExitStack) -> None:
+    def __init__(self, path: CheckpointPath, index: CheckpointIndex, stack: ExitStack) -> None:
         self._path = path
         self._index = index
         self._stack = stack
@@ -123,7 +123,7 @@ class _Reader:
             if path[:2] == ("optim", "param_groups")
         }
 
-    def _piece(self, key: str, stored: Stored, chunk: Chunk) -> TensorShard:
+    def _piece(self, key: str, stored: IndexedTensor, chunk: Chunk) -> TensorShard:
         tensor = torch.empty(chunk.sizes, dtype=stored.dtype)
         num_read = 0
         for written, place in stored.chunks.items():

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from shoal.data.order import CONTENT_FIELD, Order, Position
+from shoal.data.order import CONTENT_FIELD, Order, SamplePosition
 from shoal.state.replicated import State
 from shoal.state.shards import StateShard
 from shoal_proto.errors import InvalidSpec
@@ -22,7 +22,7 @@ Held = TypeVar("Held", State, StateShard)
 SAMPLES = "samples"
 """Key of the fields in a state's values."""
 ORIGIN = "origin"
-"""Key of the `Position` at which batches took their present size, if the size has changed."""
+"""Key of the `SamplePosition` at which batches took their present size, if the size has changed."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
 """Fields that must match. The number of epochs need not: the order of one does not depend on it."""
 BATCH_SIZE = ("global_batch", "drop_last")
@@ -37,15 +37,15 @@ class TrainedSamples:
         self._samples = samples
         self._order = order
         self._moves = moves
-        self.origin = Position()
+        self.origin = SamplePosition()
         """Position at which batches took their present size."""
 
     @property
-    def are_told(self) -> bool:
+    def are_known(self) -> bool:
         """True if the session hands out the batches: then a script asks for the next."""
         return bool(self._samples)
 
-    def told(self, state_shard: StateShard) -> StateShard:
+    def added_to(self, state_shard: StateShard) -> StateShard:
         """Return the state shard with the fields of its samples among its values."""
         if not self._samples:
             return state_shard
@@ -55,7 +55,7 @@ class TrainedSamples:
 
     def carried(self, held: Held) -> Held:
         """Return the state with the position at which the batch size changed, if it did."""
-        if self.origin == Position():
+        if self.origin == SamplePosition():
             return held
         return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
 
@@ -100,9 +100,9 @@ class TrainedSamples:
             )
 
 
-def _origin_of(values: Mapping[str, Any]) -> Position:
+def _origin_of(values: Mapping[str, Any]) -> SamplePosition:
     told = values.get(ORIGIN)
-    return Position(*map(int, told)) if told else Position()
+    return SamplePosition(*map(int, told)) if told else SamplePosition()
 
 
 def check_samples(

@@ -48,7 +48,7 @@ class Compression(ABC):
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackedTensors:
     """Several tensors concatenated into a flat one."""
 
     flat: Tensor
@@ -67,7 +67,7 @@ class Packed:
 class Compressor(ABC):
     """Averages over a group what it can make smaller. See the head of this module."""
 
-    def averaging(self, packed: Packed, wire: Wire) -> Averaging:
+    def averaging(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Replace the values in `packed` by their mean over the ranks of `wire`.
 
         All ranks call this for the same names and shapes in the same order. On a single rank
@@ -85,16 +85,16 @@ class Compressor(ABC):
         All tensors have one dtype and device; all ranks call this with the same names and shapes.
         """
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in values.values()])
-        packed = Packed(flat, list(values), [tensor.shape for tensor in values.values()])
+        packed = PackedTensors(flat, list(values), [tensor.shape for tensor in values.values()])
         for work in self.averaging(packed, wire):
             work.wait()
         return {name: flat[place].view_as(values[name]) for name, place in packed.slots()}
 
     @abstractmethod
-    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+    def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Average as `averaging` does, for two ranks or more."""
 
-    def _release(self, packed: Packed) -> None:  # noqa: B027 - not all hold something back
+    def _release(self, packed: PackedTensors) -> None:  # noqa: B027 - not all hold something back
         """Add to the values all that was held back of them."""
 
     def begin(self, step: int) -> None:  # noqa: B027 - not all keep something between steps

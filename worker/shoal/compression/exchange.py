@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import Completion, Underway
-from shoal.compression.base import Averaging, Compressor, Packed
+from shoal.backends.abortable.waiter import Completion, OngoingCollective
+from shoal.compression.base import Averaging, Compressor, PackedTensors
 from shoal.compression.gradient_exchange import GradientExchange
 from shoal.compression.wire import Traffic, Wire
 from shoal.torch_private.c10d import GradBucket
@@ -47,7 +47,7 @@ class CompressedExchange(GradientExchange):
         self._compressor = compressor
         self._wire = Wire(group, traffic)
         self._averages: list[BucketAverage] = []
-        self._works: dict[int, Underway] = {}
+        self._works: dict[int, OngoingCollective] = {}
 
     def begin(self, step: int) -> None:
         super().begin(step)
@@ -57,7 +57,7 @@ class CompressedExchange(GradientExchange):
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
         parameters = bucket.parameters()
-        packed = Packed(
+        packed = PackedTensors(
             bucket.buffer(),
             [self._name_of(parameter) for parameter in parameters],
             [parameter.shape for parameter in parameters],

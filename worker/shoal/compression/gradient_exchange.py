@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.waiter import AbortableWaiter, Completion, Underway
+from shoal.backends.abortable.waiter import AbortableWaiter, Completion, OngoingCollective
 from shoal.compression.wire import Traffic
 from shoal.model.gradients import are_finite, is_finite, is_on_host
 from shoal.model.losses import UnseenLosses
@@ -43,7 +43,7 @@ class GradientExchange:
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
-        self._underway: list[Underway] = []
+        self._underway: list[OngoingCollective] = []
         """Collectives that the backward pass has begun and not waited for yet."""
         self.losses = UnseenLosses()
         """Losses of this member: one that is not finite makes the averages so too."""

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.compression.base import Averaging, Compression, Compressor, Packed
-from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
+from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
+from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder, codec_of
 from shoal.compression.wire import Wire
 
 
@@ -44,7 +44,7 @@ class HalfCompressor(Compressor):
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype = dtype
 
-    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+    def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         # Divided first: the sum may exceed fp16's range even if the mean does not.
         values = (packed.flat / wire.world_size).to(self._dtype)
         yield wire.all_reduce(values)
@@ -58,7 +58,7 @@ class HalfEncoder(PushEncoder):
         self._name = name
         self._dtype = dtype
 
-    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         data = values.to(self._dtype)
         codec = codec_of(self._name, data)
-        return Encoded(codec=codec, data=data, decoded=data.to(torch.float32))
+        return EncodedBlocks(codec=codec, data=data, decoded=data.to(torch.float32))

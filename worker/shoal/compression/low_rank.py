@@ -13,9 +13,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from shoal.compression.base import Averaging, Compression, Compressor, Packed
-from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder
-from shoal.compression.residuals import Carry, Residuals
+from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
+from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder
+from shoal.compression.residuals import Residuals, StepCarry
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
@@ -60,7 +60,7 @@ class PowerSgdCompressor(Compressor):
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._residuals = Residuals()
-        self._factors: Carry[Tensor] = Carry()
+        self._factors: StepCarry[Tensor] = StepCarry()
 
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
@@ -76,7 +76,7 @@ class PowerSgdCompressor(Compressor):
         rows, columns = shape[0], shape.numel() // shape[0]
         return self._rank * (rows + columns) < shape.numel()
 
-    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+    def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         values = self._residuals.added_to(packed)
         matrices, plain = self._parted(packed, values)
         lefts = [matrix.gradient @ self._factor(matrix) for matrix in matrices]
@@ -115,10 +115,10 @@ class PowerSgdCompressor(Compressor):
             torch.mm(left, factor.t(), out=product)
             self._factors.put(matrix.name, factor)
 
-    def _release(self, packed: Packed) -> None:
+    def _release(self, packed: PackedTensors) -> None:
         self._residuals.release(packed)
 
-    def _parted(self, packed: Packed, values: Tensor) -> tuple[list[Matrix], list[slice]]:
+    def _parted(self, packed: PackedTensors, values: Tensor) -> tuple[list[Matrix], list[slice]]:
         """Split the values into matrices to compress, and slices of the rest."""
         matrices, plain = [], []
         for (name, place), shape in zip(packed.slots(), packed.shapes, strict=True):
@@ -147,7 +147,7 @@ class LowRankEncoder(PushEncoder):
         """Factors by parameter and offset of its first block. After a push that was not applied,
         its factor is as good a start for the next one."""
 
-    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
         places = self._places(blocks)
         # Of each block: values before its rows, their left factor, values after them.
@@ -177,7 +177,7 @@ class LowRankEncoder(PushEncoder):
         pieces = [tensor for block in sent for tensor in block] + rights
         data = torch.cat([piece.reshape(-1) for piece in pieces])
         codec.num_bytes = data.nbytes
-        return Encoded(codec=codec, data=data, decoded=decoded)
+        return EncodedBlocks(codec=codec, data=data, decoded=decoded)
 
     def _places(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
         """Slices of the blocks in the values."""

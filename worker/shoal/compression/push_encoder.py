@@ -34,7 +34,7 @@ class PushBlock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Encoded:
+class EncodedBlocks:
     codec: GradientCodec
     data: Tensor
     """The encoded values to send, a flat tensor."""
@@ -49,7 +49,7 @@ class PushEncoder(ABC):
     """True if what the codec leaves out is to be added to the next gradients."""
 
     @abstractmethod
-    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         """`values`: of the blocks, one after the other, in fp32, on the CPU and finite."""
 
 

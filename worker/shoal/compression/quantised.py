@@ -13,10 +13,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.compression.base import Averaging, Compression, Compressor, Packed
+from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
 from shoal.compression.codes import Code, Int8Code, OneBitCode
-from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
-from shoal.compression.residuals import Carry, Residuals
+from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder, codec_of
+from shoal.compression.residuals import Residuals, StepCarry
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
@@ -66,7 +66,7 @@ def _check_block(block: int) -> None:
 
 
 @dataclass(frozen=True)
-class Debt:
+class MeanError:
     """Error of the mean of some values of a parameter, kept by the rank that served them."""
 
     start: int
@@ -85,7 +85,7 @@ class QuantisedCompressor(Compressor):
         self._code = code
         self._block = block
         self._residuals = Residuals()
-        self._debts: Carry[Debt] = Carry()
+        self._debts: StepCarry[MeanError] = StepCarry()
 
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
@@ -97,7 +97,7 @@ class QuantisedCompressor(Compressor):
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
 
-    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+    def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         size, num_ranks = packed.flat.numel(), wire.world_size
         length, block = self.part(size, num_ranks)
         values = self._residuals.added_to(packed, num_ranks * length)
@@ -117,12 +117,12 @@ class QuantisedCompressor(Compressor):
         yield wire.all_gather(received, coded)
         packed.flat.copy_(self._code.decode(received, block).view(-1)[:size])
 
-    def _release(self, packed: Packed) -> None:
+    def _release(self, packed: PackedTensors) -> None:
         self._residuals.release(packed)
         self._collect_debts(packed, packed.flat, slice(0, 0), 1)
 
     def _collect_debts(
-        self, packed: Packed, values: Tensor, served: slice, num_ranks: int
+        self, packed: PackedTensors, values: Tensor, served: slice, num_ranks: int
     ) -> Tensor:
         """Collect the errors of the served values' means, one for each served value.
 
@@ -147,12 +147,12 @@ class QuantisedCompressor(Compressor):
             values[behind:stop] += debt.values[behind - start :] * num_ranks
         return owed
 
-    def _keep_debts(self, packed: Packed, left: Tensor, served: slice) -> None:
+    def _keep_debts(self, packed: PackedTensors, left: Tensor, served: slice) -> None:
         for name, place in packed.slots():
             start, stop = max(place.start, served.start), min(place.stop, served.stop)
             if start < stop:
                 values = left[start - served.start : stop - served.start]
-                self._debts.put(name, Debt(start - place.start, values))
+                self._debts.put(name, MeanError(start - place.start, values))
 
 
 class QuantisedEncoder(PushEncoder):
@@ -163,7 +163,7 @@ class QuantisedEncoder(PushEncoder):
         self._code = code
         self._block = block
 
-    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         size = values.numel()
         block = min(self._block, _round_up(max(size, 1), 8))
         filled = values.new_zeros(1, _round_up(size, block))
@@ -172,7 +172,7 @@ class QuantisedEncoder(PushEncoder):
         codec = codec_of(self._name, data)
         codec.block = block
         decoded = self._code.decode(data, block).view(-1)[:size]
-        return Encoded(codec=codec, data=data.view(-1), decoded=decoded)
+        return EncodedBlocks(codec=codec, data=data.view(-1), decoded=decoded)
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -5,12 +5,12 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from shoal.compression.base import Packed
+from shoal.compression.base import PackedTensors
 
 Kept = TypeVar("Kept")
 
 
-class Carry(Generic[Kept]):
+class StepCarry(Generic[Kept]):
     """Values by parameter's name, of which those put in a step that did not happen are forgotten.
 
     Keyed by name, as the order in which DDP packs parameters changes after its first step.
@@ -46,12 +46,12 @@ class Residuals:
     """
 
     def __init__(self) -> None:
-        self._carry: Carry[Tensor] = Carry()
+        self._carry: StepCarry[Tensor] = StepCarry()
 
     def begin(self, step: int) -> None:
         self._carry.begin(step)
 
-    def added_to(self, packed: Packed, length: int | None = None) -> Tensor:
+    def added_to(self, packed: PackedTensors, length: int | None = None) -> Tensor:
         """Return the values plus what was left out before, in fp32, padded with zeros up to
         `length`."""
         size = packed.flat.numel()
@@ -64,12 +64,12 @@ class Residuals:
                 total[place] += left
         return total
 
-    def keep(self, packed: Packed, left: Tensor) -> None:
+    def keep(self, packed: PackedTensors, left: Tensor) -> None:
         """`left` is what the values that are sent now leave out."""
         for name, place in packed.slots():
             self._carry.put(name, left[place])
 
-    def release(self, packed: Packed) -> None:
+    def release(self, packed: PackedTensors) -> None:
         """Add to the values all that was left out."""
         for name, place in packed.slots():
             left = self._carry.get(name)

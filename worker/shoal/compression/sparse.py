@@ -12,8 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shoal.compression.base import Averaging, Compression, Compressor, Packed
-from shoal.compression.push_encoder import Encoded, PushBlock, PushEncoder, codec_of
+from shoal.compression.base import Averaging, Compression, Compressor, PackedTensors
+from shoal.compression.push_encoder import EncodedBlocks, PushBlock, PushEncoder, codec_of
 from shoal.compression.residuals import Residuals
 from shoal.compression.wire import Wire
 from shoal_proto.errors import InvalidSpec
@@ -54,7 +54,7 @@ class TopKCompressor(Compressor):
     def begin(self, step: int) -> None:
         self._residuals.begin(step)
 
-    def _average(self, packed: Packed, wire: Wire) -> Averaging:
+    def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         values = self._residuals.added_to(packed)
         places = largest(values.abs(), ceil(self._ratio * values.numel()))
         chosen = values[places]
@@ -71,7 +71,7 @@ class TopKCompressor(Compressor):
             mean[where.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
         packed.flat.copy_(mean)
 
-    def _release(self, packed: Packed) -> None:
+    def _release(self, packed: PackedTensors) -> None:
         self._residuals.release(packed)
 
 
@@ -81,13 +81,13 @@ class TopKEncoder(PushEncoder):
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
 
-    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> Encoded:
+    def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         places = largest(values.abs(), ceil(self._ratio * values.numel())).sort().values
         chosen = values[places]
         data = torch.cat([chosen.view(torch.int32), places.to(torch.int32)])
         decoded = torch.zeros_like(values)
         decoded[places] = chosen
-        return Encoded(codec=codec_of(TopK.name, data), data=data, decoded=decoded)
+        return EncodedBlocks(codec=codec_of(TopK.name, data), data=data, decoded=decoded)
 
 
 def largest(magnitudes: Tensor, number: int) -> Tensor:

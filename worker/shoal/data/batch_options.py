@@ -214,7 +214,7 @@ def _unkept(part: str, seen: str, expected: str) -> InvalidSpec:
         f"the DataLoader's {part} decides which samples come when",
         seen=seen,
         expected=expected,
-        fix="The session cuts each batch for the members that are there, whose number changes, and"
+        fix="The session cuts each batch for the present members, whose number changes, and"
         " counts each sample once an epoch. Give the dataset, with global_batch_size, shuffle and"
         " seed. For an order of your own: Subset(dataset, the sampler's indices), seeded, with"
         ' shuffle=False: "An order of your own" in docs/data.md.',

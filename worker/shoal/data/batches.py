@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
 from shoal.data.loading import BatchLoader, Loading, Span
-from shoal.data.order import Order, Position, share
+from shoal.data.order import Order, SamplePosition, share
 from shoal.data.parts import of_step
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
@@ -65,7 +65,7 @@ class Batch:
     def __getitem__(self, name: str) -> Any:
         if not isinstance(self.inputs, Mapping):
             raise InvalidSpec(
-                "a batch whose samples are no dicts has no names",
+                "only a batch of dicts has names",
                 seen=f"batch[{name!r}] of {type(self.inputs).__name__}",
                 expected="batch.inputs and batch.targets",
             )
@@ -118,7 +118,7 @@ class Loader:
         """Number of tensors that batches are rows of; None if samples are collated."""
         return None if self._columns is None else len(self._columns)
 
-    def begin_at(self, origin: Position) -> None:
+    def begin_at(self, origin: SamplePosition) -> None:
         """The first batches of this size are those from here on. Free to call again."""
         now = self._origin
         if origin is not now:
@@ -229,10 +229,10 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
     named_so = SampleFailed(
         f"the samples of this member's share of step {step} could not be collated",
         seen=f"{failed.seen}, for the samples {named}{more}",
-        expected="a batch of every share, also where it is of one sample",
+        expected="a batch of every share, even if the share is one sample",
         fix="The traceback is of the script's own code. A collate function that leaves samples out"
-        " may be left with none of a share: leave them out before session.batches instead, with a"
-        " Subset of those that are right (docs/data.md).",
+        " may leave a share without samples: leave them out before session.batches instead, with a"
+        " Subset of the valid ones (docs/data.md).",
         details={"step": str(step)},
     )
     for note in getattr(failed, "__notes__", ()):
@@ -269,7 +269,7 @@ def dataset_size(dataset: Dataset) -> int:
         )
     if (held := _tensors_beside(dataset)) is not None:
         raise InvalidSpec(
-            "the dataset is a list or dict of tensors, of which each would be one sample",
+            "the dataset is a list or dict of tensors: each tensor would be one sample",
             seen=held,
             expected="a tuple of tensors of one length, such as (inputs, targets)",
             fix="For batches that are dicts, a list with a dict for each sample.",
@@ -280,9 +280,10 @@ def dataset_size(dataset: Dataset) -> int:
         "the dataset has no length, or no items by index",
         seen=type(dataset).__name__,
         expected="a map-style dataset, a DataLoader of one, or a tuple of tensors",
-        fix="Samples are counted by their index, so that each counts once an epoch whoever is lost."
+        fix="Samples are counted by their index, so that each counts once an epoch even if"
+        " members are lost."
         " Give its shards, with the number of samples in each: shoal.Shards([...], lengths=[...]);"
-        " shoal.Shards([dataset], lengths=[n]) for one that is not in shards (docs/data.md)."
+        " shoal.Shards([dataset], lengths=[n]) for a dataset without shards (docs/data.md)."
         if _is_iterable(dataset)
         else "",
     )

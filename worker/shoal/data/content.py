@@ -56,7 +56,7 @@ _INTEGERS = (
 Word = str | int
 
 
-class Rough(int):
+class RoughNumber(int):
     """A number that stands for all floating-point numbers of about a size."""
 
     def __str__(self) -> str:
@@ -285,4 +285,4 @@ def _places(size: int, most: int) -> Sequence[int]:
 def _rough(value: float) -> Word:
     if math.isnan(value) or math.isinf(value):
         return "nan" if math.isnan(value) else str(value)
-    return Rough(math.floor(math.asinh(value / SMALLEST) + OFFSET))
+    return RoughNumber(math.floor(math.asinh(value / SMALLEST) + OFFSET))

@@ -32,7 +32,7 @@ _NAME_BYTES = len("/listener-01234567")
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
-class Beginning:
+class LoaderInit:
     """The `worker_init_fn` of a DataLoader."""
 
     def __init__(

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from shoal.data.loader_process import Beginning, keep_socket_paths_short, open_sockets
+from shoal.data.loader_process import LoaderInit, keep_socket_paths_short, open_sockets
 from shoal.data.samples import REMEDY, FailedSample, Samples, generators_kept, lacks_resources
 from shoal.torch_private.dataloader import (
     end_iteration,
@@ -131,7 +131,7 @@ class _Feed(Dataset[Any]):
         return wanted.run, batch, isinstance(batch, tuple)
 
 
-class Signs:
+class LoadingSigns:
     """Time since loading processes last showed a sign of work: a sample begun, or processor time
     used."""
 
@@ -170,7 +170,9 @@ class _FetchWatch:
     """Ends a fetch that hangs. A batch is fetched from the process that loaded it; if that process
     hangs, the trainer's thread would wait for ever."""
 
-    def __init__(self, is_over: Callable[[Signs], bool], signs: Callable[[], Signs]) -> None:
+    def __init__(
+        self, is_over: Callable[[LoadingSigns], bool], signs: Callable[[], LoadingSigns]
+    ) -> None:
         """`is_over`: called each LOOK_S of a long fetch, on a separate thread. It makes the fetch
         raise if the wait is to end."""
         self._is_over, self._new_signs = is_over, signs
@@ -316,10 +318,10 @@ class BatchLoader:
             delivered, has_come = self._delivered_soon()
             if has_come:
                 return delivered
-            signs = signs or Signs(processes_of(self._iterator), self._num_begun)
+            signs = signs or LoadingSigns(processes_of(self._iterator), self._num_begun)
             self._look(signs)
 
-    def _look(self, signs: Signs) -> None:
+    def _look(self, signs: LoadingSigns) -> None:
         """Check a batch that has not arrived yet. Raises LoadingFailed if it took too long, and
         what `looks` raises. The processes are killed then, since they may not react to a request.
         """
@@ -330,7 +332,7 @@ class BatchLoader:
             self.close()
             raise
 
-    def _check(self, signs: Signs) -> None:
+    def _check(self, signs: LoadingSigns) -> None:
         limits, silent_s, waited_s = self._loading, signs.silent_s(), LOOK_S + signs.waited_s()
         self.looks(silent_s)
         if limits.timeout and waited_s >= limits.timeout:
@@ -342,7 +344,7 @@ class BatchLoader:
                 " processes live (silence_s)",
             )
 
-    def _ends_fetch(self, signs: Signs) -> bool:
+    def _ends_fetch(self, signs: LoadingSigns) -> bool:
         """See `_FetchWatch`. The end of the processes makes the fetch raise."""
         try:
             self._check(signs)
@@ -380,7 +382,7 @@ class BatchLoader:
     def _watching(self) -> _FetchWatch:
         if self._watch is None:
             processes = processes_of(self._iterator)
-            signs = partial(Signs, processes, self._num_begun)
+            signs = partial(LoadingSigns, processes, self._num_begun)
             self._watch = _FetchWatch(self._ends_fetch, signs)
         return self._watch
 
@@ -401,7 +403,7 @@ class BatchLoader:
         if loading.num_workers:
             more = {
                 "prefetch_factor": loading.prefetch_factor,
-                "worker_init_fn": Beginning(
+                "worker_init_fn": LoaderInit(
                     self._samples.dataset, loading.worker_init_fn, self._sockets
                 ),
                 "multiprocessing_context": loading.multiprocessing_context,
@@ -438,8 +440,9 @@ def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
         "a process that loads batches has ended, or took too long",
         seen=seen,
         expected=f"{loading.num_workers} processes that load",
-        fix="One that was killed is often out of memory (see dmesg, and the size of /dev/shm): take"
-        " fewer num_workers or a smaller prefetch_factor. Of one that hangs, `py-spy dump --pid`"
+        fix="A killed process was often out of memory (see dmesg, and the size of /dev/shm): take"
+        " fewer num_workers or a smaller prefetch_factor. For a process that hangs, `py-spy"
+        " dump --pid`"
         " shows where.",
     )
 

@@ -24,7 +24,7 @@ BLOCK = 8192
 
 
 @dataclass(frozen=True)
-class Position:
+class SamplePosition:
     """Position in the samples of a job at which a step begins."""
 
     step: int = 0
@@ -45,7 +45,7 @@ class Order:
     drop_last: bool = False
     """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
     others in each epoch."""
-    origin: Position = Position()
+    origin: SamplePosition = SamplePosition()
     """Position of the first step with batches of this size; earlier steps had another size."""
 
     def __post_init__(self) -> None:
@@ -97,7 +97,7 @@ class Order:
         whole, rest = divmod(left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
-    def position(self, step: int) -> Position:
+    def position(self, step: int) -> SamplePosition:
         """Return where the step begins; after an epoch's last step, in the next epoch."""
         since = step - self.origin.step
         if since < 0:
@@ -108,9 +108,9 @@ class Order:
             )
         if since < self._first_steps:
             offset = self.origin.offset + since * self.global_batch_size
-            return Position(step, self.origin.epoch, offset)
+            return SamplePosition(step, self.origin.epoch, offset)
         further, place = divmod(since - self._first_steps, self.steps_per_epoch)
-        return Position(step, self.origin.epoch + 1 + further, place * self.global_batch_size)
+        return SamplePosition(step, self.origin.epoch + 1 + further, place * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
         """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""

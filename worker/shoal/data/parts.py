@@ -175,5 +175,5 @@ def _not_by_sample(seen: str, size: int) -> InvalidSpec:
         seen=seen,
         expected=f"tensors whose first dimension is the samples ({size} here), or lists of them",
         fix="Let `collate` return such tensors, in a tuple or a dict; or leave out batch.parts and"
-        " cut the batch in the script (docs/strategies.md).",
+        " cut the batch in the script (docs/loop.md).",
     )

@@ -120,7 +120,7 @@ class Shards(Dataset[Any]):
                 "not each shard has a length",
                 seen=f"{len(self.shards)} shards, {len(self.lengths)} lengths",
                 expected="lengths=[...], one for each shard, in their order",
-                fix="Shards.count(shards) reads all of them once and tells.",
+                fix="Shards.count(shards) reads all of them once and counts.",
             )
         if not sum(self.lengths):
             raise InvalidSpec("the shards hold no samples", seen=f"{len(self.shards)} shards")
@@ -249,8 +249,9 @@ class _OpenShard:
             f"{self._name} holds another number of samples than was said",
             seen=f"{seen} samples",
             expected=f"{self._length}",
-            fix="Give its length as Shards.count tells it. A reader gives all samples of its shard"
-            " whatever the rank or the process that asks, and the same each time.",
+            fix="Give its length as Shards.count returns it. A reader gives all samples of"
+            " its shard"
+            " for any rank and process, and the same each time.",
         )
 
 

@@ -16,7 +16,7 @@ NEVER = -(2**62)
 
 
 @dataclass(frozen=True)
-class Held:
+class CachedRows:
     """Rows with their origin. One entry for each row."""
 
     values: Tensor
@@ -51,16 +51,16 @@ class HotRows:
         )
         return np.where(is_fresh, places, -1)
 
-    def take(self, places: Ids) -> Held:
+    def take(self, places: Ids) -> CachedRows:
         """Copies of the rows in these slots."""
-        return Held(
+        return CachedRows(
             values=self._values.index_select(0, torch.from_numpy(places)),
             births=self._births[places],
             versions=self._versions[places],
             epochs=self._epochs[places],
         )
 
-    def put(self, ids: Ids, held: Held, step: int) -> None:
+    def put(self, ids: Ids, held: CachedRows, step: int) -> None:
         """Keep rows that were looked up at this step. Of two rows with one slot, one is kept."""
         places = self._places(ids)
         self._ids[places] = ids

@@ -7,8 +7,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from shoal.embedding.cache import Held
-from shoal.embedding.routing import Routed, route
+from shoal.embedding.cache import CachedRows
+from shoal.embedding.routing import RoutedIds, route
 from shoal.embedding.row_codec import RowCodec
 from shoal.embedding.rows import TableRows
 from shoal.embedding.table import EmbeddingTable, tables_of
@@ -111,10 +111,10 @@ class TableExchange:
         routed, _ = route(ids.reshape(-1).numpy(), self._rows[table].spec.num_shards)
         self._ahead.append(self._pool.submit(self._look_ahead, table, routed))
 
-    def _look_ahead(self, table: str, routed: Routed) -> None:
+    def _look_ahead(self, table: str, routed: RoutedIds) -> None:
         self._look_up(table, routed)
 
-    def _look_up(self, table: str, routed: Routed) -> Held:
+    def _look_up(self, table: str, routed: RoutedIds) -> CachedRows:
         rows = self._rows[table]
         with self._lock:
             lookup = rows.begin(routed)

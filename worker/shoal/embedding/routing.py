@@ -13,7 +13,7 @@ _HALF = np.uint64(32)
 
 
 @dataclass(frozen=True)
-class Routed:
+class RoutedIds:
     """Distinct ids, ordered by shard and ascending within each."""
 
     ids: Ids
@@ -29,8 +29,8 @@ class Routed:
         shards = self.shards[starts]
         return list(zip(shards.tolist(), starts.tolist(), stops.tolist(), strict=True))
 
-    def only(self, chosen: NDArray[np.bool_]) -> "Routed":
-        return Routed(self.ids[chosen], self.shards[chosen])
+    def only(self, chosen: NDArray[np.bool_]) -> "RoutedIds":
+        return RoutedIds(self.ids[chosen], self.shards[chosen])
 
 
 def hash_ids(ids: Ids) -> NDArray[np.uint64]:
@@ -44,7 +44,7 @@ def hash_ids(ids: Ids) -> NDArray[np.uint64]:
     return mixed
 
 
-def route(ids: Ids, num_shards: int) -> tuple[Routed, Ids]:
+def route(ids: Ids, num_shards: int) -> tuple[RoutedIds, Ids]:
     """The distinct ids, and the index among them of each given id."""
     distinct, places = np.unique(ids, return_inverse=True)
     hashed = hash_ids(distinct)
@@ -52,4 +52,4 @@ def route(ids: Ids, num_shards: int) -> tuple[Routed, Ids]:
     order = np.argsort(shards, kind="stable")
     place_of = np.empty(len(order), np.int64)
     place_of[order] = np.arange(len(order))
-    return Routed(distinct[order], shards[order]), place_of[places]
+    return RoutedIds(distinct[order], shards[order]), place_of[places]

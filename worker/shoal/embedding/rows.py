@@ -9,8 +9,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from shoal.embedding.cache import Held, HotRows
-from shoal.embedding.routing import Ids, Routed, route
+from shoal.embedding.cache import CachedRows, HotRows
+from shoal.embedding.routing import Ids, RoutedIds, route
 from shoal.embedding.row_codec import RowCodec
 from shoal_client.parameters.table_rows import Gradients, Rows, TablePushResult, Where
 from shoal_proto.errors import NonFiniteGradient
@@ -37,8 +37,8 @@ FATES = {
 class RowUse:
     """Rows of one forward pass. `values` is a leaf whose gradient the backward pass fills."""
 
-    routed: Routed
-    held: Held
+    routed: RoutedIds
+    held: CachedRows
     values: Tensor
 
 
@@ -46,10 +46,10 @@ class RowUse:
 class Lookup:
     """One lookup in progress."""
 
-    routed: Routed
+    routed: RoutedIds
     is_missing: NDArray[np.bool_]
-    kept: Held
-    missing: Routed
+    kept: CachedRows
+    missing: RoutedIds
     table: str
 
     def asked(self) -> dict[Where, bytes]:
@@ -59,7 +59,7 @@ class Lookup:
             for shard, start, stop in self.missing.spans()
         }
 
-    def merged(self, found: Held) -> Held:
+    def merged(self, found: CachedRows) -> CachedRows:
         """The cached and the found rows, in the order of the ids."""
         if self.is_missing.all():
             return found
@@ -67,7 +67,7 @@ class Lookup:
         places = np.empty(len(self.routed.ids), np.int64)
         places[~self.is_missing] = np.arange(len(self.kept.births))
         places[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
-        return Held(
+        return CachedRows(
             values=torch.cat([self.kept.values, found.values])[torch.from_numpy(places)],
             births=np.concatenate([self.kept.births, found.births])[places],
             versions=np.concatenate([self.kept.versions, found.versions])[places],
@@ -107,7 +107,7 @@ class TableRows:
 
     # Rows in.
 
-    def begin(self, routed: Routed) -> "Lookup":
+    def begin(self, routed: RoutedIds) -> "Lookup":
         """Take cached rows, and find out which are missing."""
         oldest = self._heard[routed.shards] - self._bound
         places = self._cache.find(routed.ids, self._step - self._bound, oldest)
@@ -121,7 +121,7 @@ class TableRows:
             table=self.spec.name,
         )
 
-    def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> Held:
+    def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> CachedRows:
         """All rows of the lookup, including those that were found."""
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
@@ -133,7 +133,7 @@ class TableRows:
         self._cache.put(lookup.missing.ids, held, self._step)
         return lookup.merged(held)
 
-    def use(self, routed: Routed, held: Held, device: torch.device) -> Tensor:
+    def use(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
         """The rows as a leaf of the graph, to be pushed once it has a gradient."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
@@ -170,7 +170,7 @@ class TableRows:
             )
         return parts
 
-    def _encoded(self, routed: Routed, total: Tensor) -> NDArray[np.uint8]:
+    def _encoded(self, routed: RoutedIds, total: Tensor) -> NDArray[np.uint8]:
         """The bytes of each row's gradient for sending."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
@@ -195,7 +195,7 @@ class TableRows:
             for fate, count in enumerate(np.bincount(fates, minlength=len(FATES))):
                 self.fates[FATES[RowFate.ValueType(fate)]] += int(count)
 
-    def _refuse(self, routed: Routed, is_good: Tensor, seen: str) -> None:
+    def _refuse(self, routed: RoutedIds, is_good: Tensor, seen: str) -> None:
         row = int((~is_good).nonzero()[0])
         raise NonFiniteGradient(
             f"the gradient of row {routed.ids[row]} of table {self.spec.name} is not finite",
@@ -206,10 +206,10 @@ class TableRows:
         )
 
 
-def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype) -> Held:
+def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dtype) -> CachedRows:
     values = bytearray(b"".join(each.values for each in rows))
     flat = torch.frombuffer(values, dtype=dtype) if values else torch.zeros(0, dtype=dtype)
-    return Held(
+    return CachedRows(
         values=flat.view(-1, dim),
         births=np.frombuffer(b"".join(each.births for each in rows), "<i8"),
         versions=np.repeat(np.array([each.version for each in rows], np.int64), counts),
@@ -217,7 +217,7 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
     )
 
 
-def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[Routed, Ids, Ids, Tensor]:
+def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
     """Each row once: ids, births, (version, epoch) that they are based on, and gradients."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]

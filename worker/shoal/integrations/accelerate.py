@@ -58,7 +58,7 @@ class SessionAccelerator(Accelerator):
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(
-                "an accelerator that a session has no place for",
+                "an accelerator with an option that a session does not support",
                 seen=f"mixed_precision={self.mixed_precision!r}, {self.num_processes} processes",
                 expected='"bf16" or "no", in a process of its own, under `shoal run`',
             )

@@ -203,7 +203,7 @@ class Fitting:
                 "the Keras model has its weights back only when the job is done",
                 seen=f"an evaluation within fit under strategy {self.session.strategy.name}",
                 expected=", ".join(sorted(IN_PLACE)),
-                fix="Evaluate behind fit, or leave out validation_data.",
+                fix="Evaluate after fit, or leave out validation_data.",
             )
 
 

@@ -43,7 +43,7 @@ from shoal.data.batches import Dataset
 from shoal.data.samples import Collate
 from shoal.integrations.agreed_stopping import AgreedCheckpoints, AgreedStopping
 from shoal.integrations.job_batches import JobBatches
-from shoal.integrations.lightning_batches import CollatedWhole, LightningBatches
+from shoal.integrations.lightning_batches import CollatedByScript, LightningBatches
 from shoal.integrations.trainer_limits import JobCounters, refuse_parts_of_epochs
 from shoal.session.session import Session
 from shoal_proto.errors import InvalidSpec
@@ -120,7 +120,7 @@ class SessionStrategy(SingleDeviceStrategy):
 
         own = dataset.collate_fn if isinstance(dataset, DataLoader) else None
         given = collate or loading.get("collate_fn") or own or default_collate
-        self._batches = LightningBatches(job, epochs, collate, CollatedWhole(given))
+        self._batches = LightningBatches(job, epochs, collate, CollatedByScript(given))
         return self._batches
 
     # --- what Lightning calls ---
@@ -210,7 +210,7 @@ class SessionStrategy(SingleDeviceStrategy):
         for config in self.lr_scheduler_configs:
             if config.reduce_on_plateau:
                 raise InvalidSpec(
-                    "a scheduler that looks at a metric, of which each member has its own",
+                    "a scheduler that follows a metric, which differs between members",
                     seen=type(config.scheduler).__name__,
                     expected="a scheduler that counts steps or epochs",
                 )
@@ -372,7 +372,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
             seen="automatic_optimization = False",
             expected="True",
             fix="Train in a loop of your own: with session.step(): ... For several optimizers see"
-            " 'Several models and optimizers' in docs/strategies.md.",
+            " 'Several models and optimizers' in docs/models.md.",
         )
     plugin = trainer.precision_plugin
     is_bf16 = type(plugin) is MixedPrecision and plugin.scaler is None
@@ -426,7 +426,7 @@ def _refuse_callbacks(trainer: Trainer) -> None:
                 seen=type(callback).__name__,
                 expected="a Trainer without it",
                 fix="An average of the weights is given to session.register:"
-                " docs/strategies.md#state-of-the-scripts-own.",
+                " docs/loop.md#state-of-the-scripts-own.",
             )
 
 

@@ -11,7 +11,7 @@ from shoal.integrations.job_batches import JobBatches
 from shoal.integrations.trainer_limits import JobCounters, epochs_of
 
 
-class CollatedWhole:
+class CollatedByScript:
     """Batches as the script's own `collate` makes them, inputs and targets together."""
 
     def __init__(self, collate: Collate) -> None:
@@ -31,7 +31,7 @@ class LightningBatches:
         job_of: Callable[[int, Collate | None], JobBatches],
         epochs: int | None,
         collate: Collate | None,
-        whole: CollatedWhole,
+        whole: CollatedByScript,
     ) -> None:
         """`job_of`: of so many epochs, collated so; without `epochs` the Trainer says how many."""
         self._job_of, self._epochs = job_of, epochs

@@ -17,7 +17,7 @@ from shoal.session.step import Step
 from shoal_proto.errors import InvalidSpec
 
 
-class TakenAgain(Exception):
+class StepRetaken(Exception):
     """The step did not happen: continue with the job's present step."""
 
 
@@ -57,7 +57,7 @@ class TrainerSteps:
         if batch is None:
             return False
         if batch.step != expected:
-            raise TakenAgain
+            raise StepRetaken
         self._ahead, self._whole = None, batch
         self._step = self._session.step()
         self._step.__enter__()
@@ -89,7 +89,7 @@ class TrainerSteps:
             step, self._step = self._step, None
             if step is None or not step.__exit__(type(error), error, error.__traceback__):
                 raise
-            raise TakenAgain from None
+            raise StepRetaken from None
 
     def commit(self) -> None:
         """End the step. Raises TakenAgain if it did not happen."""
@@ -99,7 +99,7 @@ class TrainerSteps:
         assert step is not None, "it was begun"
         step.__exit__(None, None, None)
         if not step.committed:
-            raise TakenAgain
+            raise StepRetaken
 
     @property
     def is_done(self) -> bool:
@@ -109,7 +109,7 @@ class TrainerSteps:
     def finish(self) -> None:
         """Wait until all members have come to the end. Raises TakenAgain if a step comes first."""
         if self._peek() is not None:
-            raise TakenAgain
+            raise StepRetaken
 
 
 class CountedSmoother(LabelSmoother):
@@ -133,7 +133,7 @@ class CountedSmoother(LabelSmoother):
     def weight(self, num_parts: int) -> float | None:
         """Weight of the loss that was computed last; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over something else, taken for each part separately.
+        Raises InvalidSpec if it is a mean over something else, computed for each part by itself.
         """
         labels, self._labels = self._labels, None
         if labels is None:
@@ -153,7 +153,7 @@ class CountedSmoother(LabelSmoother):
         return None
 
 
-class Collated:
+class CollatedParts:
     """Batches as the script's own `collate` makes them, inputs and targets together."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
@@ -188,7 +188,7 @@ class WholeBatches(Dataset[list[Any]]):
         return [self._samples[place] for place in range(first, last)]
 
 
-class CollatedWhole(Collated):
+class CollatedBatch(CollatedParts):
     """A collated batch, with its number of samples."""
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:

@@ -22,12 +22,12 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from shoal.checkpoint.background import Checkpoints
 from shoal.integrations.trainer_steps import (
-    Collated,
-    CollatedWhole,
+    CollatedBatch,
+    CollatedParts,
     CountedSmoother,
     EpochLength,
     SessionOptimizer,
-    TakenAgain,
+    StepRetaken,
     TrainerSteps,
     WholeBatches,
     refused,
@@ -177,7 +177,7 @@ class SessionTrainer(Trainer):
             epochs=num_epochs,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy != "sequential",
-            collate=Collated(samples.collate_fn),
+            collate=CollatedParts(samples.collate_fn),
             drop_last=args.dataloader_drop_last,
             num_workers=num_workers,
             pin_memory=args.dataloader_pin_memory and torch.cuda.is_available(),
@@ -200,7 +200,7 @@ class SessionTrainer(Trainer):
                 if control.should_training_stop or number == self.state.num_train_epochs:
                     self._end_job()
                 return
-            except TakenAgain:
+            except StepRetaken:
                 self._go_back()
                 control, number = self.control, self.state.global_step // num_update_steps_per_epoch
                 if number <= epoch:
@@ -234,7 +234,7 @@ class SessionTrainer(Trainer):
                     for _ in range(num_parts):
                         self.training_step(self.model_wrapped, {})
                     steps.commit()
-            except TakenAgain:
+            except StepRetaken:
                 pass
         steps.finish()
 
@@ -373,7 +373,7 @@ class SessionTrainer(Trainer):
             WholeBatches(samples, self.args.eval_batch_size),
             measure,
             batch_size=1,
-            collate=CollatedWhole(dataloader.collate_fn),
+            collate=CollatedBatch(dataloader.collate_fn),
         )
         loss = found["loss"] / found["samples"] if found["samples"] else float("nan")
         return EvalLoopOutput(None, None, {f"{prefix}_loss": loss}, len(samples))

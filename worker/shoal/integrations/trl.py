@@ -75,7 +75,7 @@ class VLLMClient(_VLLMClient):
         self._publisher = _Publisher(series, coordinator)
         self._collected: dict[str, Tensor] | None = None
         self.version: WeightVersion | None = None
-        """The one that was published last."""
+        """The a published series last."""
 
     def init_communicator(self, device: Any = 0) -> None:
         """Send the series to the engines, which follow it."""

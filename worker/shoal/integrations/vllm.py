@@ -161,7 +161,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
     def _followed(self) -> Subscription:
         if self._subscription is None:
             raise InvalidSpec(
-                "vLLM was not told which series to follow",
+                "vLLM has no series to follow",
                 expected='init_weight_transfer_engine({"series": "JOB/NAME"}) first',
             )
         return self._subscription

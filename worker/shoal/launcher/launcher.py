@@ -34,13 +34,13 @@ from shoal.launcher.run_config import RunConfig, member_ids, worker_environment
 from shoal.launcher.worker_ends import WorkerEnds
 from shoal.launcher.worker_slots import DRAINED, Exit, WorkerSlot
 from shoal_client.connection.admission import ADMISSION_VARIABLE
-from shoal_client.host.beats import HostBeats, Standing
+from shoal_client.host.beats import HostBeats, WorkerStatus
 from shoal_client.host.outputs import HostOutputs
 from shoal_client.host.reports import CALL_TIMEOUT_S, FINISHED, HostReporter
 from shoal_client.host.stop_orders import StopOrders
-from shoal_client.liveness.beat_board import BeatBoard, Ending
-from shoal_client.liveness.lifeline import Watch
-from shoal_client.local.process import Command, Process, Supervisor
+from shoal_client.liveness.beat_board import BeatBoard, MembershipEnding
+from shoal_client.liveness.lifeline import ExitWatch
+from shoal_client.local.process import ChildCommand, Process, Supervisor
 from shoal_client.local.worker_logs import WorkerLog, log_path, log_root
 from shoal_proto.secrets import LAUNCH_VARIABLE, job_secret
 from shoal_proto.terminal import printable
@@ -74,7 +74,7 @@ class _GivenUp:
     reason: str
 
 
-_Event = Process | _Halted | _Signalled | _GivenUp | Standing
+_Event = Process | _Halted | _Signalled | _GivenUp | WorkerStatus
 
 
 class Launcher:
@@ -128,7 +128,7 @@ class Launcher:
                     self._interrupt(event)
                 elif isinstance(event, _GivenUp):
                     self._end_given_up(event.reason)
-                elif isinstance(event, Standing):
+                elif isinstance(event, WorkerStatus):
                     self._on_standing(event)
                 self._start_due(supervisor, board)
                 self._end_due(supervisor, board)
@@ -180,7 +180,7 @@ class Launcher:
         environment[LAUNCH_VARIABLE] = slot.launch_secret
         environment.setdefault(ADMISSION_VARIABLE, str(WORKER_ADMISSION_S))
         slot.process = supervisor.spawn(
-            Command(
+            ChildCommand(
                 name=slot.member_id,
                 arguments=(sys.executable, "-u", *self._config.target),
                 environment=environment,
@@ -189,7 +189,7 @@ class Launcher:
         )
         process, life = slot.process, board.slots[slot.index].lifeline
         self._beats.started(process.pid, board.slots[slot.index], self._config.job)
-        slot.watch = Watch(life, process.pid, lambda code: self._report_exit(process, code))
+        slot.watch = ExitWatch(life, process.pid, lambda code: self._report_exit(process, code))
 
     # On the threads that watch the worker, which know the order of its events.
 
@@ -271,7 +271,11 @@ class Launcher:
         last = slot.exits[-1]
         if last.code in (0, DRAINED) or self._ends:
             return False
-        if last.ending not in (Ending.UNKNOWN, Ending.FENCED, Ending.PASSING):
+        if last.ending not in (
+            MembershipEnding.UNKNOWN,
+            MembershipEnding.FENCED,
+            MembershipEnding.PASSING,
+        ):
             return False
         if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
             return False
@@ -322,9 +326,9 @@ class Launcher:
         self._say(f"ending the workers: {reason}")
         self._worker_ends.tell_all()
 
-    def _on_standing(self, standing: Standing) -> None:
+    def _on_standing(self, standing: WorkerStatus) -> None:
         if standing.job == self._config.job and standing.phase:
-            self._reporter.heard(standing.phase)
+            self._reporter.note_phase(standing.phase)
         self._worker_ends.take(standing)
 
     def _end_due(self, supervisor: Supervisor, board: BeatBoard) -> None:
@@ -334,7 +338,7 @@ class Launcher:
             assert slot.process is not None
             supervisor.leave(slot.process)
             slot.process = None
-            slot.exits.append(Exit(code=-signal.SIGKILL, ending=Ending.UNKNOWN))
+            slot.exits.append(Exit(code=-signal.SIGKILL, ending=MembershipEnding.UNKNOWN))
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:

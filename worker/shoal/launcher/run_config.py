@@ -16,7 +16,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.secrets import job_secret
 from shoal_proto.tls.identity import files_at, without_tls
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.tls.options import LauncherTls, LauncherTlsOption
 
 KEPT_MEMORY = {
@@ -61,7 +61,7 @@ def _num_gpus() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RestartOptions:
-    """How long workers have to end, and when one that has ended is started again."""
+    """Time for workers to end, and rules for starting an ended worker again."""
 
     max_restarts: Annotated[int, Parameter(metavar="N")] = 3
     """How often each worker is restarted."""
@@ -83,7 +83,7 @@ class RestartOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """What is told of workers, and where."""
+    """Output of workers: what is shown or kept of it, and where."""
 
     metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
     """Serve metrics of this launcher for Prometheus there, without TLS and without a token. A port
@@ -223,7 +223,9 @@ def _job_of(target: str, module: bool) -> str:
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
     """The environment of one worker, whose index on its host is given."""
-    files = config.tls.files_of(Role.WORKER) or files_at(config.coordinators, Role.WORKER)
+    files = config.tls.files_of(CertificateRole.WORKER) or files_at(
+        config.coordinators, CertificateRole.WORKER
+    )
     environment = without_tls(config.environment) | (files.environment() if files else {})
     if config.output.verbose:
         environment["SHOAL_LOG_LEVEL"] = "DEBUG"

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 
 from shoal.launcher.worker_slots import WorkerSlot
-from shoal_client.host.beats import Standing
+from shoal_client.host.beats import WorkerStatus
 from shoal_client.liveness.beat_board import BeatBoard
 from shoal_client.local.process import KILLED_S
 
@@ -50,7 +50,7 @@ class WorkerEnds:
             slot.was_killed = True
             slot.process.kill()
 
-    def take(self, standing: Standing) -> None:
+    def take(self, standing: WorkerStatus) -> None:
         """Kill a worker that was declared lost and cannot react, so that the next one can start."""
         slot = next((s for s in self.running if s.pid == standing.pid), None)
         if slot is None or not standing.is_lost or slot.was_killed:

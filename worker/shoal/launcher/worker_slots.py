@@ -4,8 +4,8 @@ import signal
 from dataclasses import dataclass, field
 
 from shoal_client.host.output_tail import OutputTail
-from shoal_client.liveness.beat_board import Ending
-from shoal_client.liveness.lifeline import Watch
+from shoal_client.liveness.beat_board import MembershipEnding
+from shoal_client.liveness.lifeline import ExitWatch
 from shoal_client.local.process import Process, how_it_ended
 from shoal_proto.back_off import doubled_s
 from shoal_proto.secrets import drawn
@@ -33,18 +33,18 @@ class Exit:
     """The end of one process of a slot."""
 
     code: int
-    ending: Ending
+    ending: MembershipEnding
 
     @property
     def may_pass(self) -> bool:
         """True if the process failed because its membership had ended, by a time limit, or because
         a part was away: not by its script."""
-        return self._failed and self.ending in (Ending.FENCED, Ending.PASSING)
+        return self._failed and self.ending in (MembershipEnding.FENCED, MembershipEnding.PASSING)
 
     @property
     def found_it_finished(self) -> bool:
         """True if the process was a standby, or too late: others had completed the job."""
-        return self._failed and self.ending is Ending.FINISHED
+        return self._failed and self.ending is MembershipEnding.FINISHED
 
     @property
     def is_scripts_own(self) -> bool:
@@ -58,7 +58,7 @@ class Exit:
     def __str__(self) -> str:
         if self.found_it_finished:
             return f"was not needed: the job was finished without it (exit code {self.code})"
-        if self.may_pass and self.ending is Ending.FENCED:
+        if self.may_pass and self.ending is MembershipEnding.FENCED:
             return f"had been declared lost and was fenced (exit code {self.code})"
         if self.may_pass:
             return f"ended with an error that may pass (exit code {self.code})"
@@ -80,7 +80,7 @@ class WorkerSlot:
     """Time since which the process claims to be a lost member, by the monotonic clock."""
     was_killed: bool = False
     """True if the launcher has killed the process."""
-    watch: Watch | None = None
+    watch: ExitWatch | None = None
     start_at_s: float | None = None
     """Time at which the next process is to be started, by the monotonic clock."""
     has_joined: bool = False

@@ -1,15 +1,15 @@
-"""The rows that members hold of a batch, gathered in the batch's order, with exact gradients.
+"""All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
 A loss over pairs of samples needs the features of the whole global batch. Each member sends its
 rows to the others, and in backward gets the sum of their gradients from the losses of all members.
 A member's loss is weighted by its share before backward, and gradients are averaged over members
-after it. So a loss over all rows, the same on every member, has the gradients of one process; and
-so has a mean, over the member's own rows, of a comparison of each with all rows.
+after it. So two kinds of loss have the gradients of one process: a loss over all rows, the same on
+every member; and a mean over the member's own rows, each compared with all rows.
 
-Descriptions of a call, and rows on the host, go from rank to rank with tags of their own: a member
-that calls this more often than the others waits, and no message is mixed up with another
-collective's. Rows on a GPU stay there: once the members' descriptions of a call agree, one
-collective of the group sends them. Backward passes reach a call in the same order on every member.
+Descriptions of a call, and rows on the host, are point-to-point messages with tags of their own: a
+member that makes more calls than the others waits, and no message is mixed up with those of another
+collective. Rows on a GPU stay there: once the members' descriptions of a call agree, one collective
+of the group sends them. Backward passes reach the calls in the same order on every member.
 """
 
 import json
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import let_all_hear
+from shoal.backends.abortable.gather import meet_after_collective
 from shoal.backends.abortable.p2p import AbortableP2P
 from shoal.backends.process_group.transports import is_gloo
 from shoal.backends.process_group.uneven import all_to_all_uneven
@@ -39,10 +39,10 @@ CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
 MAX_DIMS = 16
 MAX_SEEN_CHARS = 1000
 UNKNOWN = -1
-"""In place of a number of samples: the batch is the script's own."""
+"""Stands for the number of samples if the script makes its batches itself."""
 _WORD_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""Every MPI has tags up to 32767."""
+"""Every MPI implementation allows tags up to 32767."""
 _WORD, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -54,11 +54,11 @@ class Share:
     index: int
     """Index of the share; the same for members that work on the same samples."""
     num_samples: int
-    """Or `UNKNOWN`."""
+    """Number of samples, or `UNKNOWN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Word:
+class _CallMessage:
     """A member's message to the others about a call."""
 
     call: str
@@ -74,7 +74,8 @@ class _Word:
 
 
 class RowGathers:
-    """Gathers of one member in one step. For one thread at a time: the trainer's, or autograd's."""
+    """Gathers of one member in one step. Used by one thread at a time, the trainer's or
+    autograd's."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class RowGathers:
         *,
         by_messages: bool | None = None,
     ) -> None:
-        """`members` by rank. `step`: so many are committed. `waits`: within, this member waits for
-        the others in what is named. `by_messages`: if rows go from rank to rank, over the host, and
-        not by a collective; the same on all members. None: those on the host do, and all of a group
-        on Gloo."""
+        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: entered while
+        this member waits for the others. `by_messages`: send rows from rank to rank over the host,
+        not by a collective; the same on all members. None: do so for rows on the host, and for all
+        rows of a Gloo group."""
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()
@@ -101,7 +102,7 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all members. Raises InvalidSpec, on all of them, where they do not fit."""
+        """Return the rows of all members. Raises InvalidSpec on all members if these do not fit."""
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
         words = self._meet(
@@ -111,13 +112,14 @@ class RowGathers:
             trains=trains,
         )
         self._check_words(words)
-        way = _Way(self, words, self._rank, self._num_calls)
+        way = _RowRoutes(self, words, self._rank, self._num_calls)
         found: Tensor = _Gather.apply(tensor, way)  # type: ignore[no-untyped-call]
         return found
 
     def check_own(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """The script is about to gather by a call of torch's own. Raises InvalidSpec, on all
-        members, where a rank would be sent what does not fit into what it is to be put into."""
+        """Check a gather by torch's own collective that the script is about to call. Raises
+        InvalidSpec on all members if a rank's outputs do not have the shapes and dtypes that the
+        ranks will send."""
         words = self._meet(
             call=OWN_CALL,
             rows=len(tensor) if tensor.ndim else 1,
@@ -129,16 +131,17 @@ class RowGathers:
         told = _checksum(word.of for word in words)
         if any(word.outputs != told for word in words):
             raise self._refusal(
-                f"{OWN_CALL} of tensors that differ between members, in a step whose shares do",
+                f"{OWN_CALL} of tensors whose sizes differ between members, in a step with"
+                " unequal shares",
                 words,
-                expected="session.gather(tensor), which takes unequal shares, in the place of"
+                expected="session.gather(tensor), which takes unequal shares, instead of"
                 " torch.distributed.all_gather, torch.distributed.nn.all_gather or a GatherLayer",
                 fix="Or a global_batch_size that every number of members divides, with"
                 " drop_last=True. See docs/contrastive.md.",
             )
 
     def close(self) -> None:
-        """The step is over."""
+        """End the step: later gradients of its gathers raise."""
         p2p, self._p2p = self._p2p, None
         if p2p is not None:
             p2p.close()
@@ -152,11 +155,11 @@ class RowGathers:
         *,
         by_messages: bool,
     ) -> None:
-        """Send and receive these, which are contiguous, each with its rank."""
+        """Send to and receive from the given ranks. All tensors are contiguous."""
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
-                f"gradients of {CALL} behind the step in which it was called",
+                f"gradients of {CALL} after the step in which it was called",
                 expected="session.backward in the same step",
             )
         what = f"the gradients of {CALL}" if kind == _GRADIENTS else CALL
@@ -173,10 +176,10 @@ class RowGathers:
         """True if these rows go from rank to rank, over the host."""
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
-    def _meet(self, **said: Any) -> list[_Word]:
+    def _meet(self, **said: Any) -> list[_CallMessage]:
         """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
-        own = _Word(index=self._share.index, num_samples=self._share.num_samples, **said)
+        own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **said)
         words = [_packed(own) for _ in self._members]
         others = [rank for rank in range(len(words)) if rank != self._rank]
         sends = [(words[self._rank], rank) for rank in others]
@@ -184,7 +187,7 @@ class RowGathers:
         self.exchange(sends, receives, self._num_calls, _WORD, by_messages=True)
         return [_unpacked(word) for word in words]
 
-    def _check_calls(self, words: Sequence[_Word]) -> None:
+    def _check_calls(self, words: Sequence[_CallMessage]) -> None:
         if len({word.call for word in words}) > 1:
             raise self._refusal(
                 "the members gather by different calls in a step",
@@ -192,7 +195,7 @@ class RowGathers:
                 expected="the same calls in the same order on every member",
             )
 
-    def _check_words(self, words: Sequence[_Word]) -> None:
+    def _check_words(self, words: Sequence[_CallMessage]) -> None:
         self._check_calls(words)
         if len({(word.of, word.trains) for word in words}) > 1:
             raise self._refusal(
@@ -220,29 +223,29 @@ class RowGathers:
             )
 
     def _refusal(
-        self, what: str, words: Sequence[_Word], *, expected: str, fix: str = ""
+        self, what: str, words: Sequence[_CallMessage], *, expected: str, fix: str = ""
     ) -> InvalidSpec:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
-            let_all_hear(self._p2p.group)
+            meet_after_collective(self._p2p.group)
         said = zip(self._members, words, strict=True)
         seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in said)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
 
 
-class _Way:
+class _RowRoutes:
     """Routes of one call: where each row comes from, and where its gradient goes."""
 
     def __init__(
-        self, gathers: RowGathers, words: Sequence[_Word], rank: int, num_calls: int
+        self, gathers: RowGathers, words: Sequence[_CallMessage], rank: int, num_calls: int
     ) -> None:
         self._gathers = gathers
         self._call = num_calls
         by_index: dict[int, list[int]] = {}
         for each, word in enumerate(words):
             by_index.setdefault(word.index, []).append(each)
-        # Of those that have the same samples each has the rows of others from one of its own, so
-        # that all of them get, and give, the same.
+        # Ranks with the same samples are numbered. Rank n of them exchanges rows with rank n of
+        # each other share, so all ranks of a share send and receive the same.
         column = by_index[words[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
         self._place = self._ranks.index(rank)
@@ -267,7 +270,7 @@ class _Way:
         told = [own if place == self._place else torch.empty_like(own) for place in self._all()]
         sends = [(asked[place], self._ranks[place]) for place in self._others]
         self._exchange(sends, told, _GRADIENTS, gradient)
-        # In the same order everywhere, and rounded to a half once.
+        # Sum in the same order on every rank, and round to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
         for each in told:
@@ -276,7 +279,7 @@ class _Way:
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Rows as they are sent: dense, on the device that sends them."""
+        """Return the rows contiguous, on the device that sends them."""
         device = torch.device("cpu") if self._gathers.go_by_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
@@ -297,7 +300,7 @@ class _Way:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(context: Any, rows: Tensor, way: _Way) -> Tensor:
+    def forward(context: Any, rows: Tensor, way: _RowRoutes) -> Tensor:
         context.way, context.num_rows = way, len(rows)
         return way.gathered(rows)
 
@@ -308,7 +311,7 @@ class _Gather(torch.autograd.Function):
 
 
 def is_gather(node: Node) -> bool:
-    """True if a backward pass sends the gradients of rows to their owners at this node."""
+    """True if this node of the autograd graph sends the gradients of rows to their owners."""
     return getattr(node, "_forward_cls", None) is _Gather
 
 
@@ -322,7 +325,7 @@ def _check(tensor: object) -> None:
         seen = f"a tensor of {tensor.layout} and shape {tuple(tensor.shape)}"
     if seen:
         raise InvalidSpec(
-            f"{CALL} of what has no rows",
+            f"{CALL} of something without rows",
             seen=seen,
             expected=f"a dense tensor of 1 to {MAX_DIMS} dimensions, the first of them the samples",
         )
@@ -332,7 +335,7 @@ def _outline(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} of {tensor.dtype}"[: _WORD_BYTES // 4]
 
 
-def _in_words(word: _Word) -> str:
+def _in_words(word: _CallMessage) -> str:
     if word.call == OWN_CALL:
         return f"{word.call} of {word.of}"
     share = "" if word.num_samples == UNKNOWN else f" for {word.num_samples} samples"
@@ -344,17 +347,17 @@ def _checksum(words: Iterable[str]) -> int:
     return zlib.crc32("; ".join(words).encode())
 
 
-def _packed(word: _Word) -> Tensor:
+def _packed(word: _CallMessage) -> Tensor:
     said = json.dumps(asdict(word)).encode()
     return torch.frombuffer(bytearray(said.ljust(_WORD_BYTES)), dtype=torch.uint8)
 
 
-def _unpacked(word: Tensor) -> _Word:
-    return _Word(**json.loads(word.numpy().tobytes()))
+def _unpacked(word: Tensor) -> _CallMessage:
+    return _CallMessage(**json.loads(word.numpy().tobytes()))
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Tensors that are not empty, as bytes."""
+    """Return the non-empty tensors as bytes."""
     return [(as_bytes(each), rank) for each, rank in tensors if each.numel()]
 
 
@@ -363,7 +366,7 @@ def _all_to_all(
     receives: Sequence[tuple[Tensor, int]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange these by one collective, in which every rank of the group takes part."""
+    """Exchange the tensors by one all-to-all over the whole group."""
     nothing = receives[0][0].new_empty(0, dtype=torch.uint8)
     given, taken = [nothing] * group.size(), [nothing] * group.size()
     for tensors, by_rank in ((sends, given), (receives, taken)):

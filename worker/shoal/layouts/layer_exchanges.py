@@ -1,11 +1,11 @@
-"""Record of the layers for which ranks met, in order: detects ranks that compute with different
+"""Record of the layers for which a rank communicated, to detect ranks that compute with different
 layers.
 
-Nothing in a message says of which layer it is. If the script of one rank leaves a layer out, or
-takes another one, its next message is added to that of another layer, without an error anywhere,
-until a rank waits for a message that never comes. To announce the layer before each message would
-double the cost of a layer. So each rank records its layers, and the records are compared when no
-rank waits for that: in the message that ends a step, and by a rank that has waited for long.
+A message does not say which layer it belongs to. If the script of one rank skips a layer, or
+computes with another one, its next message is added to that of another layer, with no error until a
+rank waits for a message that never comes. Naming the layer before each message would double the
+cost of a layer. So each rank records its layers, and the records are compared off the critical
+path: in the message that ends a step, and by a rank that has waited for long.
 """
 
 import json
@@ -18,13 +18,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal.backends.abortable.gather import gather, let_all_hear
+from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Stands for a layer: the rank has finished its passes and notifies the others."""
+"""Entry in place of a layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""Stands for a layer, from here down: the number of elements of a value."""
+"""Entries in place of a layer, from here down: the number of elements of a value."""
 MAX_KEPT = 4096
 """Number of the newest exchanges that are kept one by one."""
 MAX_TOLD = 64
@@ -35,23 +35,23 @@ WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
-    """Record of a rank's exchanges in a step; it may still wait for the last one."""
+class ExchangeRecord:
+    """Record of a rank's exchanges in a step; the last one may be in progress."""
 
     step: int
     """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
-    """The newest exchanges, in order, in words."""
+    """Descriptions of the newest exchanges, in order."""
 
     def at(self, place: int) -> str | None:
-        """Return the exchange at this position; None: not yet made, or too long ago."""
+        """Return the exchange at this position; None if not yet made, or no longer kept."""
         index = place - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
-class Site:
-    """A layer for which ranks meet."""
+class ExchangeSite:
+    """A layer for which ranks communicate."""
 
     __slots__ = ("_gradient", "_note", "_value")
 
@@ -60,20 +60,20 @@ class Site:
         self._value, self._gradient = 2 * number, 2 * number + 1
 
     def value(self) -> int:
-        """Note that ranks are about to meet for the layer's values. Returns a number for that, the
-        same on all ranks, of 24 bits at most; so does `gradient`."""
+        """Record that ranks are about to exchange the layer's values. Returns a number of the
+        exchange, the same on all ranks, of at most 24 bits; so does `gradient`."""
         self._note(self._value)
         return self._value
 
     def gradient(self) -> int:
-        """Note that ranks are about to meet for the layer's gradients."""
+        """Record that ranks are about to exchange the layer's gradients."""
         self._note(self._gradient)
         return self._gradient
 
 
 class LayerExchanges:
-    """Exchanges of one rank in one generation. For the trainer's thread; `told` may be called from
-    another thread while that waits."""
+    """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
+    call `told` while the trainer waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -84,35 +84,36 @@ class LayerExchanges:
         """The number of exchanges that are no longer kept, and a digest of them."""
         self._steps = 0
         self._has_ended = False
-        """Nothing more is noted in this step."""
+        """True if nothing more is recorded in this step."""
         self._whole: dict[int, nn.Parameter] = {}
-        """Parameters that ranks have whole, by the exchange number of lacking a gradient."""
+        """Parameters that each rank has whole, by the number that records a missing gradient."""
         self._without: set[int] | None = None
-        """Exchange numbers of parameters that this rank's own passes left without a gradient, in a
-        step whose gradients were completed with those of other ranks; else None."""
+        """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
+        until gradients are completed with those of other ranks."""
         self.peers: Sequence[int] = ()
-        """The ranks that must meet for the same layers, this one included; empty: none split."""
+        """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_told = False
-        """True if ranks outside this rank's own group may find a difference, and `tell` it."""
-        self.tell: Callable[[InvalidSpec], None] = lambda refusal: None
-        """Called before a rank raises a refusal that only some of the ranks know of."""
+        """True if ranks outside this rank's own tensor group may find a difference, and `tell`
+        this rank."""
+        self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
+        """Called before this rank raises a refusal that not all ranks know of."""
 
     def among(self, peers: Sequence[int]) -> None:
-        """Set the peers that split layers with this rank. If models of a script are split among
-        different peers, nothing is compared."""
+        """Set the peers that split layers with this rank. If the script's models have different
+        peers, nothing is compared."""
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
-    def site(self, name: str, *, what: str = "outputs") -> Site:
+    def site(self, name: str, *, what: str = "outputs") -> ExchangeSite:
         """Add the layer of this name; all ranks add the same layers in the same order.
         `what`: the subject of its exchanges in forward passes."""
         self._names.append(name)
         self._met_for.append(what)
-        return Site(self, len(self._names) - 1)
+        return ExchangeSite(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole. Ranks meet for their gradients after the
-        passes: the same parameters must lack a gradient on all ranks."""
+        """Add the parameters that each rank has whole. Their gradients are broadcast after the
+        passes, so the same parameters must lack a gradient on all ranks."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
@@ -126,23 +127,23 @@ class LayerExchanges:
         self._done, self._has_ended, self._without = [], False, None
 
     def completes(self) -> None:
-        """Note the parameters without a gradient, before other ranks' gradients are added: later it
-        cannot be seen which ones this rank left out."""
-        without = {deed for deed, each in self._whole.items() if each.grad is None}
+        """Record the parameters without a gradient, before other ranks' gradients are added: later
+        they cannot be told apart."""
+        without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
-    def note(self, deed: int) -> None:
-        """Record that the ranks are about to meet for this."""
+    def note(self, exchange: int) -> None:
+        """Record an exchange that the ranks are about to make."""
         if self._has_ended:
             return
-        self._done.append(deed)
+        self._done.append(exchange)
         if len(self._done) > MAX_KEPT:
             self._forget(MAX_KEPT // 2)
 
     def differ(self, size: int | None = None) -> None:
-        """End the record: the ranks have just met for different things, and know it, so later
-        exchanges add nothing. `size`: they met for the same layer, and this is the number of
-        elements of this rank's value."""
+        """End the record, as ranks have just found that their exchanges differ: later entries add
+        nothing. `size`: the number of elements of this rank's value, if the layer was the same but
+        the sizes differ."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True
@@ -161,27 +162,29 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """Collective, of all ranks: passes end here outside of a step. Raises as `check_told`."""
+        """End the passes outside of a step. Collective over all ranks; raises as
+        `check_exchanges`."""
         if self._names:
             self.note(PASSES_END)
-            told = self.told()
-            own = json.dumps([self.word(), told and vars(told)]).encode()
+            told = self.record()
+            own = json.dumps([self.summary(), told and vars(told)]).encode()
             words, found = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(words):
-                let_all_hear(group)
-            check_told(words, [each and Told(**each) for each in found])
+                meet_after_collective(group)
+            check_exchanges(words, [each and ExchangeRecord(**each) for each in found])
 
-    def told(self) -> Told | None:
-        """Return the record that other ranks compare with theirs; None if there is none."""
+    def record(self) -> ExchangeRecord | None:
+        """Return the record for other ranks to compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
-        last = [self._in_words(deed) for deed in done[-MAX_TOLD:]]
-        return Told(step=self._steps, count=count, last=last)
+        last = [self._in_words(exchange) for exchange in done[-MAX_TOLD:]]
+        return ExchangeRecord(step=self._steps, count=count, last=last)
 
-    def word(self) -> int:
-        """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
+    def summary(self) -> int:
+        """Return a digest of the record, of `WORD_BITS` bits, that all peers must have in common
+        when passes end; 0 if nothing is split."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
@@ -192,26 +195,26 @@ class LayerExchanges:
         self._forgotten += num
         self._done = self._done[num:]
 
-    def _in_words(self, deed: int) -> str:
-        if deed == PASSES_END:
+    def _in_words(self, exchange: int) -> str:
+        if exchange == PASSES_END:
             return "done with its passes"
-        if deed <= _SIZES:
-            return f"with {_SIZES - deed} numbers"
-        number, is_gradient = divmod(deed, 2)
+        if exchange <= _SIZES:
+            return f"with {_SIZES - exchange} numbers"
+        number, is_gradient = divmod(exchange, 2)
         name = self._names[number] if number < len(self._names) else str(number)
-        if deed in self._whole:
+        if exchange in self._whole:
             return f"without a gradient of {name}"[:MAX_WORD_CHARS]
         what = "gradients" if is_gradient else "".join(self._met_for[number : number + 1])
         where = f"at the {what or 'outputs'} of {name or 'the model'}"
         return where[:MAX_WORD_CHARS]
 
 
-def check_told(
-    words: Sequence[int], told: Sequence[Told | None], members: Sequence[str] = ()
+def check_exchanges(
+    words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
-    """Return if ranks that split layers with each other have met for the same ones, by the
-    `LayerExchanges.word` and `LayerExchanges.told` of each rank. Raises InvalidSpec if they have
-    not. `members`: names by rank."""
+    """Raise InvalidSpec if ranks that split layers with each other communicated for different
+    layers. `words`, `told`: `LayerExchanges.summary` and `.record` of each rank. `members`: names
+    by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
     by_name = {
         names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
@@ -224,8 +227,8 @@ def check_told(
 
 
 def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
-    """Ranks that split layers with each other and have not met for the same ones, after what
-    `LayerExchanges.word` says of each rank; those of one such group."""
+    """Return the first group of peers whose `LayerExchanges.summary` differ: they communicated for
+    different layers. `words` by rank."""
     if all(word == words[0] for word in words):
         return ()
     groups: dict[int, list[int]] = {}
@@ -236,16 +239,16 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
     return next(differ, ())
 
 
-def difference(told: Mapping[str, Told]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ, and what each did
-    there. A member that has not got there yet is left out: it has done nothing else.
+def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
+    """Find the first known position at which members in the same step differ; return what each did
+    there. A member that has not reached that position is left out.
     """
     newest = max((each.step for each in told.values()), default=0)
     same = {name: each for name, each in told.items() if each.step == newest}
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
     for place in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
         at = {name: each.at(place) for name, each in same.items()}
-        found = {name: deed for name, deed in at.items() if deed is not None}
+        found = {name: exchange for name, exchange in at.items() if exchange is not None}
         if len(set(found.values())) > 1:
             return found
     return None
@@ -256,7 +259,7 @@ def in_words(found: Mapping[str, str]) -> str:
 
 
 def different_layers(seen: str) -> InvalidSpec:
-    """The refusal of members that have met for different layers: where each was."""
+    """Build the refusal of members that communicated for different layers; `seen`: which ones."""
     return InvalidSpec(
         "members that split layers among them computed with different layers at the same time",
         seen=seen,

@@ -146,7 +146,7 @@ class LoneMember:
     def progress(self, step: int) -> None:
         """Do nothing: no coordinator needs the step."""
 
-    def does(self, doing: TrainerStatus) -> None:
+    def report_status(self, status: TrainerStatus) -> None:
         """Do nothing: no heartbeats are sent."""
 
     def pause(self, reason: str, limit_s: float) -> None:

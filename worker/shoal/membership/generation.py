@@ -33,7 +33,7 @@ class Context:
     """The error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)
     """Stores in which the members of a generation meet. The strategy closes them."""
-    does: Callable[[TrainerStatus], None] = lambda doing: None
+    report_status: Callable[[TrainerStatus], None] = lambda status: None
     """Receives the trainer's status, for the heartbeats. Any thread."""
 
 

@@ -14,6 +14,7 @@ import torch
 
 from shoal.backends.choice import check_reconfigures
 from shoal_client.connection.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
+from shoal_client.connection.coordinators import own_address
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
@@ -36,7 +37,7 @@ _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
-class FromLauncher:
+class LauncherSettings:
     """Values from `shoal run` for its workers; a process started otherwise has none."""
 
     shared_directory: str = ""
@@ -85,7 +86,7 @@ class JoinConfig:
     """How many workers the launcher runs on this host."""
     num_ranks: int = 1
     """How many processes the launcher that started this one has started, where it says so."""
-    launcher: FromLauncher = field(default_factory=FromLauncher)
+    launcher: LauncherSettings = field(default_factory=LauncherSettings)
     """What this host's launcher has for its workers."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
     """Of the job, and of the launcher."""
@@ -162,7 +163,7 @@ class JoinConfig:
             info=MemberInfo(
                 host=host,
                 pid=os.getpid(),
-                address=self.address or _own_address(self.coordinators),
+                address=self.address or own_address(self.coordinators),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 # The CPUs of a host are one device.
                 num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,
@@ -220,7 +221,7 @@ def read_config(
             "local_world_size", "SHOAL_LOCAL_WORLD_SIZE", number("", "LOCAL_WORLD_SIZE", 1)
         ),
         num_ranks=max(number("", each, 1) for each in _NUM_RANKS),
-        launcher=FromLauncher(
+        launcher=LauncherSettings(
             shared_directory=text("shared_directory", "SHOAL_SHARED_DIRECTORY"),
             beat_slot=text("beat_slot", "SHOAL_BEATS"),
             job=environment.get("SHOAL_JOB", ""),
@@ -243,25 +244,6 @@ def shoal_version() -> str:
         return version("shoal")
     except PackageNotFoundError:
         return f"protocol {OWN_PROTOCOLS.newest}"
-
-
-def _own_address(coordinators: tuple[str, ...]) -> str:
-    """The address of the interface towards the coordinator. Sends nothing."""
-    if not coordinators:
-        return "127.0.0.1"
-    host, _, port = coordinators[0].rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise InvalidSpec(
-            f"no route to the coordinator {coordinators[0]}",
-            seen=str(error),
-            expected="a host name that resolves and a route to it",
-        ) from None
 
 
 def _beat_slot(address: str) -> BeatSlot | None:

@@ -102,7 +102,7 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
         f"{strategy} does not train layers with sparse gradients",
         seen=f"sparse gradients of {name}",
         expected="gradients of the parameters' own layout",
-        fix="Make the layer with sparse=False. Tables of which a step uses few rows belong on"
+        fix="Make the layer with sparse=False. Tables with few used rows in a step belong on"
         " parameter servers: shoal.EmbeddingTable with the strategy async-sgd, and in place of"
         " SparseAdam its RowAdam(counts_rows=False) (docs/tables.md).",
     )
@@ -120,7 +120,7 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
             "parameters have hooks of the script's on their gradients",
             seen=f"register_hook or register_post_accumulate_grad_hook of {', '.join(hooked[:5])}",
             expected="gradients that are changed once they are those of the whole batch",
-            fix="Change parameter.grad behind session.backward in the step: to mask or to clamp it,"
+            fix="Change parameter.grad after session.backward in the step: to mask or to clamp it,"
             " say. Hooks on modules and on what they compute are no problem.",
         )
 
@@ -176,8 +176,8 @@ def refuse_second_derivatives(model: nn.Module) -> None:
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
             raise InvalidSpec(
-                "a sharded model lets go of its weights behind each backward pass, so that none"
-                " can be differentiated once more",
+                "a sharded model frees its weights after each backward pass: none"
+                " can be differentiated again",
                 seen="torch.autograd.grad(..., create_graph=True) through the distributed model",
                 expected="first derivatives only",
                 fix="ddp, zero1 and tensor can do so; of these zero1 and tensor need less memory.",

@@ -181,7 +181,7 @@ def _check(path: str, part: nn.Module) -> None:
             raise InvalidSpec(
                 f"{where}, a {type(part).__name__}, has a bool tensor on the meta device",
                 seen=name,
-                expected="numbers, of which it can be told whether reset_parameters() filled them",
+                expected="numbers that show if reset_parameters() has filled them",
                 fix=f"Make {name} on the host: with torch.device('cpu'): ...",
             )
 

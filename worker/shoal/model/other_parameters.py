@@ -113,7 +113,7 @@ def _apart(optimizer: Optimizer, group: int, parameter: Tensor) -> InvalidSpec:
         seen=f"{type(optimizer).__name__} with a parameter of shape {tuple(parameter.shape)} in"
         f" group {group}, which session.backward went through and the distributed model lacks",
         expected="all that a loss trains distributed: each member would train another copy",
-        fix="Distribute both, in a list with their optimizers (docs/strategies.md, 'Several models"
+        fix="Distribute both, in a list with their optimizers (docs/models.md, 'Several models"
         " and optimizers'), or one module that holds all parameters.",
     )
 
@@ -127,5 +127,5 @@ def _not_distributed(optimizer: Optimizer, group: int, parameter: Tensor) -> Inv
         " in the loop: what another one does is no part of the job, and where a model is cut or"
         " copied, it trains nothing",
         fix="Distribute both, in a list: session.distribute([model], [first, second]), see"
-        " docs/strategies.md, 'Several models and optimizers'.",
+        " docs/models.md, 'Several models and optimizers'.",
     )

@@ -164,8 +164,8 @@ def refuse_wrapped(model: nn.Module) -> None:
         raise InvalidSpec(
             "a model that is wrapped for training by several already",
             seen=f"session.distribute of a {type(found).__name__}",
-            expected="the model in it, whose gradients the session brings together",
-            fix="Leave out the wrapper, and `.module` behind it (docs/tutorials/ddp.md has a table"
+            expected="the model in it: the session combines its gradients",
+            fix="Leave out the wrapper, and `.module` after it (docs/tutorials/ddp.md has a table"
             " for scripts that come from torchrun).",
         )
 

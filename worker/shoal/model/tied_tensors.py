@@ -72,7 +72,7 @@ def refuse_hidden_ties(model: nn.Module) -> None:
                     seen="two tensors over the same memory",
                     expected="one parameter under both names, or separate memory for each",
                     fix="Tie them by assigning the parameter itself (head.weight = embed.weight),"
-                    " not a new one that is made of its data.",
+                    " not a new parameter made of its data.",
                 )
         near.append(span)
 

@@ -24,7 +24,7 @@ _MAX_NAMED = 5
 TRAINED_LATER = (
     "Give the optimizer all parameters that are ever trained before session.distribute, and "
     "drop the gradients of those that are not trained yet, or no longer, after session.backward:"
-    " parameter.grad = None (docs/strategies.md, 'Layers that are trained later')."
+    " parameter.grad = None (docs/models.md, 'Layers that are trained later')."
 )
 """The fix named to a script that wants to train parameters from some step on."""
 
@@ -126,7 +126,7 @@ class TrainedParameters:
                 expected_dtype, expected_shape = self._kinds[name]
                 raise InvalidSpec(
                     f"the parameter {name!r} is another one than when the model was distributed",
-                    seen=f"{dtype} of shape {tuple(shape)}, behind {step} committed steps",
+                    seen=f"{dtype} of shape {tuple(shape)}, after {step} committed steps",
                     expected=f"{expected_dtype} of shape {tuple(expected_shape)}, as all members"
                     " have it",
                     fix="Change the model's dtype (model.half(), model.to(dtype)) before"
@@ -159,10 +159,10 @@ class TrainedParameters:
     def _other_parameters(self, names: list[str], step: int) -> InvalidSpec:
         return InvalidSpec(
             "the model has other parameters than when it was distributed",
-            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, behind {step} committed steps",
+            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, after {step} committed steps",
             expected="the model's own, which the optimizer and all members have",
-            fix="Before session.distribute a parameter may be replaced; behind it, write to the one"
-            " that is there: with torch.no_grad(): parameter.copy_(values). load_state_dict does"
+            fix="Before session.distribute a parameter may be replaced; after it, write to the"
+            " existing one: with torch.no_grad(): parameter.copy_(values). load_state_dict does"
             " so without assign=True.",
         )
 
@@ -172,9 +172,9 @@ class TrainedParameters:
         names = [name for name, each in self._model.named_modules() if id(each) in new]
         return InvalidSpec(
             "the model has other layers than when it was distributed",
-            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, behind {step} committed steps"
+            seen=f"a new {', '.join(map(repr, names[:_MAX_NAMED]))}, after {step} committed steps"
             if names
-            else f"fewer layers with parameters, behind {step} committed steps",
+            else f"fewer layers with parameters, after {step} committed steps",
             expected="the model's own, which the optimizer and all members have",
             fix="Change the model before session.distribute; for a new phase of training, let this"
             " job end and start another with the new model and the weights of this one.",
@@ -186,7 +186,7 @@ class TrainedParameters:
         return InvalidSpec(
             "the trained parameters differ from those when the model was distributed",
             seen=f"requires_grad of {', '.join(changed[:_MAX_NAMED])}{more} set to {not frozen},"
-            f" behind {step} committed steps",
+            f" after {step} committed steps",
             expected="requires_grad as it was at session.distribute, in each step",
             fix=TRAINED_LATER,
         )

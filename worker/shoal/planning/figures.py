@@ -1,7 +1,7 @@
 """Figures of a strategy before anything runs: groups, memory and traffic of a step.
 
-A strategy that can compute them has a method `figures(subject) -> Plan`, see `Planned`. It uses
-only shapes: no process group exists yet, and the model may be on the meta device.
+A strategy that can compute them has a method `figures(subject) -> Plan` (`PlannableStrategy`). It
+uses only shapes: no process group exists yet, and the model may be on the meta device.
 """
 
 import copy
@@ -121,7 +121,7 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
+class PlanInput:
     """Input of a plan: model, world size, optimizer and inputs."""
 
     model: nn.Module
@@ -311,10 +311,10 @@ def _size(num_bytes: int) -> str:
     return f"{num_bytes} B" if not unit else f"{size:.3g} {_UNITS[unit]}"
 
 
-class Planned(Protocol):
+class PlannableStrategy(Protocol):
     """Strategy that can compute its own figures."""
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """Compute the figures for this model, without communication or side effects.
 
         Raises the error with which `distribute` would refuse the model or the optimizer.

@@ -20,11 +20,11 @@ from shoal.planning.figures import (
     Collective,
     GroupFigures,
     Plan,
+    PlanInput,
     RankFigures,
-    Subject,
 )
 from shoal.planning.meta_device import on_meta, to_meta
-from shoal.planning.rehearsal import Rehearsed, SilentGroup
+from shoal.planning.rehearsal import RehearsedPass, SilentGroup
 from shoal.planning.tensor import first_alike, non_finite_message, split_alone, tensor_groups
 
 LOSS_BYTES = torch.float64.itemsize
@@ -56,7 +56,7 @@ class MeshFigures:
     """Computation of one plan. The traffic within a pass is known only if the inputs are."""
 
     def __init__(
-        self, subject: Subject, plan: HybridPlan, *, tells_faults_ahead: bool = False
+        self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
         """Compute the parts. `tells_faults_ahead`: if only a rank itself can see that its gradients
         are not finite, its member reports that when the members agree on the step."""
@@ -153,7 +153,7 @@ class MeshFigures:
         """Yield the passes of a micro-batch through all stages, for the ranks of one split."""
         if self._plan.cut is None:
             part = self._parts[0, split]
-            done = Rehearsed(part.group, lambda: part.module(inputs))
+            done = RehearsedPass(part.group, lambda: part.module(inputs))
             yield _Pass(count=1, outputs=(), moved=done.collectives())
             return
         first = self._parts[0, split].stage
@@ -167,7 +167,7 @@ class MeshFigures:
             stage = part.stage
             assert stage is not None, "the model is cut"
             entering = [t.detach().requires_grad_(t.requires_grad) for t in passed]
-            done = Rehearsed(part.group, lambda s=stage, e=entering: s.run(given, e))  # type: ignore[misc]
+            done = RehearsedPass(part.group, lambda s=stage, e=entering: s.run(given, e))  # type: ignore[misc]
             passed = done.outputs if index + 1 < self._mesh.pipeline else ()
             yield _Pass(count=count, outputs=tuple(passed), moved=done.collectives(count))
 

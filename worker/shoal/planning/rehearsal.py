@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.process_group.collectives import CollectiveGroup, Count
-from shoal.backends.process_group.pending import Done
+from shoal.backends.process_group.pending import CompletedWork
 from shoal.planning.figures import BACKWARD, FORWARD, Collective
 from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import InvalidSpec
@@ -25,39 +25,39 @@ class SilentGroup(CollectiveGroup):
         super().__init__(rank, size, f"rehearsal of rank {rank} of {size}", 0.0)
 
     def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
-        return Done(tensors, 0.0)
+        return CompletedWork(tensors, 0.0)
 
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
-        return Done(tensors, 0.0)
+        return CompletedWork(tensors, 0.0)
 
     def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work:
-        return Done(tensors, 0.0)
+        return CompletedWork(tensors, 0.0)
 
     def all_gather_each(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
-        return Done(inputs, 0.0)
+        return CompletedWork(inputs, 0.0)
 
     def gather_one(self, outputs: list[Tensor], tensor: Tensor, root: int) -> dist.Work:
-        return Done([tensor], 0.0)
+        return CompletedWork([tensor], 0.0)
 
     def scatter_one(self, output: Tensor, inputs: list[Tensor], root: int) -> dist.Work:
-        return Done([output], 0.0)
+        return CompletedWork([output], 0.0)
 
     def reduce_scatter_each(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> dist.Work:
-        return Done(outputs, 0.0)
+        return CompletedWork(outputs, 0.0)
 
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
-        return Done(outputs, 0.0)
+        return CompletedWork(outputs, 0.0)
 
     def meet(self) -> dist.Work:
-        return Done([], 0.0)
+        return CompletedWork([], 0.0)
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        return Done([tensor], 0.0)
+        return CompletedWork([tensor], 0.0)
 
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
-        return Done([tensor], 0.0)
+        return CompletedWork([tensor], 0.0)
 
     def taken(self) -> dict[str, Count]:
         """Return the counts since the last call, and reset them."""
@@ -65,7 +65,7 @@ class SilentGroup(CollectiveGroup):
         return taken
 
 
-class Rehearsed:
+class RehearsedPass:
     """Forward pass of meta tensors and the backward pass after it, as the group counted them.
 
     Raises InvalidSpec if the model cannot be run on the meta device, or not on these inputs.

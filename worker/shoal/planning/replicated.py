@@ -13,8 +13,8 @@ from shoal.planning.figures import (
     Collective,
     GroupFigures,
     Plan,
+    PlanInput,
     RankFigures,
-    Subject,
 )
 from shoal.torch_private.c10d import bucket_assignment
 
@@ -25,7 +25,7 @@ class ReplicatedFigures:
     """Computation of the plan for whole parameters, with gradients all-reduced in DDP's buckets."""
 
     def __init__(
-        self, subject: Subject, bucket_mb: float, *, find_unused_parameters: bool = False
+        self, subject: PlanInput, bucket_mb: float, *, find_unused_parameters: bool = False
     ) -> None:
         self._subject = subject
         self._n = subject.world_size

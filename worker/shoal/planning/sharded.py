@@ -16,8 +16,8 @@ from shoal.planning.figures import (
     Collective,
     GroupFigures,
     Plan,
+    PlanInput,
     RankFigures,
-    Subject,
 )
 
 OFFLOADED = (
@@ -35,7 +35,7 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 class ShardedFigures:
     """Computation of one plan. Parts are padded to the first rank's, in memory and collectives."""
 
-    def __init__(self, subject: Subject, options: ShardedOptions) -> None:
+    def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
         self._n = ranks_of_copy(subject.world_size, options.shard)
         self._num_copies = subject.world_size // self._n

@@ -9,15 +9,15 @@ from shoal.layouts.tensor.layer_group import TensorGroup
 from shoal.layouts.tensor.layout import take_part
 from shoal.layouts.tensor.plan import WHOLE, TensorPlan, part_sizes
 from shoal.layouts.tensor.sequence import spread_positions, summed_parameters
-from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, RankFigures, Subject
+from shoal.planning.figures import UPDATE, Collective, GroupFigures, Plan, PlanInput, RankFigures
 from shoal.planning.meta_device import on_meta, to_meta
-from shoal.planning.rehearsal import Rehearsed, SilentGroup
+from shoal.planning.rehearsal import RehearsedPass, SilentGroup
 from shoal.torch_private.modules import parameter_table
 
 NOTE = "without inputs, activations and their gradients, which the ranks exchange, are not counted"
 
 
-def tensor_figures(subject: Subject, tensor_plan: TensorPlan) -> Plan:
+def tensor_figures(subject: PlanInput, tensor_plan: TensorPlan) -> Plan:
     """Compute the plan. Gradients of replicated parameters are whole on every rank."""
     # Ranks that hold parts of the same shapes share one computation.
     firsts = [first_alike(tensor_plan, rank) for rank in range(subject.world_size)]
@@ -88,7 +88,7 @@ def _part(whole: nn.Parameter, dim: int, ranks: TensorGroup) -> nn.Parameter:
     return nn.Parameter(empty, requires_grad=whole.requires_grad)
 
 
-def _rank(subject: Subject, tensor_plan: TensorPlan, rank: int) -> RankFigures:
+def _rank(subject: PlanInput, tensor_plan: TensorPlan, rank: int) -> RankFigures:
     shapes, held, gradients = {}, 0, 0
     aligned: dict[torch.dtype, int] = {}
     for entry in tensor_plan.entries:
@@ -113,7 +113,7 @@ def _rank(subject: Subject, tensor_plan: TensorPlan, rank: int) -> RankFigures:
 
 
 def _collectives(
-    subject: Subject, tensor_plan: TensorPlan, rank: int, aligned: Mapping[torch.dtype, int]
+    subject: PlanInput, tensor_plan: TensorPlan, rank: int, aligned: Mapping[torch.dtype, int]
 ) -> tuple[Collective, ...]:
     if subject.world_size == 1:
         return ()
@@ -125,7 +125,7 @@ def _collectives(
         split_alone(model, tensor_plan, ranks)
         spread_positions(model, tensor_plan.sequence, ranks)
         inputs = to_meta(subject.inputs)
-        moved = Rehearsed(group, lambda: model(inputs)).collectives()
+        moved = RehearsedPass(group, lambda: model(inputs)).collectives()
     # The first rank broadcasts the gradients of whole parameters, in one call for each dtype.
     taken = Collective(
         kind="broadcast", when=UPDATE, calls=len(aligned), num_bytes=sum(aligned.values())
@@ -137,7 +137,7 @@ def _collectives(
     return (*moved, *summed, taken, *told) if aligned else (*moved, *summed, *told)
 
 
-def _summed(subject: Subject, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
+def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
     """Return the all-reduces, one a dtype, of gradients that ranks have for their own positions."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]

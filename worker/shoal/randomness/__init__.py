@@ -28,7 +28,7 @@ from shoal.step_context import PresentSamples, current, set_current
 _LONG = 0xFFFFFFFFFFFFFFFF
 
 
-class _At:
+class _SamplePoint:
     # A pipeline goes through some in each pass, and a generator takes several times as long.
 
     def __init__(self, samples: PresentSamples | None) -> None:
@@ -48,7 +48,7 @@ class _At:
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
     """Set the block's samples: `first` to `first + count - 1` of the global batch."""
-    return _At(PresentSamples(seed=seed, step=step, first=first, count=count))
+    return _SamplePoint(PresentSamples(seed=seed, step=step, first=first, count=count))
 
 
 def part(start: int, stop: int) -> AbstractContextManager[None]:
@@ -58,8 +58,8 @@ def part(start: int, stop: int) -> AbstractContextManager[None]:
     """
     whole = present()
     if whole is None:
-        return _At(None)
-    return _At(replace(whole, first=whole.first + start, count=stop - start))
+        return _SamplePoint(None)
+    return _SamplePoint(replace(whole, first=whole.first + start, count=stop - start))
 
 
 def put(samples: PresentSamples | None) -> PresentSamples | None:

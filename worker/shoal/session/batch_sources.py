@@ -303,9 +303,9 @@ def one_loop(what: str) -> InvalidSpec:
         what,
         seen="one for each epoch, perhaps",
         expected="one loop over session.batches(data, epochs=n) for all epochs",
-        fix="batch.epoch says which epoch a batch belongs to; what comes behind an epoch is"
-        " done where `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself"
-        " makes, as rollouts, take steps without session.batches: docs/strategies.md#the-loop.",
+        fix="batch.epoch says which epoch a batch belongs to; do what follows an epoch"
+        " where `(batch.step + 1) % (len(batches) // n) == 0`. For data that training itself"
+        " makes, as rollouts, take steps without session.batches: docs/loop.md.",
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.backends.choice import backend_for
-from shoal.backends.network.own_gpu import LocalPlace, check_gpu
+from shoal.backends.network.own_gpu import LocalRank, check_gpu
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import fields_of
 from shoal.data.content import content_fields
@@ -59,7 +59,7 @@ Chosen = str | Strategy
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
-class How(TypedDict, total=False):
+class DistributeKeywords(TypedDict, total=False):
     """The keywords of `Session.distribute`."""
 
     checkpoints: Checkpoints | None
@@ -68,10 +68,10 @@ class How(TypedDict, total=False):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class DistributeOptions:
     """Options of a session's `distribute`."""
 
-    place: LocalPlace
+    place: LocalRank
     backend: str
     reconfigures: bool
     """True if each generation takes the group of the one before, connected anew."""
@@ -133,7 +133,7 @@ class Distribution:
         model: Models,
         optimizer: Optimizers,
         chosen: Strategy,
-        options: Options,
+        options: DistributeOptions,
     ) -> tuple[Any, Any]:
         """See `Session.distribute`."""
         try:
@@ -154,7 +154,7 @@ class Distribution:
         model: Models,
         optimizer: Optimizers,
         chosen: Strategy,
-        options: Options,
+        options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[Any, Any]:
         if isinstance(model, nn.Module) and isinstance(optimizer, Optimizer):
@@ -173,7 +173,7 @@ class Distribution:
         model: nn.Module,
         optimizer: Optimizer,
         chosen: Strategy,
-        options: Options,
+        options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
         """Distribute; `held` collects the calls that undo each change after the session."""
@@ -234,7 +234,7 @@ class Distribution:
         optimizers: Sequence[Optimizer],
         models: Sequence[nn.Module],
         chosen: Strategy,
-        options: Options,
+        options: DistributeOptions,
     ) -> ScriptCalls | OwnCounts | None:
         """The watch on the script's calls of schedulers and averages, if there is one."""
         if chosen.carries:
@@ -244,7 +244,9 @@ class Distribution:
             return OwnCounts(optimizers, chosen.given_schedule, fix)
         return None
 
-    def _choose_backend(self, chosen: Strategy, device: torch.device, options: Options) -> None:
+    def _choose_backend(
+        self, chosen: Strategy, device: torch.device, options: DistributeOptions
+    ) -> None:
         if options.reconfigures:
             if not chosen.synchronous:
                 raise InvalidSpec(

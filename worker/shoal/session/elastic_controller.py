@@ -70,8 +70,9 @@ class CallBetweenSteps:
         """Raise StateLost if the state went back to before the end of the script's loop."""
         if step < self.end_step:
             raise StateLost(
-                f"{call} behind the loop over the batches cannot be of the trained model",
-                seen=f"so many members lost behind it that the others hold step {step} at best",
+                f"{call} after the loop over the batches cannot be of the trained model",
+                seen=f"so many members lost after the loop that the others hold step {step}"
+                " at best",
                 expected=f"step {self.end_step}, whole on the members that are left",
                 fix="Run the job again with --fresh, from its newest checkpoint if its script has "
                 "checkpoints=. With more copies (copies=2) more members may be lost at once.",
@@ -161,7 +162,7 @@ class ElasticController:
                 leaves_unreplaced=lambda: self.membership.leaves_unreplaced,
                 ended=lambda: self.membership.failure,
                 stores=self._stores(),
-                does=self.membership.does,
+                report_status=self.membership.report_status,
             )
         )
 

@@ -117,7 +117,8 @@ def _check_shape(name: str, value: float | int | Tensor, before: float | int | T
         raise InvalidSpec(
             f"an evaluation measures {name!r} in another shape for each batch",
             seen=f"{shapes[0]}, and {shapes[1]} of a batch before",
-            expected="the sum over the batch's samples, in the same shape whatever their number",
+            expected="the sum over the batch's samples, in a shape that does not depend on"
+            " their number",
         )
 
 

@@ -20,7 +20,7 @@ SILENT_DRAIN_S = 5.0
 log = structlog.get_logger(__name__)
 
 
-class Leaving:
+class SessionEnd:
     """Ends the membership of one session, in whichever way its block ends."""
 
     def __init__(

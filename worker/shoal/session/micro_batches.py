@@ -103,7 +103,7 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
                 " the samples",
                 expected="session.backward(loss, weight=...), with what they count together",
                 fix="weight=(targets != -100).sum(), or class_weights[targets].sum(): see 'Losses"
-                " by token' in docs/strategies.md. Under strategies that support no weights: a mean"
+                " by token' in docs/loop.md. Under strategies that support no weights: a mean"
                 " for each sample first, and then the mean of these.",
             )
 
@@ -279,8 +279,8 @@ class MicroBatches:
         if rows is not None:
             raise InvalidSpec(
                 f"a loss without a weight of a batch that lacks samples, in step {batch.step}",
-                seen=f"{rows} of {size} samples, as from a collate function that leaves out those"
-                " that are None",
+                seen=f"{rows} of {size} samples, as from a collate function that leaves out None"
+                " samples",
                 expected="session.backward(loss, weight=...) in each pass, with how many samples"
                 " the loss is a mean over: with other shares of the batch the job would train"
                 " another one",
@@ -370,7 +370,7 @@ class MicroBatches:
         if self._num_parts:
             raise InvalidSpec(
                 "a step loops over the parts of its batch once",
-                seen=f"batch.parts({num_parts}) behind batch.parts({self._num_parts})",
+                seen=f"batch.parts({num_parts}) after batch.parts({self._num_parts})",
                 expected="one loop over all parts, with one session.backward each",
             )
         if self._num_passes:

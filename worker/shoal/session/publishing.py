@@ -11,7 +11,7 @@ from shoal.weights.pieces import HeldWeights
 from shoal.weights.series import (
     Contributor,
     Publications,
-    PublishingPlace,
+    PublisherRank,
     SeriesOptions,
     Ticket,
     held_state,
@@ -39,7 +39,7 @@ class SessionSeries:
         member = controller.member
         if not member.coordinators:
             raise InvalidSpec(
-                "a series needs a cluster, whose servers hold its versions",
+                "a series needs a cluster: parameter servers hold its versions",
                 seen="a session that trains alone",
                 expected="shoal run SCRIPT, or shoal.join(coordinator='host:port')",
             )
@@ -94,7 +94,7 @@ class SessionSeries:
         if model is not None:
             _check_without_tables(self.name, has_tables=self._has_tables)
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
-        place = PublishingPlace(number=generation.number, rank=rank, world_size=world_size)
+        place = PublisherRank(number=generation.number, rank=rank, world_size=world_size)
         membership = self._controller.membership
 
         def is_over() -> bool:
@@ -102,7 +102,7 @@ class SessionSeries:
 
         return self._publications.publish(held, place, metadata, is_over=is_over)
 
-    def _connect(self, place: PublishingPlace) -> Contributor:
+    def _connect(self, place: PublisherRank) -> Contributor:
         generation = self._generation
         assert generation is not None, "what is published is of one"
         return SeriesPublisher(

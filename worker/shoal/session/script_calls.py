@@ -97,7 +97,7 @@ class ScriptCalls:
             kind = type(stateful).__name__
             raise InvalidSpec(
                 f"{kind} is used in a session, and not registered with it",
-                seen=f"a {kind} of which the session would lose count at the first loss or join",
+                seen=f"a {kind} whose count is lost at the first loss or join",
                 expected=f'session.register("a name", its {kind}) before the first batch',
             )
         if isinstance(stateful, AveragedModel):
@@ -150,7 +150,7 @@ def _check_whole(average: AveragedModel, model: nn.Module) -> None:
             "an average of weights that this strategy cuts over members",
             seen=f"{len(averaged)} parameters in the average, {len(present)} here"
             if len(averaged) != len(present)
-            else "parameters of which this member holds a part",
+            else "parameters that are sharded over the members",
             expected="a strategy that leaves parameters whole on each member: ddp or zero1",
         )
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from shoal.backends.network.own_gpu import LocalPlace, own_gpu_used
+from shoal.backends.network.own_gpu import LocalRank, own_gpu_used
 from shoal.backends.process_group.interface import LONGEST_S
 from shoal.checkpoint.background import Checkpoints
 from shoal.data.batch_options import BatchOptions, LoadingOptions
@@ -30,10 +30,17 @@ from shoal.session.batch_sources import (
     SynchronousBatches,
     one_loop,
 )
-from shoal.session.distribution import Chosen, Distribution, How, Models, Optimizers, Options
+from shoal.session.distribution import (
+    Chosen,
+    DistributeKeywords,
+    DistributeOptions,
+    Distribution,
+    Models,
+    Optimizers,
+)
 from shoal.session.elastic_controller import ElasticController
 from shoal.session.evaluation import Evaluation, Measure
-from shoal.session.leaving import Leaving
+from shoal.session.leaving import SessionEnd
 from shoal.session.publishing import SessionSeries
 from shoal.session.shared_calls import Reduction, SharedCalls, Value, present, stop
 from shoal.session.step import Step, Steps
@@ -114,7 +121,9 @@ class Session:
         self._reports: StepReports | None = None
         self._source: BatchSource | None = None
         self._steps = Steps(self._controller, self._trained)
-        self._leaving = Leaving(self._controller, self._trained, lambda: self._source, self.leave)
+        self._leaving = SessionEnd(
+            self._controller, self._trained, lambda: self._source, self.leave
+        )
         self._pause = ScriptPause(self._controller)
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
@@ -122,9 +131,9 @@ class Session:
         """Resources of the block, released in the opposite order however it ends."""
 
     @property
-    def _place(self) -> LocalPlace:
+    def _place(self) -> LocalRank:
         config = self._config
-        return LocalPlace(rank=config.local_rank, world_size=config.local_world_size)
+        return LocalRank(rank=config.local_rank, world_size=config.local_world_size)
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
@@ -179,15 +188,23 @@ class Session:
 
     @overload
     def distribute(
-        self, model: M, optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+        self, model: M, optimizer: Given, strategy: Chosen = ..., **how: Unpack[DistributeKeywords]
     ) -> tuple[M, Given]: ...
     @overload
     def distribute(
-        self, model: Mapping[str, M], optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+        self,
+        model: Mapping[str, M],
+        optimizer: Given,
+        strategy: Chosen = ...,
+        **how: Unpack[DistributeKeywords],
     ) -> tuple[dict[str, M], Given]: ...
     @overload
     def distribute(
-        self, model: Sequence[M], optimizer: Given, strategy: Chosen = ..., **how: Unpack[How]
+        self,
+        model: Sequence[M],
+        optimizer: Given,
+        strategy: Chosen = ...,
+        **how: Unpack[DistributeKeywords],
     ) -> tuple[list[M], Given]: ...
     def distribute(
         self,
@@ -208,7 +225,7 @@ class Session:
         the statistics of all members' samples, as torch's SyncBatchNorm modules always do.
 
         Several models or optimizers are given by name or in lists, and returned in the same form;
-        `backward` and others then take the optimizers that they are for. See docs/strategies.md.
+        `backward` and others then take the optimizers that they are for. See docs/models.md.
 
         A compiled Keras model with its own optimizer is still trained by `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
@@ -224,7 +241,7 @@ class Session:
         if isinstance(model, nn.Module) and fits_by_itself(model, optimizer):
             rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
             return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
-        options = Options(
+        options = DistributeOptions(
             place=self._place,
             backend=self._config.backend,
             reconfigures=self._config.reconfigure,
@@ -252,7 +269,7 @@ class Session:
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
 
-        Raises InvalidSpec for state that cannot be carried: docs/strategies.md.
+        Raises InvalidSpec for state that cannot be carried: docs/loop.md.
         """
         self._trained.register(name, stateful)
         return stateful

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import gather, gather_if_different, let_all_hear
+from shoal.backends.abortable.gather import gather, gather_if_different, meet_after_collective
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
@@ -61,7 +61,7 @@ class SharedCalls:
                 generation = self._controller.stand(self._fields)
                 self._controller.call.check_end(call, strategy.step)
                 group = strategy.group
-                position.stands(call, is_call=True)
+                position.mark_wait(call, is_call=True)
                 try:
                     self._check_call(call, generation, group)
                     result = attempt(generation, group)
@@ -72,7 +72,7 @@ class SharedCalls:
                     return result
         finally:
             self._controller.call.is_under_way = position.in_call = False
-            position.stands("")
+            position.mark_wait("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
         """True if it is certain that all members have come so far."""
@@ -132,7 +132,7 @@ class SharedCalls:
     def _check_call(self, call: str, generation: Generation, group: dist.ProcessGroup) -> None:
         calls = gather_if_different(call.encode(), group)
         if calls is not None:
-            let_all_hear(group)
+            meet_after_collective(group)
             said = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
                 "the members do different things between two steps",
@@ -243,7 +243,7 @@ def reduce(
     told = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
     outlines = [{name: each[0] for name, each in said.items()} for _, said in told]
     if any(outline != outlines[0] for outline in outlines):
-        let_all_hear(group)
+        meet_after_collective(group)
         members = [entry.member_id for entry in generation.entries]
         raise InvalidSpec(
             "the members reduce different values",

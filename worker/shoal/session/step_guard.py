@@ -203,8 +203,8 @@ class StepGuard:
                 raise InvalidSpec(
                     f"the script dropped the gradients of step {self._step()} before the optimizer"
                     " stepped on them",
-                    seen="zero_grad() behind session.backward, within session.step()",
-                    expected="gradients that are there when the block of session.step() ends",
+                    seen="zero_grad() after session.backward, within session.step()",
+                    expected="gradients at the end of the block of session.step()",
                     fix="Leave out the call: each step begins without gradients. To train on"
                     " nothing in this step on purpose, set each parameter's grad to None.",
                 )
@@ -260,7 +260,7 @@ class StepGuard:
                 f"the script called optimizer.step() itself, after {self._step()} committed steps",
                 seen="optimizer.step(), or GradScaler.step(optimizer) or another call of it",
                 expected="session.step() alone, which steps the optimizer when its block ends",
-                fix="Leave out the call (and GradScaler, see docs/strategies.md): each gradient"
+                fix="Leave out the call (and GradScaler, see docs/loop.md): each gradient"
                 " would be applied twice.",
             )
 
@@ -303,7 +303,7 @@ class StepGuard:
         elif self._computes:
             raise InvalidSpec(
                 f"a loss that GradScaler.scale made, in step {self._step()}",
-                seen="a scaled loss, whose gradients nobody would unscale",
+                seen="a scaled loss, with gradients that no call unscales",
                 expected="the loss as it is: session.backward(loss)",
                 fix='session.register("scaler", scaler) before the first batch, without scaler.step'
                 " and scaler.update. Or leave GradScaler out: bfloat16 needs no scaling; a constant"
@@ -330,9 +330,9 @@ def _look_at_wrapping(module: nn.Module) -> None:
         raise InvalidSpec(
             "the distributed model in a DistributedDataParallel of the script's own",
             seen=f"DistributedDataParallel of {type(module).__name__}",
-            expected="the model that session.distribute returned, as it is: the session brings its"
-            " gradients together",
-            fix="Leave out the wrapper, and `.module` behind it (docs/tutorials/ddp.md has a table"
+            expected="the model that session.distribute returned, as it is: the session combines"
+            " its gradients",
+            fix="Leave out the wrapper, and `.module` after it (docs/tutorials/ddp.md has a table"
             " for scripts that come from torchrun).",
         )
 

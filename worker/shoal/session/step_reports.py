@@ -27,7 +27,7 @@ def check_entered(reports: "StepReports | None", call: str) -> None:
     if reports is None:
         raise InvalidSpec(
             f"{call} outside a session",
-            seen="a session whose `with` block was not entered, or is left",
+            seen="a session before or after its `with` block",
             expected="with shoal.join(...) as session: ..., and the call in it",
         )
 

@@ -34,7 +34,7 @@ class Meta:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Listing:
+class ShardListing:
     """Description of one state shard, without the contents of its tensors."""
 
     step: int
@@ -50,7 +50,7 @@ class Inventory:
 
     metas: Mapping[str, Meta]
     """Shape and dtype of every name in the listings."""
-    listings: Sequence[Listing]
+    listings: Sequence[ShardListing]
 
 
 def inventory_of(held: Sequence[StateShard]) -> Inventory:
@@ -76,7 +76,7 @@ def inventory_of(held: Sequence[StateShard]) -> Inventory:
             add_meta(metas, name, meta)
             chunks[name] = shard.chunk
         listings.append(
-            Listing(
+            ShardListing(
                 step=state_shard.step,
                 chunks=chunks,
                 values=state_shard.values,
@@ -148,7 +148,7 @@ def from_message(message: bytes, rank: int) -> Inventory:
 
 
 @lru_cache(maxsize=4)
-def _packed_table(head: bytes) -> "Table":
+def _packed_table(head: bytes) -> "TensorTable":
     inflate = zlib.decompressobj()
     text = inflate.decompress(head, MAX_TEXT_BYTES)
     if not inflate.eof:
@@ -192,12 +192,12 @@ def from_json(content: Any, rank: int) -> Inventory:
     return _inventory(known, listings, rank)
 
 
-def _inventory(table: "Table", listings: Any, rank: int) -> Inventory:
+def _inventory(table: "TensorTable", listings: Any, rank: int) -> Inventory:
     try:
         return Inventory(
             metas=table.metas,
             listings=[
-                Listing(
+                ShardListing(
                     step=_lengths([step])[0],
                     values=dict(values),
                     chunks=chunks_from_json(chunks, table),
@@ -210,7 +210,7 @@ def _inventory(table: "Table", listings: Any, rank: int) -> Inventory:
         raise malformed(rank, f"{type(error).__name__}: {error}") from error
 
 
-class Table:
+class TensorTable:
     """Table of tensors, in which messages refer to a tensor by its number."""
 
     def __init__(self, metas: Mapping[str, Meta]) -> None:
@@ -242,8 +242,8 @@ class Table:
 
 
 @lru_cache(maxsize=4)
-def _table(text: str) -> Table:
-    return Table(
+def _table(text: str) -> TensorTable:
+    return TensorTable(
         MappingProxyType(
             {
                 _text(name): Meta(_lengths(shape), DTYPES[dtype])
@@ -271,7 +271,7 @@ def chunks_to_json(
     return [whole, parts]
 
 
-def chunks_from_json(content: Any, table: Table) -> GroupedChunks:
+def chunks_from_json(content: Any, table: TensorTable) -> GroupedChunks:
     """Decode chunks of `chunks_to_json`. Raises ValueError, TypeError or LookupError."""
     whole, cut = content
     groups = [(Chunk.whole(shape), names) for shape, names in table.pick(whole).items()]

@@ -151,7 +151,7 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
         seen=seen,
         expected=expected,
         fix="What is the same on all members and in all steps may stand outside of the optimizer's"
-        " state and groups (docs/strategies.md).",
+        " state and groups (docs/models.md).",
     )
 
 

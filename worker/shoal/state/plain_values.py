@@ -51,7 +51,7 @@ def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
             fix="Leave it out of state_dict(), and create it in load_state_dict().",
         )
 
-    apart = _Apart(refused)
+    apart = _PlainCopy(refused)
     return apart.plain(state, ()), apart.tensors
 
 
@@ -69,7 +69,7 @@ def take_apart_exactly(
     `inline`: write tensors as numbers among the values. `taken`: dotted paths already in use, to
     which those of this value are added: torch names the entries of a checkpoint by them.
     """
-    apart = _Apart(refused, is_exact=True, is_inline=inline, taken=taken)
+    apart = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
     return apart.plain(value, path), apart.tensors
 
 
@@ -85,7 +85,7 @@ def put_together(values: Json, tensors: Mapping[str, Tensor]) -> Any:
         ) from error
 
 
-class _Apart:
+class _PlainCopy:
     def __init__(
         self,
         refused: Refusal,

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, let_all_hear
-from shoal.backends.abortable.p2p import AbortableP2P, Message
+from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, meet_after_collective
+from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.model.tied_tensors import under_all_names
 from shoal.state.inventory import (
     Meta,
-    Table,
+    TensorTable,
     chunks_from_json,
     chunks_to_json,
     from_message,
@@ -81,7 +81,7 @@ def reshard(
     else:
         names = list(chosen.metas)
         words = _told(pack(chunks_to_json(own, names, chosen.metas)), group, exchange)
-        table = Table(chosen.metas)
+        table = TensorTable(chosen.metas)
         wanted = [_needs_of(word, r, table) for r, word in enumerate(words)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
@@ -110,7 +110,7 @@ def whole_model(
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
-    let_all_hear(group)
+    meet_after_collective(group)
     further: Any = state_shard.values["tied"]
     tensors = {name.removeprefix(MODEL): shard.tensor for name, shard in whole.shards.items()}
     copies = {name: tensor.to("cpu", copy=True) for name, tensor in without_elements.items()}
@@ -148,7 +148,7 @@ def _nowhere(name: str, chunk: Chunk) -> None:
     return None
 
 
-def _needs_of(word: bytes, rank: int, table: Table) -> Mapping[str, Chunk]:
+def _needs_of(word: bytes, rank: int, table: TensorTable) -> Mapping[str, Chunk]:
     try:
         return chunks_from_json(unpack(word, rank), table)
     except (TypeError, ValueError, LookupError) as error:
@@ -168,7 +168,7 @@ def _flat(tensor: Tensor) -> Tensor:
 class _Round:
     """Round of a transfer: one bucket to and from each peer."""
 
-    works: list[Message] = field(default_factory=list)
+    works: list[P2PMessage] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
     """Buckets to be unpacked, with the parts in each."""
     kept: list[Tensor] = field(default_factory=list)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.backends.abortable.p2p import AbortableP2P, Message
+from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.state.host_copies import as_bytes, copy_to_host
 from shoal.state.replicated import State
 from shoal.state.shards import DTYPES, name_of
@@ -108,7 +108,7 @@ class _Branch:
         if self._parent is None:
             yield from chunks
             return
-        under_way: deque[tuple[Tensor, Message]] = deque()
+        under_way: deque[tuple[Tensor, P2PMessage]] = deque()
         for chunk in chunks:
             under_way.append((chunk, self._p2p.recv([chunk], self._parent)))
             if len(under_way) == CHUNKS_IN_FLIGHT:
@@ -117,17 +117,17 @@ class _Branch:
             yield _arrived(*under_way.popleft())
 
 
-def _arrived(chunk: Tensor, message: Message) -> Tensor:
+def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
     message.wait()
     return chunk
 
 
-def _in_turn(begun: Iterable[Sequence[Message]]) -> None:
+def _in_turn(begun: Iterable[Sequence[P2PMessage]]) -> None:
     """Start messages by iterating over `begun`, and wait for them, a few in progress at a time.
 
     Each completed message shows that the transfer makes progress.
     """
-    under_way: deque[Sequence[Message]] = deque()
+    under_way: deque[Sequence[P2PMessage]] = deque()
     for messages in begun:
         under_way.append(messages)
         if len(under_way) == CHUNKS_IN_FLIGHT:
@@ -136,7 +136,7 @@ def _in_turn(begun: Iterable[Sequence[Message]]) -> None:
         _await(messages)
 
 
-def _await(messages: Sequence[Message]) -> None:
+def _await(messages: Sequence[P2PMessage]) -> None:
     for message in messages:
         message.wait()
 

@@ -54,7 +54,7 @@ def _gradient_twice(state: StepState) -> InvalidSpec:
 def _second_backward(state: StepState) -> InvalidSpec:
     return InvalidSpec(
         f"two backward passes of one forward pass, in step {state.step}",
-        seen="session.backward of a loss whose graph an earlier one has freed",
+        seen="session.backward of a loss whose graph an earlier backward has freed",
         expected="one session.backward for the outputs of a forward pass",
         fix="Pass the sum of the losses to session.backward, or call the model once for each.",
     )
@@ -65,7 +65,7 @@ def _written_in_place(state: StepState) -> InvalidSpec:
         f"a tensor was written to between the forward and the backward pass, in step {state.step}",
         seen="weights, buffers or activations that the backward pass needs as they were",
         expected="session.backward before they are written to: by session.update, or by the script",
-        fix="Call the model anew for a loss behind session.update; write in place to copies."
+        fix="Call the model again for a loss after session.update; write in place to copies."
         " torch.autograd.set_detect_anomaly(True) names the operation.",
     )
 
@@ -73,9 +73,10 @@ def _written_in_place(state: StepState) -> InvalidSpec:
 def _parts_and_wholes(state: StepState) -> InvalidSpec:
     """The refusal for a script that computes with parameters as if they were whole."""
     return InvalidSpec(
-        f"the step computed with parameters of which a member has a part under {state.strategy}",
+        "the step computed with parameters that are sharded over the members under"
+        f" {state.strategy}",
         seen="a parameter, a gradient or a module of the model by itself, beside a whole tensor",
-        expected="a call of the model that session.distribute returned, which puts them together",
+        expected="a call of the model that session.distribute returned, which gathers them",
         fix="Compute what the loss needs in the model's forward(), and clip with"
         " session.clip_grad_norm. ddp and zero1 leave parameters whole.",
     )

@@ -113,14 +113,14 @@ def eager(function: Callable[P, R]) -> Callable[P, R]:
     return _left_out(run)
 
 
-class _Here(threading.local):
+class _ThreadCallback(threading.local):
     """State of each thread, as torch's own is."""
 
     callback: Any = None
     """The compiler that was active when `routing` was called; None: none was."""
 
 
-_here = _Here()
+_here = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:

@@ -53,9 +53,9 @@ def run(schedule: Any, **inputs: Any) -> None:
         schedule.step(**inputs, return_outputs=False)
         return
     # torch 2.9 concatenates the outputs, which fails for losses: they have no batch dimension.
-    schedule._merge_outputs = _let_go
+    schedule._merge_outputs = _discard_outputs
     schedule.step(**inputs)
 
 
-def _let_go(outputs: Any) -> None:
+def _discard_outputs(outputs: Any) -> None:
     """Drop the outputs of the micro-batches."""

@@ -137,14 +137,14 @@ class _Nothing(torch.autograd.Function):
         return tuple(ctx.zeros)
 
 
-class _Here(threading.local):
+class _ThreadCheckpoints(threading.local):
     """State of each thread: members may be threads of one process."""
 
     num_checkpoints = 0
     """Number of reentrant checkpoints made, in all modules."""
 
 
-_here = _Here()
+_here = _ThreadCheckpoints()
 
 
 def _note_checkpoint(*_: Any) -> None:

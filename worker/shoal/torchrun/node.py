@@ -39,7 +39,7 @@ WITHDRAW_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class NodePlace:
+class NodeRank:
     """This node's rank and store in a generation that all its nodes have entered."""
 
     store: AgentStore
@@ -190,7 +190,7 @@ class Node:
 
     # --- generations ---
 
-    def enter(self) -> NodePlace:
+    def enter(self) -> NodeRank:
         """Leave the generation this node is in, and enter the next with all its nodes.
 
         Raises JobFinished, DeadlineExceeded after `join_timeout`, or what the coordinator refuses
@@ -290,7 +290,7 @@ class Node:
                 return membership.await_generation(above=self._number, timeout_s=left_s)
             except DeadlineExceeded:
                 stays_s = self._config.join_timeout_s - membership.away_s
-                if membership.failure is not None or not membership.stands_by or stays_s <= 0.0:
+                if membership.failure is not None or not membership.is_standby or stays_s <= 0.0:
                     raise
                 # A spare node waits until it is needed, as long as a coordinator is there.
                 self._give_up_s = time.monotonic() + stays_s
@@ -302,10 +302,11 @@ class Node:
             f"no rendezvous of job {self.job} within {self._config.join_timeout_s:g} s",
             seen=error.seen or str(error),
             expected=f"{join.min_members} to {join.max_members} nodes to come",
-            fix="`shoal status` shows who joined; --rdzv-conf join_timeout waits longer.",
+            fix="`shoal status` shows the joined members; a larger --rdzv-conf join_timeout"
+            " waits longer.",
         )
 
-    def _bring_up(self, record: GenerationRecord) -> NodePlace:
+    def _bring_up(self, record: GenerationRecord) -> NodeRank:
         """Meet all nodes of an agreed generation, and get the address of its workers' store."""
         membership, limits = self._membership, self._membership.limits
         entries = record.roster.entries
@@ -336,7 +337,7 @@ class Node:
         store.give_up_s = math.inf
         membership.ready(record)
         log.info("generation_entered", job=self.job, generation=self._number, rank=rank)
-        return NodePlace(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
+        return NodeRank(store=store, rank=rank, world_size=world_size, bootstrap=bootstrap)
 
     def _new_membership(self) -> MemberSession:
         self._member = replace(self._member, incarnation=new_incarnation())

@@ -42,7 +42,7 @@ class StoreOver(GenerationBroken, DistNetworkError):
     """The generation is over, and its store with it."""
 
 
-class Ending(Protocol):
+class AgentEnding(Protocol):
     """Effect of the end of a node's work on its job."""
 
     def finish(self) -> None:
@@ -75,7 +75,7 @@ class AgentStore(RendezvousStore):
         timeout_s: float,
         rank: int,
         world_size: int,
-        ending: Ending,
+        ending: AgentEnding,
     ) -> None:
         super().__init__(coordinators, token, timeout_s=timeout_s)
         self._ending = ending

@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 
 from shoal.tracking.scalars import Scalar, scalars
-from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, WrittenUpTo
+from shoal.tracking.tracker import Busy, OpenRun, Run, Tracker, WriteProgress
 from shoal_proto.health import MAX_LOGGED
 from shoal_proto.v1.membership_pb2 import STATE_ACTION_INITIAL, GenerationRecord
 
@@ -176,7 +176,7 @@ class _Sink:
         self._kept: dict[int, tuple[float, dict[str, float]]] = {}
         """Time of the first value, and all values, by step."""
         self._open: OpenRun | None = None
-        self._written = WrittenUpTo()
+        self._written = WriteProgress()
         self.busy = False
         """Another process writes the run still."""
         self._is_failing = False

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
 
-from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WrittenUpTo, require, run_name
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 from shoal_proto.errors import InvalidSpec
 
 JOB, RUN = "shoal.job", "shoal.run"
@@ -39,7 +39,7 @@ class MLflow(Tracker):
             return MlflowClient(tracking_uri=self.uri)
         except MlflowException as error:
             raise InvalidSpec(
-                "MLflow does not take this place for runs",
+                "MLflow does not accept this location for runs",
                 seen=f"{self.uri}: {error}",
                 expected="the URL of a tracking server, or the store in which MLflow keeps runs",
             ) from error
@@ -99,8 +99,8 @@ def _folder(uri: str) -> Path | None:
     return Path(unquote(parsed.path)) if parsed.scheme in ("", "file") else None
 
 
-def _written(client: Any, run_id: str) -> WrittenUpTo:
-    written = WrittenUpTo()
+def _written(client: Any, run_id: str) -> WriteProgress:
+    written = WriteProgress()
     for name in client.get_run(run_id).data.metrics:
         step = max(each.step for each in client.get_metric_history(run_id, name))
         if step >= written.step:

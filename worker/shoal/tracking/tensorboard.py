@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WrittenUpTo, require, run_name
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 
 
 @dataclass(frozen=True)
@@ -55,16 +55,16 @@ class _OpenTensorBoard(OpenRun):
             self._lock.release()
 
 
-def _written(folder: Path) -> WrittenUpTo:
+def _written(folder: Path) -> WriteProgress:
     """Read the progress from the newest file with a value in it; steps rise from file to file."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
-        written = WrittenUpTo()
+        written = WriteProgress()
         for step, name in _values(path):
             written = written.plus(step, frozenset({name})) if step >= written.step else written
         if written.step >= 0:
             return written
-    return WrittenUpTo()
+    return WriteProgress()
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:

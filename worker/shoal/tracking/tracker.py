@@ -29,7 +29,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class WrittenUpTo:
+class WriteProgress:
     """Progress of what is written of a run. Steps are written in order."""
 
     step: int = -1
@@ -44,8 +44,8 @@ class WrittenUpTo:
         known = self.names if step == self.step else frozenset()
         return {name: value for name, value in values.items() if name not in known}
 
-    def plus(self, step: int, names: frozenset[str]) -> "WrittenUpTo":
-        return WrittenUpTo(
+    def plus(self, step: int, names: frozenset[str]) -> "WriteProgress":
+        return WriteProgress(
             step=step, names=names | (self.names if step == self.step else frozenset())
         )
 
@@ -53,7 +53,7 @@ class WrittenUpTo:
 class OpenRun(ABC):
     """A run that this process writes."""
 
-    written: WrittenUpTo
+    written: WriteProgress
     """State at the time it was opened."""
 
     @abstractmethod

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WrittenUpTo, require, run_name
+from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, require, run_name
 from shoal.tracking.wandb_files import records
 
 SETTLED_S = 1.0
@@ -68,7 +68,7 @@ class _OpenWandB(OpenRun):
     and a kill may lose them. So values are also written to a journal, and the next writer hands
     over again those that wandb's own files lack."""
 
-    def __init__(self, run: Any, written: WrittenUpTo, journal: Path, lock: Lock) -> None:
+    def __init__(self, run: Any, written: WriteProgress, journal: Path, lock: Lock) -> None:
         self._run = run
         self.written = written
         self._lock = lock
@@ -111,18 +111,18 @@ def _folders(folder: Path, run_id: str) -> list[Path]:
     return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
 
 
-def _written(folders: list[Path]) -> WrittenUpTo:
+def _written(folders: list[Path]) -> WriteProgress:
     """Read the progress from the newest file with a value in it, once no process writes it any
     more."""
     for folder in reversed(folders):
-        written = WrittenUpTo()
+        written = WriteProgress()
         for path in _settled(folder):
             for step, names in _rows(path):
                 if step >= written.step:
                     written = written.plus(step, names)
         if written.step >= 0:
             return written
-    return WrittenUpTo()
+    return WriteProgress()
 
 
 def _settled(folder: Path) -> list[Path]:

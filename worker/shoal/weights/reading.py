@@ -192,7 +192,7 @@ def _own_shard(name: str, tensor: Tensor) -> TensorShard:
         for placement in tensor.placements:
             if type(placement) not in (Shard, Replicate):
                 raise InvalidSpec(
-                    f"{name} is cut in a way that Shoal cannot name the slices of",
+                    f"{name} has a placement whose slices Shoal cannot name",
                     seen=str(placement),
                     expected="Shard(dim) or Replicate() in each dimension of the mesh",
                 )

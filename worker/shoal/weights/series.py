@@ -100,7 +100,7 @@ class Contributor(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishingPlace:
+class PublisherRank:
     """Place from which a rank publishes. A later one replaces it and abandons its publications."""
 
     number: int
@@ -109,7 +109,7 @@ class PublishingPlace:
     world_size: int
 
 
-Connect = Callable[[PublishingPlace], Contributor]
+Connect = Callable[[PublisherRank], Contributor]
 
 
 class Ticket:
@@ -294,7 +294,7 @@ class Publications:
         self._connect = connect
         self._contributors: list[Contributor] = []
         """As many as publications are on their way: each is for one at a time."""
-        self._place: PublishingPlace | None = None
+        self._place: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[Ticket] = []
         """Of what is on its way, oldest first."""
@@ -305,7 +305,7 @@ class Publications:
     def publish(
         self,
         held: HeldWeights,
-        place: PublishingPlace,
+        place: PublisherRank,
         metadata: Mapping[str, object] | None = None,
         *,
         number: int | None = None,
@@ -375,7 +375,7 @@ class Publications:
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 
-    def _enter(self, place: PublishingPlace) -> None:
+    def _enter(self, place: PublisherRank) -> None:
         """Publish from this place. A rank by itself sends one publication after the other."""
         if self._contributors and place == self._place:
             return

@@ -224,7 +224,7 @@ class Subscription:
                     raise InvalidSpec(
                         "a subscription with tables installs what fetch() gave",
                         seen=repr(weights),
-                        expected="the Weights, by whose rows the next changes are found",
+                        expected="the Weights that the last call returned",
                     )
                 self._rows = weights.tables
             self._report(version, *self._fetched)

@@ -88,7 +88,7 @@ class FixedRanksTraining:
         self.layout.stepped()
         self._begun = False
 
-    def let_go(self) -> list[dist.ProcessGroup]:
+    def release_groups(self) -> list[dist.ProcessGroup]:
         groups = [self.layout.world.group, *self.layout.groups()]
         self.layout.release()
         del self.layout, self._binding

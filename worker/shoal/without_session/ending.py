@@ -17,17 +17,17 @@ from shoal.backends.network import retired
 from shoal.torch_private.c10d import all_groups
 
 
-class HoldsGroups(Protocol):
+class GroupOwner(Protocol):
     """Owner of groups that it uses until the end of the process."""
 
-    def let_go(self) -> list[dist.ProcessGroup]:
+    def release_groups(self) -> list[dist.ProcessGroup]:
         """Drop all references to its groups, and return the groups."""
 
 
-_holders: weakref.WeakSet[HoldsGroups] = weakref.WeakSet()
+_holders: weakref.WeakSet[GroupOwner] = weakref.WeakSet()
 
 
-def free_at_exit(holder: HoldsGroups) -> None:
+def free_at_exit(holder: GroupOwner) -> None:
     """Free the holder's groups when the process ends: by its last line, an error or `sys.exit`."""
     # Registered anew: it runs before all that was registered until now, such as waits for the
     # freeing.
@@ -37,7 +37,7 @@ def free_at_exit(holder: HoldsGroups) -> None:
 
 
 def _free() -> None:
-    groups = [group for holder in list(_holders) for group in holder.let_go()]
+    groups = [group for holder in list(_holders) for group in holder.release_groups()]
     if dist.is_initialized():
         groups += all_groups()
         dist.destroy_process_group()

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shoal.model.frameworks import as_torch, fits_by_itself
-from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.planning.replicated import ReplicatedFigures
 from shoal.strategies import find_strategy
 from shoal.strategies.base import Strategy
@@ -53,20 +53,20 @@ def plan(
             fix="Plan without an optimizer; its state is then left out.",
         )
     return figures(
-        Subject(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
+        PlanInput(model=as_torch(model), world_size=world_size, optimizer=optimizer, inputs=inputs)
     )
 
 
-def figures_of(strategy: Strategy) -> Callable[[Subject], Plan] | None:
+def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
     """Return the function that computes the figures of a strategy: its own method, see `Planned`.
     None if there is none."""
     if isinstance(strategy, DDP):
         return partial(_ddp_figures, strategy)
-    found: Callable[[Subject], Plan] | None = getattr(strategy, "figures", None)
+    found: Callable[[PlanInput], Plan] | None = getattr(strategy, "figures", None)
     return found
 
 
-def _ddp_figures(ddp: DDP, subject: Subject) -> Plan:
+def _ddp_figures(ddp: DDP, subject: PlanInput) -> Plan:
     """Gradients are counted as without compression."""
     figures = ReplicatedFigures(
         subject, ddp.bucket_mb, find_unused_parameters=ddp.find_unused_parameters

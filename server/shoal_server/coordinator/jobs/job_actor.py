@@ -33,19 +33,24 @@ from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.actions import (
     Action,
+    AnswerCall,
     CloseStream,
-    MemberGone,
-    Persist,
-    Publish,
-    Reply,
-    Send,
+    ForgetMember,
+    PersistWrite,
+    PublishRecord,
+    SendOnStream,
 )
 from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import JobWrite
-from shoal_server.core.generations.progress import Result
-from shoal_server.core.generations.roster import Record
+from shoal_server.core.generations.progress import JobResult
+from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.core.job.job import Job
-from shoal_server.core.membership.events import Event, Heartbeat, Log, Refused
+from shoal_server.core.membership.events import (
+    EventRefused,
+    HeartbeatReceived,
+    LogJobEvent,
+    MemberEvent,
+)
 from shoal_server.core.membership.phases import OVER, Phase
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
@@ -72,7 +77,7 @@ class JobDependencies:
     """Called with (job, member_id, incarnation) for each member that is gone."""
     on_change: Callable[[str], None]
     """Called with (job) after each step of its state machine, before anybody is notified."""
-    result_of: Callable[[str], Result]
+    result_of: Callable[[str], JobResult]
     """Called with (job) for a job that is over; returns its result as far as it is known."""
     max_jobs: int = JobLimits.max_jobs
 
@@ -82,13 +87,13 @@ class JobActor:
         self,
         job: Job,
         dependencies: JobDependencies,
-        records: Sequence[Record] = (),
+        records: Sequence[GenerationRecord] = (),
         *,
-        read_records: Callable[[], Awaitable[Sequence[Record]]] | None = None,
+        read_records: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
         generations: StoredGenerations | None = None,
     ) -> None:
-        """`read_records` reads older records on demand. `generations`: those that are in etcd
-        already."""
+        """`read_records` reads older records on demand. `generations`: the generations that are in
+        etcd already."""
         self.job = job
         self.inherited_generation = job.last_generation
         """Newest generation that another leader formed; 0 if this coordinator has led the job from
@@ -111,7 +116,7 @@ class JobActor:
 
     # --- from the services ---
 
-    async def submit(self, event: Event) -> None:
+    async def submit(self, event: MemberEvent) -> None:
         """Submit the event to the state machine, and carry out the actions that follow.
 
         If the event is refused, raises the refusal once it is durable.
@@ -133,7 +138,7 @@ class JobActor:
         self._apply_step(self._driver.abandon(reason, call, self._dependencies.clock()))
         await self._answered(call)
 
-    async def keep_result(self, result: Result) -> None:
+    async def keep_result(self, result: JobResult) -> None:
         """Store the result of the job, which is over, in its own record."""
         call = asyncio.get_running_loop().create_future()
         self._apply_step(self._driver.keep_result(result, call, self._dependencies.clock()))
@@ -156,7 +161,7 @@ class JobActor:
                 await self._answered(call)
         except TimeoutError:
             raise Unavailable(
-                f"what was decided for job {self.job.spec.job} is not in etcd yet",
+                f"decisions for job {self.job.spec.job} are not in etcd yet",
                 seen=f"nothing written within {within_s:g} s",
                 expected="an etcd that answers",
             ) from None
@@ -164,7 +169,7 @@ class JobActor:
     async def _answered(self, call: Call) -> None:
         try:
             await call
-        except Refused as refused:
+        except EventRefused as refused:
             raise codec.refusal_to_error(refused.refusal, self.job.last_generation) from refused
 
     def open(
@@ -190,7 +195,7 @@ class JobActor:
         with self._whole():
             self._apply_step(self._driver.closed(stream, self._dependencies.clock()))
 
-    def heartbeat(self, event: Heartbeat, step: int) -> None:
+    def heartbeat(self, event: HeartbeatReceived, step: int) -> None:
         """Handle a heartbeat, and the trainer's status in it."""
         with self._whole():
             self._driver.heartbeat(event, step, self._dependencies.clock())
@@ -331,8 +336,8 @@ class JobActor:
         failure = self._failure(error)
         left, self._actions = self._actions, deque()
         for action in left:
-            if isinstance(action, Reply):
-                self._actions.append(Reply(call=action.call, error=failure))
+            if isinstance(action, AnswerCall):
+                self._actions.append(AnswerCall(call=action.call, error=failure))
         self._actions.extend(self._driver.fail(failure))
 
     def _apply_step(self, actions: Sequence[Action[NoticeStream, Call]]) -> None:
@@ -343,21 +348,21 @@ class JobActor:
 
     def _act(self, action: Action[NoticeStream, Call]) -> None:
         match action:
-            case Persist():
+            case PersistWrite():
                 writing = self._persist(action.write)
                 self._writing = asyncio.get_running_loop().create_task(writing, context=self._cause)
-            case Publish():
+            case PublishRecord():
                 self.records.keep(action.record)
-            case Send():
+            case SendOnStream():
                 action.stream.put(action.notice, self._encoder)
             case CloseStream():
                 action.stream.end()
-            case MemberGone():
+            case ForgetMember():
                 job = self.job.spec.job
                 self._dependencies.on_member_lost(job, action.member_id, action.incarnation)
-            case Reply():
+            case AnswerCall():
                 _settle(action.call, action.error)
-            case Log():
+            case LogJobEvent():
                 self._note(action)
 
     async def _persist(self, write: JobWrite) -> None:
@@ -385,11 +390,11 @@ class JobActor:
         log.error("effects_failed", job=self.job.spec.job, error=repr(error))
         return self._dependencies.on_failed(self.job.spec.job, error)
 
-    def _note(self, effect: Log) -> None:
+    def _note(self, effect: LogJobEvent) -> None:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.story is not None:
             board.runs(job, effect.story)
-            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.tell_due, job)
+            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(
             effect.kind,

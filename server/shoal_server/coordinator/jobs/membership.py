@@ -31,9 +31,9 @@ from shoal_server.coordinator.jobs.requests import MemberRequest, event_of, join
 from shoal_server.coordinator.persistence import codec
 from shoal_server.core.generations.roster import Generation
 from shoal_server.core.membership import events
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
-from shoal_server.serving.access.asker import Asker, asker
+from shoal_server.serving.access.caller_proof import CallerProof, asker
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.rpc import Context
@@ -41,7 +41,7 @@ from shoal_server.serving.rpc import Context
 log = structlog.get_logger(__name__)
 
 Reset = Callable[[str], Awaitable[tuple[bool, Generation]]]
-"""Resets a job; returns if there was one, and its last generation."""
+"""Resets a job; returns True if there was one, and its last generation."""
 
 
 class MembershipService(MembershipServicer):
@@ -139,7 +139,7 @@ class MembershipService(MembershipServicer):
             check_launcher(member, request, known_caller(context))
             how = exit_cause(request.exit_code)
             reason = f"its launcher saw it end ({how})"
-            await actor.submit(events.Lost(**_identity(member), reason=reason, cause=how))
+            await actor.submit(events.MemberLost(**_identity(member), reason=reason, cause=how))
         return _ack(actor)
 
     async def ReportHalt(self, request: pb.ReportHaltRequest, context: Context) -> pb.Ack:
@@ -149,7 +149,7 @@ class MembershipService(MembershipServicer):
         member = _process(actor, request)
         if member is not None:
             check_launcher(member, request, known_caller(context))
-            event = events.Halted if request.halted else events.Continued
+            event = events.ProcessHalted if request.halted else events.ProcessContinued
             await actor.submit(event(**_identity(member)))
         return _ack(actor)
 
@@ -216,7 +216,7 @@ class MembershipService(MembershipServicer):
     @staticmethod
     def _who(
         request: pb.StopJobRequest | pb.RetryJobRequest | pb.ResetJobRequest, context: Context
-    ) -> Asker:
+    ) -> CallerProof:
         return asker(known_caller(context), request.job_secret)
 
     async def _submit(self, request: MemberRequest) -> pb.Ack:
@@ -246,10 +246,10 @@ def _check_attendance(request: pb.AttendRequest) -> None:
         raise Fenced("the token has no incarnation", expected="a fresh UUID for each process start")
 
 
-def heartbeat(beat: pb.Beat) -> events.Heartbeat:
+def heartbeat(beat: pb.Beat) -> events.HeartbeatReceived:
     # Numbers out of range are ignored; the heartbeat still counts.
     own_code_s = beat.own_code_s if math.isfinite(beat.own_code_s) else 0.0
-    return events.Heartbeat(
+    return events.HeartbeatReceived(
         **_identity(beat.token),
         moved=beat.moved,
         waits=beat.waits,
@@ -268,13 +268,13 @@ def _check_not_expelled(actor: JobActor, token: Token) -> None:
         actor.authorize(token)
 
 
-def _identity(who: Token | Member) -> dict[str, str]:
+def _identity(who: Token | MemberState) -> dict[str, str]:
     return {"member_id": who.member_id, "incarnation": who.incarnation}
 
 
 def _process(
     actor: JobActor, request: pb.ReportExitRequest | pb.ReportHaltRequest
-) -> Member | None:
+) -> MemberState | None:
     """The member that the launcher reports on, if it is still that process."""
     member = actor.job.members.get(request.member_id)
     if member is None or (member.info.pid, member.info.host) != (request.pid, request.host):

@@ -9,7 +9,7 @@ from shoal_server.coordinator.jobs.proofs import check_asker
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.jobs.requests import MAX_ERROR
 from shoal_server.core.membership import events
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 
 
 class JobOperations:
@@ -23,31 +23,31 @@ class JobOperations:
         self._registry = registry
         self._take = take
 
-    async def snapshot(self, job: str, who: Asker) -> None:
+    async def snapshot(self, job: str, who: CallerProof) -> None:
         """Take a snapshot of a job's parameters. Also raises the error that prevented it."""
         self._found(job, who)
         if self._take is None:
             raise InvalidSpec("this coordinator takes no snapshots", expected="`shoal snapshot`")
         await self._take(job)
 
-    async def stop(self, job: str, reason: str, who: Asker) -> JobActor:
+    async def stop(self, job: str, reason: str, who: CallerProof) -> JobActor:
         """Have a job's members end at a step boundary."""
         actor = self._found(job, who)
         await actor.stop(reason[:MAX_ERROR] or "an operator stopped it")
         return actor
 
-    def _found(self, job: str, who: Asker) -> JobActor:
+    def _found(self, job: str, who: CallerProof) -> JobActor:
         actor = self._registry.find(job)
         check_asker(actor.job.spec, who)
         return actor
 
-    async def retry(self, job: str, who: Asker, *, from_scratch: bool = False) -> JobActor:
+    async def retry(self, job: str, who: CallerProof, *, from_scratch: bool = False) -> JobActor:
         """Allow members to join a job again that failed, was stopped or is lost."""
         self._found(job, who)
         return await self._registry.retry(job, from_scratch=from_scratch)
 
     async def drain(
-        self, job: str, member_id: str, reason: str, who: Asker, *, process: str = ""
+        self, job: str, member_id: str, reason: str, who: CallerProof, *, process: str = ""
     ) -> JobActor:
         """Let a member finish its step, hand over and leave; with `process` (a public id), only if
         it is that process. Also raises UnknownMember."""
@@ -60,7 +60,7 @@ class JobOperations:
                 seen=f"process {process}" if member else member_id,
                 expected=", ".join(known[:10]) + (" ..." if len(known) > 10 else "") or "none",
             )
-        asked = events.DrainAsked(
+        asked = events.DrainRequested(
             member_id=member_id,
             incarnation=member.incarnation,
             reason=reason[:MAX_ERROR] or "asked to",

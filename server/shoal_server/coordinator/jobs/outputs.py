@@ -27,7 +27,7 @@ from shoal_proto.v1.outputs_pb2_grpc import OutputsServicer
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.proofs import check_asker
 from shoal_server.coordinator.jobs.registry import Registry
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.serving.rpc import Context
 from shoal_server.status.views import OutputView
 
@@ -61,14 +61,14 @@ class _Launcher:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Asked:
+class _PendingRequest:
     launcher: _Launcher
     member: MemberKey
     answer: asyncio.Future[pb.OutputPart]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Kept:
+class _LastLines:
     """The last lines of a member whose launcher has ended."""
 
     launcher: _Launcher
@@ -87,8 +87,8 @@ class OutputsService(OutputsServicer):
         self._serving: dict[MemberKey, list[_Launcher]] = {}
         """Newest last: after a reconnect, the launcher's earlier stream may still be open."""
         self._num_served = 0
-        self._asked: dict[str, _Asked] = {}
-        self._kept: OrderedDict[MemberKey, _Kept] = OrderedDict()
+        self._asked: dict[str, _PendingRequest] = {}
+        self._kept: OrderedDict[MemberKey, _LastLines] = OrderedDict()
         self._kept_bytes = 0
 
     # --- from launchers ---
@@ -152,10 +152,10 @@ class OutputsService(OutputsServicer):
                     seen="a launcher that does not serve it",
                     expected="its launcher, while its stream is open",
                 )
-            self._keep(member, _Kept(launcher=found[-1], part=last.part))
+            self._keep(member, _LastLines(launcher=found[-1], part=last.part))
         return pb.KeepOutputReply()
 
-    def _keep(self, member: MemberKey, kept: _Kept) -> None:
+    def _keep(self, member: MemberKey, kept: _LastLines) -> None:
         self._drop(member)
         self._kept[member] = kept
         self._kept_bytes += len(kept.part.data)
@@ -169,7 +169,7 @@ class OutputsService(OutputsServicer):
     # --- from readers ---
 
     async def output(
-        self, job: str, member_id: str, who: Asker, after: str | None, before: str | None
+        self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
         """Lines of a member. `after`, `before`: positions from an earlier answer; neither: the
         newest lines.
@@ -178,7 +178,7 @@ class OutputsService(OutputsServicer):
         secret, UnknownMember if nobody has the output, Unavailable, Overloaded.
         """
         if after is not None and before is not None:
-            raise InvalidSpec("lines are asked for on both sides", expected="after or before")
+            raise InvalidSpec("both `after` and `before` are given", expected="one of them")
         actor = self._find(job)
         check_asker(actor.job.spec, who)
         member, ended = (job, member_id), ""
@@ -206,9 +206,9 @@ class OutputsService(OutputsServicer):
         try:
             return self._registry.find(job)
         except JobQuarantined as why:
-            # It is not known either if the job has a secret.
+            # Nor is it known if the job has a secret.
             raise Unavailable(
-                f"what members of job {job} print is not shown while it is quarantined",
+                f"output of the members of job {job} is not shown while it is quarantined",
                 seen=why.what,
                 fix=f"`shoal repair {job}` shows what is wrong with it.",
             ) from why
@@ -221,10 +221,10 @@ class OutputsService(OutputsServicer):
                 return pb.OutputPart()  # the position is an ended launcher's, whose lines are gone
             after = None
         if len(self._asked) >= MAX_ASKED or launcher.wanted.qsize() >= MAX_WAITING:
-            raise Overloaded("too many ask for outputs", fix="Ask again a little later.")
+            raise Overloaded("too many requests for outputs", fix="Ask again a little later.")
         ticket = secrets.token_hex(16)
         answer = asyncio.get_running_loop().create_future()
-        asked = _Asked(launcher=launcher, member=member, answer=answer)
+        asked = _PendingRequest(launcher=launcher, member=member, answer=answer)
         self._asked[ticket] = asked
         wanted = pb.OutputWanted(ticket=ticket, member_id=member[1], max_bytes=PART_BYTES)
         if after is not None:
@@ -282,13 +282,13 @@ def _nobody_has(actor: JobActor, member_id: str) -> UnknownMember:
     job, member = actor.job.spec.job, actor.job.members.get(member_id)
     if member is None:
         return UnknownMember(
-            f"nobody has what {member_id} of job {job} printed",
+            f"no output of {member_id} of job {job} is kept",
             seen="no member of that id, and no launcher that answers for one",
-            expected="a member, or one whose launcher is still there or left its last lines",
+            expected="a member, or a former member whose launcher runs or left its last lines",
             fix=f"`shoal status --job {job}` lists the members.",
         )
     return UnknownMember(
-        f"nobody hands on what {member_id} prints",
+        f"no launcher passes on the output of {member_id}",
         seen=f"a process of {member.info.host or 'some host'} that no launcher answers for",
         expected="a worker that `shoal run` has started",
         fix="Look where its own output goes: a terminal, or the log of what started it.",
@@ -303,7 +303,7 @@ def _position(position: str) -> int:
     return int(position.rpartition("-")[2])
 
 
-def _cut(kept: _Kept, after: str | None, before: str | None) -> pb.OutputPart:
+def _cut(kept: _LastLines, after: str | None, before: str | None) -> pb.OutputPart:
     """The requested part of the kept lines."""
     part = kept.part
     start, stop = part.start, part.stop

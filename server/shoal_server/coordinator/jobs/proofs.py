@@ -2,11 +2,11 @@
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.secrets import JOB_VARIABLE, proves
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_server.core.generations.roster import JobSpec
-from shoal_server.core.membership.member import Member
-from shoal_server.serving.access.asker import Asker
+from shoal_server.core.membership.member import MemberState
+from shoal_server.serving.access.caller_proof import CallerProof
 
 
 def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
@@ -27,7 +27,7 @@ def check_member(spec: JobSpec, secret: str, *, has_members: bool) -> None:
         )
 
 
-def check_asker(spec: JobSpec, who: Asker) -> None:
+def check_asker(spec: JobSpec, who: CallerProof) -> None:
     """Raise AccessDenied if the caller neither has the job's secret nor is an operator."""
     if spec.secret_digest and not (who.is_known or proves(who.job_secret, spec.secret_digest)):
         raise AccessDenied(
@@ -39,7 +39,7 @@ def check_asker(spec: JobSpec, who: Asker) -> None:
 
 
 def check_launcher(
-    member: Member, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
+    member: MemberState, report: ReportExitRequest | ReportHaltRequest, caller: Caller | None
 ) -> None:
     """Raise AccessDenied if the reporting caller did not start the process."""
     digest = member.info.launch_digest
@@ -47,7 +47,7 @@ def check_launcher(
         believed = proves(report.launch_secret, digest)
     else:
         # No launcher of Shoal started the process.
-        believed = caller is None or caller.role is Role.OPERATOR
+        believed = caller is None or caller.role is CertificateRole.OPERATOR
     if not believed:
         raise AccessDenied(
             f"no report on {member.member_id} is believed from this caller",

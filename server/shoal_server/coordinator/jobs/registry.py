@@ -328,8 +328,8 @@ class Registry:
         known, most = len(self._actors) + len(self._unread), self._dependencies.max_jobs
         if known >= most:
             raise Overloaded(
-                "this cluster knows as many jobs as it may",
-                seen=f"{known} jobs, those included that are over",
+                "this cluster has as many jobs as it may",
+                seen=f"{known} jobs, including ended ones",
                 expected=f"fewer than {most}",
                 fix="`shoal rm JOB` removes one; or start the coordinator with more --max-jobs,"
                 " or keep ended jobs for a shorter time.",
@@ -403,7 +403,7 @@ class Registry:
     async def declare_lost(self, job: str, who: MemberProcess, reason: str) -> None:
         """Declare the member lost. Raises Fenced if it is no longer a member, UnknownJob,
         NotLeader."""
-        await self.find(job).submit(events.Lost(**who._asdict(), reason=reason))
+        await self.find(job).submit(events.MemberLost(**who._asdict(), reason=reason))
 
     @property
     def clock(self) -> Callable[[], float]:

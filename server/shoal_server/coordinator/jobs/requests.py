@@ -27,9 +27,9 @@ MemberRequest = (
 )
 
 
-def joined(request: pb.AttendRequest) -> events.Joined:
+def joined(request: pb.AttendRequest) -> events.MemberJoined:
     """Event of a member that opens a stream."""
-    return events.Joined(
+    return events.MemberJoined(
         **_who(request.token),
         spec=codec.spec_from_pb(request.spec, request.token.job_secret),
         info=codec.info_from_pb(request.info),
@@ -37,13 +37,15 @@ def joined(request: pb.AttendRequest) -> events.Joined:
     )
 
 
-def event_of(request: MemberRequest) -> events.Event:
+def event_of(request: MemberRequest) -> events.MemberEvent:
     """Event of a member's call. Raises InvalidSpec for numbers out of range."""
     who, generation = _who(request.token), Generation(request.token.generation)
-    event: events.Event
+    event: events.MemberEvent
     match request:
         case pb.ProposeRequest():
-            event = events.Proposed(**who, proposal=codec.proposal_from_pb(request.proposal))
+            event = events.TrainingProposed(
+                **who, proposal=codec.proposal_from_pb(request.proposal)
+            )
         case pb.AnswerRequest():
             event = _answered(who, request)
         case pb.SettleRequest():
@@ -56,16 +58,16 @@ def event_of(request: MemberRequest) -> events.Event:
                 enough_for_call=request.enough_for_call,
             )
         case pb.OfferRequest():
-            event = events.Offered(
+            event = events.NextStepReached(
                 **who,
                 generation=Generation(request.generation),
                 next_step=Step(request.next_step),
             )
         case pb.ReadyRequest():
             at = Step(request.step) if request.HasField("step") else None
-            event = events.BecameReady(**who, generation=generation, step=at)
+            event = events.ReadinessReported(**who, generation=generation, step=at)
         case pb.ReportBrokenRequest():
-            event = events.Broke(
+            event = events.BreakReported(
                 **who,
                 generation=generation,
                 error=plain(request.error)[:MAX_REPORT],
@@ -76,10 +78,10 @@ def event_of(request: MemberRequest) -> events.Event:
             event = (
                 _paused(who, request)
                 if request.paused
-                else events.Resumed(**who, number=request.pause_number)
+                else events.MemberResumed(**who, number=request.pause_number)
             )
         case pb.LeaveRequest() if request.stays or request.closes:
-            event = events.WorkDone(
+            event = events.MemberWorkDone(
                 **who,
                 reason=request.reason,
                 generation=generation,
@@ -87,7 +89,7 @@ def event_of(request: MemberRequest) -> events.Event:
                 closes=request.closes,
             )
         case pb.LeaveRequest():
-            event = events.Left(**who, completed=request.completed, reason=request.reason)
+            event = events.MemberLeft(**who, completed=request.completed, reason=request.reason)
         case _:
             raise AssertionError(f"no event for {type(request).__name__}")
     return event
@@ -99,8 +101,8 @@ def plain(error: str) -> str:
     return _SOURCE.sub("", error.strip().partition("\n")[0]).strip()
 
 
-def _answered(who: dict[str, str], request: pb.AnswerRequest) -> events.Answered:
-    return events.Answered(
+def _answered(who: dict[str, str], request: pb.AnswerRequest) -> events.RosterAnswered:
+    return events.RosterAnswered(
         **who,
         generation=Generation(request.generation),
         digest=request.digest,
@@ -113,8 +115,8 @@ def _answered(who: dict[str, str], request: pb.AnswerRequest) -> events.Answered
     )
 
 
-def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.Paused:
-    return events.Paused(
+def _paused(who: dict[str, str], request: pb.PauseRequest) -> events.MemberPaused:
+    return events.MemberPaused(
         **who,
         reason=request.reason[:MAX_ERROR],
         limit_s=_seconds("limit_s", request.limit_s, above=0.0),

@@ -9,7 +9,7 @@ from shoal_proto import rosters
 from shoal_proto.errors import UnknownGeneration
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence import codec
-from shoal_server.core.generations.roster import Roster
+from shoal_server.core.generations.roster import GenerationRoster
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import Notice, OutcomeNotice, PrepareNotice
 
@@ -66,7 +66,7 @@ class NoticeStream:
             self.notices.put_nowait(None)
 
 
-def _roster_of(notice: Notice) -> tuple[str, Roster] | None:
+def _roster_of(notice: Notice) -> tuple[str, GenerationRoster] | None:
     """Roster in the notice, with its digest."""
     match notice:
         case PrepareNotice():
@@ -104,11 +104,11 @@ class NewestRosters:
 
     def __init__(self, job: str) -> None:
         self._job = job
-        self._rosters: dict[str, Roster] = {}
+        self._rosters: dict[str, GenerationRoster] = {}
         """Newest last."""
         self._answers: dict[str, bytes] = {}
 
-    def keep(self, digest: str, roster: Roster) -> None:
+    def keep(self, digest: str, roster: GenerationRoster) -> None:
         self._rosters.pop(digest, None)
         self._rosters[digest] = roster
         while len(self._rosters) > MAX_ROSTERS:

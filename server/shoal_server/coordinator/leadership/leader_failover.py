@@ -3,12 +3,13 @@
 A lease cannot be short: it must outlast a slow disk, a busy machine, an election within etcd. But
 the kernel knows at once when a process has died: it closes the process' connections, and refuses
 new ones to the port where nobody listens any more. So each replica that does not lead keeps a call
-open at the leader. When it breaks, and a plain connection is then *refused*, the leader is gone.
+open at the leader. When the call breaks, and a new connection is then *refused*, the leader is
+gone.
 
 Anything else is left to the lease. A call breaks on a flaky network too; an address that does not
-answer may be cut off from here alone; a process that is stopped keeps its port. And a refusal
-counts only after the leader had answered here once: it then is no firewall that refuses for ever,
-by which two replicas that lead in turn would end each other's terms again and again.
+answer may be cut off from this host alone; a process that is stopped keeps its port. And a refusal
+counts only if the leader has answered this replica before: a firewall that always refuses would
+otherwise make two replicas that lead in turn end each other's terms again and again.
 
 None of this has to be right for safety: see `end_term`.
 """
@@ -83,7 +84,7 @@ async def refuses(address: str) -> bool:
                     continue
                 writer.close()
                 return False
-    except OSError as error:  # TimeoutError is one
+    except OSError as error:  # includes TimeoutError
         log.debug("leader_does_not_answer", leader=address, reason=repr(error))
         return False
     return bool(found)

@@ -14,11 +14,11 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.core.generations.roster import (
     Conflict,
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
     MemberInfo,
     Proposal,
-    Record,
-    Roster,
     RosterEntry,
     StateAction,
     Step,
@@ -26,7 +26,7 @@ from shoal_server.core.generations.roster import (
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_PORT = 65535
 
@@ -78,18 +78,18 @@ def limits_to_pb(limits: Limits) -> pb.Limits:
     return pb.Limits(**{name: getattr(limits, name) for name in names})
 
 
-_newest_roster: list[tuple[Roster, pb.Roster]] = []
+_newest_roster: list[tuple[GenerationRoster, pb.Roster]] = []
 
 
-def roster_to_pb(roster: Roster) -> pb.Roster:
+def roster_to_pb(roster: GenerationRoster) -> pb.Roster:
     """The roster as a message, which is shared: do not change it."""
-    # Digest, Prepare, record in etcd and Outcome are made one after the other of one roster.
+    # Digest, Prepare, record in etcd and Outcome are made of one roster, one after the other.
     if not _newest_roster or _newest_roster[0][0] is not roster:
         _newest_roster[:] = [(roster, _roster_to_pb(roster))]
     return _newest_roster[0][1]
 
 
-def _roster_to_pb(roster: Roster) -> pb.Roster:
+def _roster_to_pb(roster: GenerationRoster) -> pb.Roster:
     entries = [
         pb.RosterEntry(
             member_id=e.member_id,
@@ -114,7 +114,7 @@ def _roster_to_pb(roster: Roster) -> pb.Roster:
     )
 
 
-def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster:
+def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> GenerationRoster:
     """Roster from a message. `incarnations`: by member id; a message does not have them."""
     entries = tuple(
         RosterEntry(
@@ -129,7 +129,7 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster
         )
         for e in roster.entries
     )
-    return Roster(
+    return GenerationRoster(
         generation=Generation(roster.generation),
         entries=entries,
         source_member_id=roster.source_member_id,
@@ -140,11 +140,11 @@ def roster_from_pb(roster: pb.Roster, incarnations: Mapping[str, str]) -> Roster
     )
 
 
-def digest_of(roster: Roster) -> str:
+def digest_of(roster: GenerationRoster) -> str:
     return roster_digest(roster_to_pb(roster))
 
 
-def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRecord:
+def record_to_pb(record: GenerationRecord, *, with_roster: bool = True) -> pb.GenerationRecord:
     """The record as a message; without its roster it still has the number of its generation."""
     conflicts = [
         pb.Conflict(
@@ -164,16 +164,18 @@ def record_to_pb(record: Record, *, with_roster: bool = True) -> pb.GenerationRe
     )
 
 
-def _shown(roster: Roster, with_roster: bool) -> pb.Roster:
+def _shown(roster: GenerationRoster, with_roster: bool) -> pb.Roster:
     return roster_to_pb(roster) if with_roster else pb.Roster(generation=roster.generation)
 
 
-def record_from_pb(record: pb.GenerationRecord, incarnations: Mapping[str, str]) -> Record:
+def record_from_pb(
+    record: pb.GenerationRecord, incarnations: Mapping[str, str]
+) -> GenerationRecord:
     conflicts = tuple(
         Conflict(field=c.field, values=tuple((v.value, tuple(v.member_ids)) for v in c.values))
         for c in record.conflicts
     )
-    return Record(
+    return GenerationRecord(
         job=record.job,
         roster=roster_from_pb(record.roster, incarnations),
         verdict=_VERDICT_FROM_PB[record.verdict],
@@ -189,7 +191,7 @@ def member_to_json(incarnation: str, info: MemberInfo) -> bytes:
 
 
 def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
-    """Incarnation and info of a member's key. Raises Unreadable."""
+    """Incarnation and info of a member's key. Raises UnreadableRecord."""
     value = Fields.parsed(data)
     info = MemberInfo(
         host=value.text("host"),
@@ -204,12 +206,12 @@ def member_from_json(data: bytes) -> tuple[str, MemberInfo]:
     )
     incarnation = value.text("incarnation")
     if not incarnation:
-        raise Unreadable("incarnation is empty; expected a UUID")
+        raise UnreadableRecord("incarnation is empty; expected a UUID")
     return incarnation, info
 
 
 def refusal_to_error(refusal: events.Refusal, generation: int) -> ShoalError:
-    """The error class a refusal names, with the conflicts and current generation as details."""
+    """Error of the class that the refusal names, with conflicts and generation as details."""
     kind = getattr(errors, refusal.kind, InternalError)
     details = {c.field: str(c) for c in refusal.conflicts}
     details["generation"] = str(generation)

@@ -19,7 +19,7 @@ from shoal_server.coordinator.persistence.stored_generations import (
 )
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Delete,
@@ -149,7 +149,7 @@ class DurableJobs:
 def _changed(job: str, found: KeyValue | None, known: Revision) -> InternalError:
     seen = "none" if found is None else f"one written at revision {found.mod_revision}"
     return InternalError(
-        f"the record of job {job} in etcd is not the one that its coordinator left there",
+        f"the record of job {job} in etcd is not the one that its last coordinator wrote",
         seen=seen,
         expected=f"the one of revision {known}" if known else "none",
         fix=f"Something other than the leading coordinator writes to {keys.job_state(job)}."
@@ -184,7 +184,7 @@ def _batches(operations: Sequence[Operation]) -> Iterator[list[Operation]]:
         yield batch
 
 
-def _member(job: str, member_id: str, member: Member | None) -> Operation:
+def _member(job: str, member_id: str, member: MemberState | None) -> Operation:
     """The member's key, which is under no lease: only a leader that removes the member ends it."""
     key = keys.member(job, member_id)
     if member is None:

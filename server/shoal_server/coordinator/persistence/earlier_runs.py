@@ -16,7 +16,7 @@ from shoal_server.core.generations.roster import Generation
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import Refusal
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_EXPELLED = 1000
 """Maximum number of incarnations kept, the newest: 40 bytes each."""
@@ -82,9 +82,9 @@ def from_json(job: str, value: bytes) -> EarlierRuns:
             expelled=fields.texts("expelled"),
             ended_unix_s=fields.seconds("ended_unix_s"),
         )
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
-            f"what etcd holds of earlier runs of job {job} cannot be read", seen=str(error)
+            f"the record of earlier runs of job {job} cannot be read", seen=str(error)
         ) from error
 
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 import structlog
 
 from shoal_proto.errors import UnknownGeneration
-from shoal_server.core.generations.roster import Record
+from shoal_server.core.generations.roster import GenerationRecord
 
 log = structlog.get_logger(__name__)
 
@@ -23,13 +23,13 @@ class Records:
     def __init__(
         self,
         job: str,
-        records: Sequence[Record],
-        read: Callable[[], Awaitable[Sequence[Record]]] | None = None,
+        records: Sequence[GenerationRecord],
+        read: Callable[[], Awaitable[Sequence[GenerationRecord]]] | None = None,
     ) -> None:
         """`read` reads the other records on demand, for a job that is already over."""
         self._job = job
         self._read = read
-        self._records: OrderedDict[int, Record] = OrderedDict()
+        self._records: OrderedDict[int, GenerationRecord] = OrderedDict()
         self._num_entries = 0
         for record in records:
             self._put(record)
@@ -45,13 +45,13 @@ class Records:
                 self._put(record)
         self._read = None
 
-    def keep(self, record: Record) -> None:
+    def keep(self, record: GenerationRecord) -> None:
         """Add a durable record, and wake calls that wait for it."""
         self._put(record)
         recorded, self._recorded = self._recorded, asyncio.Event()
         recorded.set()
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: GenerationRecord) -> None:
         known = self._records.get(record.roster.generation)
         self._num_entries += len(record.roster.entries)
         self._num_entries -= len(known.roster.entries) if known is not None else 0
@@ -62,10 +62,10 @@ class Records:
             _, oldest = self._records.popitem(last=False)
             self._num_entries -= len(oldest.roster.entries)
 
-    def values(self) -> Iterable[Record]:
+    def values(self) -> Iterable[GenerationRecord]:
         return self._records.values()
 
-    async def get(self, generation: int, wait_s: float) -> Record:
+    async def get(self, generation: int, wait_s: float) -> GenerationRecord:
         """Record of a generation (0: the newest); waits up to `wait_s` for it.
 
         Raises UnknownGeneration, and JobQuarantined if a record in etcd cannot be read.
@@ -82,11 +82,11 @@ class Records:
             raise UnknownGeneration(
                 f"job {self._job} has no record of generation {generation}",
                 seen=str(generation),
-                expected=f"a decided one, of which the newest {MAX_RECORDS} are kept at hand",
+                expected=f"a decided generation, one of the newest {MAX_RECORDS}",
             )
         return record
 
-    def _found(self, generation: int) -> Record | None:
+    def _found(self, generation: int) -> GenerationRecord | None:
         if generation:
             return self._records.get(generation)
         return next(reversed(self._records.values()), None)

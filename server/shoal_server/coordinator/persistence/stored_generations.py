@@ -18,17 +18,17 @@ from shoal_proto.rosters import pack, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.persistence.codec import record_from_pb, record_to_pb, roster_to_pb
 from shoal_server.coordinator.persistence.records import MAX_ENTRIES, MAX_RECORDS
-from shoal_server.core.generations.roster import Record, Roster, Verdict
+from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster, Verdict
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation
-from shoal_server.etcd.json_fields import MAX_COUNT, Unreadable, check_format, taken_apart
+from shoal_server.etcd.json_fields import MAX_COUNT, UnreadableRecord, check_format, taken_apart
 
 MAX_VALUE_BYTES = 1_400_000
 """Bound on a value. etcd takes requests of 1.5 MiB, including keys and the other writes."""
 ROSTER = "packed_roster"
 
 
-def record_to_json(record: Record) -> bytes:
+def record_to_json(record: GenerationRecord) -> bytes:
     """Value at the key of the record's generation."""
     value = MessageToDict(record_to_pb(record, with_roster=False), preserving_proto_field_name=True)
     incarnations = [entry.incarnation for entry in record.roster.entries]
@@ -36,40 +36,40 @@ def record_to_json(record: Record) -> bytes:
     return json.dumps({**value, ROSTER: b64encode(pack(stored)).decode()}).encode()
 
 
-def stored_record(job: str, number: int, data: bytes) -> Record:
-    """Record stored at the key of that generation of the job. Raises Unreadable."""
+def stored_record(job: str, number: int, data: bytes) -> GenerationRecord:
+    """Record stored at the key of that generation of the job. Raises UnreadableRecord."""
     with taken_apart():
         record = _record_from_json(json.loads(data))
     if record.job != job or record.roster.generation != number:
-        raise Unreadable(
+        raise UnreadableRecord(
             f"a record of generation {record.roster.generation} of job {record.job[:128]!r};"
             f" expected generation {number} of {job!r}"
         )
     entries = record.roster.entries
     if sorted(e.rank for e in entries) != list(range(len(entries))):
-        raise Unreadable(f"ranks that are not 0 to {len(entries) - 1}")
+        raise UnreadableRecord(f"ranks that are not 0 to {len(entries) - 1}")
     if len({e.member_id for e in entries}) < len(entries) or not all(
         is_name(e.member_id) and e.incarnation for e in entries
     ):
-        raise Unreadable("members without a name or incarnation, or twice the same")
+        raise UnreadableRecord("members without a name or incarnation, or twice the same")
     if not math.isfinite(record.decided_s) or record.roster.step > MAX_COUNT:
-        raise Unreadable(f"decided at {record.decided_s}, at step {record.roster.step}")
+        raise UnreadableRecord(f"decided at {record.decided_s}, at step {record.roster.step}")
     return record
 
 
-def _record_from_json(value: Mapping[str, object]) -> Record:
+def _record_from_json(value: Mapping[str, object]) -> GenerationRecord:
     check_format(value)
     packed = value[ROSTER]
     if not isinstance(packed, str):
-        raise Unreadable(f"{ROSTER} is no string")
+        raise UnreadableRecord(f"{ROSTER} is no string")
     try:
         stored = unpack(pb.StoredRoster, b64decode(packed, validate=True))
     except MalformedMessage as error:
-        raise Unreadable(str(error)) from error
+        raise UnreadableRecord(str(error)) from error
     rest = {name: each for name, each in value.items() if name != ROSTER}
     message = ParseDict(rest, pb.GenerationRecord(), ignore_unknown_fields=True)
     if message.roster.generation != stored.roster.generation:
-        raise Unreadable(
+        raise UnreadableRecord(
             f"a roster of generation {stored.roster.generation};"
             f" expected generation {message.roster.generation}"
         )
@@ -78,12 +78,12 @@ def _record_from_json(value: Mapping[str, object]) -> Record:
     return record_from_pb(message, dict(zip(names, stored.incarnations, strict=True)))
 
 
-def size_problem(roster: Roster) -> str:
+def size_problem(roster: GenerationRoster) -> str:
     """Reason why etcd could not keep the record of this roster; empty if it can.
 
     Checked before any member sees the roster.
     """
-    decided = Record(
+    decided = GenerationRecord(
         job="", roster=roster, verdict=Verdict.COMMITTED, reason="", digest="", decided_s=0.0
     )
     size = len(record_to_json(decided))
@@ -95,12 +95,12 @@ def size_problem(roster: Roster) -> str:
 class StoredGenerations:
     """Numbers of the decided generations of one job in etcd."""
 
-    def __init__(self, records: Iterable[Record] = (), older: Iterable[int] = ()) -> None:
+    def __init__(self, records: Iterable[GenerationRecord] = (), older: Iterable[int] = ()) -> None:
         """`records` as found, in order; `older` are numbers to be deleted at the next decision."""
         self._kept = {record.roster.generation: _weight(record) for record in records}
         self._older = list(older)
 
-    def decided(self, record: Record) -> list[Operation]:
+    def decided(self, record: GenerationRecord) -> list[Operation]:
         """Deletions due now that the record is durable.
 
         The newest are kept, within the bounds of `Records`, and the newest two that were committed.
@@ -122,6 +122,6 @@ class StoredGenerations:
         return [Delete(keys.generation(record.job, number)) for number in outdated]
 
 
-def _weight(record: Record) -> tuple[bool, int]:
+def _weight(record: GenerationRecord) -> tuple[bool, int]:
     """Pair: if the record was committed, and its number of members."""
     return record.verdict is Verdict.COMMITTED, len(record.roster.entries)

@@ -24,17 +24,17 @@ from shoal_server.coordinator.persistence.stored_json import named_under, state_
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
     MemberInfo,
-    Record,
     Verdict,
 )
 from shoal_server.core.job.job import Job
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.member import Member, Wait
+from shoal_server.core.membership.member import MemberState, Wait
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, Keyspace, KeyValue
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
@@ -51,7 +51,7 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Survey:
+class JobSurvey:
     """The jobs in etcd, from which the order of reading them follows."""
 
     states: Mapping[str, StateRecord]
@@ -67,7 +67,7 @@ class StoredJob:
     """An unfinished job as stored in etcd."""
 
     state: StateRecord
-    records: Sequence[Record]
+    records: Sequence[GenerationRecord]
     members: Mapping[str, tuple[str, MemberInfo]]
     generations: StoredGenerations
     """All generations in etcd: those in `records` and older ones."""
@@ -77,7 +77,7 @@ class StoredJob:
         committed = [r for r in self.records if r.verdict is Verdict.COMMITTED]
         numbers = [record.roster.generation for record in self.records]
         members = tuple(
-            Member(
+            MemberState(
                 member_id=name,
                 incarnation=incarnation,
                 info=info,
@@ -86,7 +86,7 @@ class StoredJob:
             )
             for name, (incarnation, info) in self.members.items()
         )
-        saved = Saved(
+        saved = SavedJob(
             last_generation=Generation(max([self.state.last_generation, *numbers])),
             record=committed[-1] if committed else None,
             before=committed[-2] if len(committed) > 1 else None,
@@ -117,7 +117,7 @@ class StoredJobs:
     def __init__(self, store: Keyspace) -> None:
         self._store = store
 
-    async def survey(self) -> Survey:
+    async def survey(self) -> JobSurvey:
         """All jobs by their own keys, and which of them have members; no key is read twice."""
         in_jobs, in_members = await asyncio.gather(
             self._store.keys(keys.JOBS), self._store.keys(keys.MEMBERS)
@@ -131,11 +131,11 @@ class StoredJobs:
             try:
                 if item is not None:
                     states[name] = _state(name, _found(item))
-            except (Unreadable, ShoalError) as error:
+            except (UnreadableRecord, ShoalError) as error:
                 failed[name] = unreadable(name, keys.job_state(name), error)
         owners = {key: _job_of_member(key) for key in in_members}
         known = states.keys() | failed.keys()
-        return Survey(
+        return JobSurvey(
             states=states,
             attended=frozenset(job for job in owners.values() if job),
             quarantined=failed,
@@ -162,7 +162,7 @@ class StoredJobs:
             return None
         try:
             return _state(job, item)
-        except Unreadable as error:
+        except UnreadableRecord as error:
             raise unreadable(job, item.key, error) from error
 
     async def load(self, state: StateRecord) -> StoredJob:
@@ -180,7 +180,7 @@ class StoredJobs:
                 continue
             try:
                 members[name] = codec.member_from_json(item.value)
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 raise unreadable(job, item.key, error) from error
         return StoredJob(
             state=state,
@@ -189,7 +189,7 @@ class StoredJobs:
             generations=StoredGenerations(reading.records[::-1], reading.older),
         )
 
-    async def records(self, job: str) -> list[Record]:
+    async def records(self, job: str) -> list[GenerationRecord]:
         """The newest decided records, oldest first: 100 (fewer if they have many members), or more
         if needed to include two committed ones. Raises JobQuarantined."""
         reading = _Reading()
@@ -220,7 +220,7 @@ class StoredJobs:
                 continue
             try:
                 reading.records.append(stored_record(job, number, _found(item).value))
-            except (Unreadable, ShoalError) as error:
+            except (UnreadableRecord, ShoalError) as error:
                 raise unreadable(job, key, error) from error
 
     async def _read(self, names: Sequence[str], at_once: int) -> dict[str, KeyValue | ShoalError]:
@@ -249,7 +249,7 @@ class StoredJobs:
 class _Reading:
     """Records read of one job so far, newest first."""
 
-    records: list[Record] = field(default_factory=list)
+    records: list[GenerationRecord] = field(default_factory=list)
     older: list[int] = field(default_factory=list)
     """Numbers of the records that are not read."""
 
@@ -267,11 +267,11 @@ def _found(item: KeyValue | ShoalError) -> KeyValue:
 
 
 def _state(job: str, item: KeyValue) -> StateRecord:
-    """Raises Unreadable."""
+    """Raises UnreadableRecord."""
     return replace(state_from_json(job, item.value), revision=item.mod_revision)
 
 
-def _enough(records: Sequence[Record]) -> bool:
+def _enough(records: Sequence[GenerationRecord]) -> bool:
     committed = sum(record.verdict is Verdict.COMMITTED for record in records)
     num_entries = sum(len(record.roster.entries) for record in records)
     return (len(records) >= MAX_RECORDS or num_entries >= MAX_ENTRIES) and committed >= 2

@@ -5,9 +5,9 @@ from dataclasses import asdict, replace
 
 from shoal_proto.names import MAX_NAME_LENGTH, is_name
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress, Result, Tally
+from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
 from shoal_server.core.generations.roster import Generation, JobSpec, Step
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 MAX_MEMBERS = 2**31 - 1
 
@@ -44,19 +44,19 @@ def state_to_json(record: StateRecord) -> bytes:
 
 
 def state_from_json(job: str, data: bytes) -> StateRecord:
-    """Decode the job's own record. Raises Unreadable."""
+    """Decode the job's own record. Raises UnreadableRecord."""
     fields = Fields.parsed(data)
     spec = spec_from(fields.object("spec"))
     if spec.job != job:
-        raise Unreadable(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
+        raise UnreadableRecord(f"spec.job is {spec.job[:MAX_NAME_LENGTH]!r}; expected {job!r}")
     if problem := spec.problem():
-        raise Unreadable(problem)
+        raise UnreadableRecord(problem)
     record = StateRecord(
         spec=spec,
         last_generation=Generation(fields.count("last_generation")),
         finished=fields.flag("finished"),
         reason=fields.text("reason", ""),
-        progress=Progress(
+        progress=JobProgress(
             trained_in=Generation(fields.count("trained_in")),
             reached=Step(fields.count("reached_step")),
         ),
@@ -70,8 +70,8 @@ def state_from_json(job: str, data: bytes) -> StateRecord:
     return replace(record, more=fields.rest())
 
 
-def _tally(fields: Fields) -> Tally:
-    return Tally(
+def _tally(fields: Fields) -> LifetimeFigures:
+    return LifetimeFigures(
         begun_s=fields.seconds("begun_unix_s"),
         num_breaks=fields.count("num_breaks"),
         idle_s=fields.seconds("idle_s"),
@@ -80,26 +80,26 @@ def _tally(fields: Fields) -> Tally:
     )
 
 
-def _result(fields: Fields) -> Result:
+def _result(fields: Fields) -> JobResult:
     try:
         loss = float(fields.text("loss")) if fields.has("loss") else None
     except ValueError as error:
-        raise Unreadable(f"result.loss is not a number ({error})") from None
-    return Result(
+        raise UnreadableRecord(f"result.loss is not a number ({error})") from None
+    return JobResult(
         step=Step(fields.count("step")),
         loss=loss,
         num_samples=fields.count("num_samples") if fields.has("num_samples") else None,
     )
 
 
-def _result_to_json(result: Result) -> dict[str, object]:
+def _result_to_json(result: JobResult) -> dict[str, object]:
     """Encode a result; the loss as text, since JSON has no number for NaN and infinity."""
     loss = None if result.loss is None else repr(result.loss)
     return {"step": result.step, "loss": loss, "num_samples": result.num_samples}
 
 
 def spec_from(bounds: Fields) -> JobSpec:
-    """A job's bounds from its own record. Raises Unreadable."""
+    """A job's bounds from its own record. Raises UnreadableRecord."""
     return JobSpec(
         job=bounds.text("job"),
         min_members=bounds.count("min_members", most=MAX_MEMBERS),

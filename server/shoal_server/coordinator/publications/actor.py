@@ -1,4 +1,4 @@
-"""Actor of one series: it carries out the decisions of the core, and answers the callers."""
+"""Actor of one series: carries out the decisions of the core, and answers its callers."""
 
 import asyncio
 from collections.abc import Callable
@@ -47,7 +47,7 @@ VERIFY_PAUSE_S = 0.5
 
 
 class SeriesActor:
-    """Lives on the event loop of a leading coordinator, until `end`."""
+    """One series, on the event loop of a leading coordinator, until `end`."""
 
     def __init__(
         self,
@@ -67,15 +67,15 @@ class SeriesActor:
         self._clock = clock
         self.holders = Holders()
         self.ended: ShoalError | None = None
-        """Why nothing more is asked of it."""
+        """The error of all calls once the actor has ended; None before."""
         self._calls: dict[Call, asyncio.Future[Answer]] = {}
         self._changed = asyncio.Event()
         self.num_watchers = 0
         self._view: pb.SeriesView | None = None
 
     async def ask(self, event: Callable[[Call], Event]) -> Answer:
-        """The answer to a request. Raises what it is refused with, and NotLeader when the term
-        ends."""
+        """Submit a request, and wait for its answer. Raises the refusal, and NotLeader when the
+        term ends."""
         self.check_lives()
         call: Call = object()
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -89,29 +89,26 @@ class SeriesActor:
                 self.submit(ContributorLeft(call=call))
 
     def submit(self, event: Event) -> None:
-        """Step the core, and carry out what follows."""
+        """Step the core with the event, and carry out the effects."""
         if self.ended is None:
             for effect in self.series.step(event, self._clock()):
                 self._carry_out(effect)
 
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
-        """Take a reader's report; see `PublishedSeries.report`."""
+        """Apply a reader's report; see `PublishedSeries.report`."""
         self.check_lives()
-        before = messages.serving(self.series.readers.known.values())
         answer = self.series.report(report, self._clock())
-        if messages.serving(self.series.readers.known.values()) != before:
-            self.notify()
         self.submit(TimePassed())  # a lease that ended may let versions go
         return answer
 
     def check_lives(self) -> None:
-        """Raise why nothing is asked of it any more, if that is so."""
+        """Raise the error with which the actor ended, if it has."""
         if self.ended is not None:
             why = self.ended
             raise type(why)(why.what, seen=why.seen, expected=why.expected, details=why.details)
 
     def end(self, why: ShoalError) -> None:
-        """Refuse all that wait, and everything from now on."""
+        """End the actor: waiting and later calls raise this error."""
         self.ended = why
         for answer in self._calls.values():
             if not answer.done():
@@ -120,26 +117,24 @@ class SeriesActor:
 
     @property
     def is_idle(self) -> bool:
-        """True if nobody asks anything of it, and nothing is in progress."""
+        """True if no call or watch waits, and nothing is in progress."""
         return self.series.is_idle and not self._calls and not self.num_watchers
 
     def view_for_readers(self) -> pb.SeriesView:
-        """The series as all that watch it are shown it, made once for each change."""
+        """The view that all watchers of the series get, made once for each change."""
         if self._view is None:
-            self._view = messages.view_of(
-                self.series, self._stores.addresses, self._clock(), only_serving=True
-            )
+            self._view = messages.view_of(self.series, self._stores.addresses)
         return self._view
 
     def notify(self) -> None:
-        """Let those that watch look again."""
+        """Wake all watchers, which then read the series again."""
         self._view = None
         self._changed.set()
         self._changed = asyncio.Event()
 
     @property
     def changed(self) -> asyncio.Event:
-        """Set at the next change. To be taken before the series is looked at."""
+        """Event that the next change sets. Get it before reading the series."""
         return self._changed
 
     def _carry_out(self, effect: Effect) -> None:
@@ -174,10 +169,10 @@ class SeriesActor:
             log.error("series_written_by_another", series=name)
             self.end(
                 InternalError(
-                    f"the record of series {name} was changed by somebody else",
+                    f"the record of series {name} was changed by another process",
                     seen="another head in etcd",
                     expected="the one that this coordinator has written",
-                    fix="Ask again: it is read anew.",
+                    fix="Try again: the record is then read again.",
                 )
             )
             return
@@ -219,8 +214,8 @@ class SeriesActor:
     async def _verified(
         self, segments: list[PublishedSegment]
     ) -> tuple[PublishedSegment, ...] | int:
-        """The segments with the holders that answer that they have them; else a rank whose segment
-        nobody has."""
+        """The segments, each with the holders that confirm to have it; or a rank whose segment no
+        server has."""
         pauses = BackOff(VERIFY_PAUSE_S)
         for attempt in range(VERIFY_ATTEMPTS):
             found = verified(segments, await self._stores.held(self.series.name, segments))
@@ -239,11 +234,11 @@ class SeriesActor:
             await asyncio.sleep(pauses.pause_s())
 
     async def care(self) -> None:
-        """Look after leases and limits, and after the servers that hold the versions."""
+        """Apply time limits, and check which servers still hold the versions."""
         self.submit(TimePassed())
         versions = list(self.series.versions.values())
         if not versions or not self._stores.mirror.is_in_sync:
-            return  # which servers are gone is not known
+            return  # it is unknown which servers are gone
         name, now_s = self.series.name, self._clock
         self.holders.see(self._stores.present, versions, now_s())
         for server, asked, answer in await self._stores.ask(name, self.holders.questions(versions)):

@@ -1,4 +1,4 @@
-"""Layouts as messages: those of ranks are merged, checked and remembered."""
+"""Layouts of published versions: conversion to messages and back, and merging those of ranks."""
 
 import asyncio
 from collections import OrderedDict
@@ -13,19 +13,19 @@ from shoal_server.coordinator.publications.stored_series import MAX_LAYOUT_BYTES
 from shoal_server.core.publications.coverage import (
     NotCovered,
     PublishedLayout,
-    Slice,
-    Tensor,
+    PublishedSlice,
+    PublishedTensor,
     check_cover,
 )
 from shoal_server.core.publications.coverage import merged as merge
 from shoal_server.core.publications.protocol import PublicationPart
 
 REMEMBERED_BYTES = 128 * 1024 * 1024
-"""Of layouts of versions: a model's is the same from version to version."""
+"""Maximum size of the cached layouts; a model's layout is the same in each version."""
 
 
 def layout_from_pb(message: pb.Layout) -> PublishedLayout:
-    """Raises InvalidSpec for an element type that is not known."""
+    """Raises InvalidSpec for an unknown element type."""
     tensors = []
     for spec in message.tensors:
         item_bytes = ITEM_BYTES.get(spec.dtype)
@@ -35,9 +35,9 @@ def layout_from_pb(message: pb.Layout) -> PublishedLayout:
                 seen=repr(spec.dtype),
                 expected=f"one of {', '.join(ITEM_BYTES)}",
             )
-        tensors.append(Tensor(spec.name, spec.dtype, tuple(spec.shape), item_bytes))
+        tensors.append(PublishedTensor(spec.name, spec.dtype, tuple(spec.shape), item_bytes))
     slices = tuple(
-        Slice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
+        PublishedSlice(each.tensor, tuple(each.offsets), tuple(each.sizes), each.segment, each.at)
         for each in message.slices
     )
     return PublishedLayout(tuple(tensors), slices, tuple(message.segment_bytes))
@@ -61,16 +61,16 @@ def layout_to_pb(layout: PublishedLayout) -> pb.Layout:
 
 
 class MergedLayouts:
-    """Layouts that cover their models, by the layouts of the ranks that they were merged from."""
+    """Cache of merged and checked layouts, by the digests of the ranks' layouts."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[bytes, ...], bytes] = OrderedDict()
 
     async def of_parts(self, parts: Sequence[PublicationPart]) -> bytes:
-        """The serialized layout of a version of these parts. Raises NotCovered, InvalidSpec."""
+        """Serialized layout of a version with these parts. Raises NotCovered, InvalidSpec."""
         key = tuple(part.layout_key for part in parts)
         if key not in self._known:
-            # A large model takes seconds, in which other series go on.
+            # In a thread: a large model takes seconds.
             self._known[key] = await asyncio.to_thread(_merged, parts)
         self._known.move_to_end(key)
         found = self._known[key]

@@ -1,4 +1,4 @@
-"""The question whether this coordinator still leads, asked of etcd for many callers at once."""
+"""Check in etcd that this coordinator still leads, shared by many callers."""
 
 import asyncio
 
@@ -6,7 +6,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 
 
 class LeadingCheck:
-    """Check that this coordinator leads. One read of etcd at a time serves all earlier callers."""
+    """Check that this coordinator leads. One read of etcd serves all callers that came before."""
 
     def __init__(self, store: LeaderStore) -> None:
         self._store = store
@@ -14,13 +14,13 @@ class LeadingCheck:
         self._next: asyncio.Task[None] | None = None
 
     async def confirm(self) -> None:
-        """Return once etcd has said that this coordinator leads, at a time after this was called.
+        """Return once a read that began after this call has shown that this coordinator leads.
 
-        Raises NotLeader, and RetryError if etcd does not say.
+        Raises NotLeader, and RetryError if etcd does not answer.
         """
         if self._next is None:
             self._next = asyncio.create_task(self._ask_after(self._current), name="leading-check")
-            # Whoever has asked may wait no longer.
+            # Retrieves the error even if no caller waits any more.
             self._next.add_done_callback(lambda task: task.cancelled() or task.exception())
         await asyncio.shield(self._next)
 

@@ -1,7 +1,7 @@
-"""Messages of the WeightSeries service, and the events and errors that they stand for."""
+"""Conversion of the WeightSeries service's messages to the core's types, and back."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal_proto.errors import (
@@ -60,7 +60,7 @@ _ERRORS: Mapping[PublicationRefusal, tuple[type[ShoalError], str]] = {
 
 
 def error_of(refused: RequestRefused) -> ShoalError:
-    """The error that a caller gets."""
+    """The error with which a caller is refused."""
     kind, fix = _ERRORS[refused.refusal]
     return kind(refused.what, seen=refused.seen, expected=refused.expected, fix=fix)
 
@@ -119,7 +119,7 @@ def parts_from_pb(request: pb.ContributePartRequest) -> list[PublicationPart]:
         return [own]
     if request.world != 1 or not request.tables_cut or len(request.cut_parts) >= MAX_WORLD:
         raise MalformedMessage(
-            "the segments of a cut that is not a single publisher's",
+            "segments of a cut from one of several publishing ranks, or without its position",
             seen=f"{len(request.cut_parts)} segments from rank {request.rank} of {request.world}",
             expected=f"fewer than {MAX_WORLD}, and the cut's position, from the only rank",
         )
@@ -144,7 +144,7 @@ def _own_part(request: pb.ContributePartRequest) -> PublicationPart:
     segment = request.segment
     if not request.publication or not segment.digest or not segment.holders:
         raise MalformedMessage(
-            "a part that lacks something",
+            "an incomplete part of a publication",
             seen=f"publication {request.publication}, a segment of digest"
             f" {segment.digest.hex()[:12]!r} on {len(segment.holders)} servers",
             expected="a publication from 1, and a segment that is on servers",
@@ -192,10 +192,8 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
     )
 
 
-def view_of(
-    series: PublishedSeries, servers: Mapping[str, str], now_s: float, *, only_serving: bool
-) -> pb.SeriesView:
-    """The series for its readers. `servers`: addresses by id."""
+def view_of(series: PublishedSeries, servers: Mapping[str, str]) -> pb.SeriesView:
+    """The series without its readers. `servers`: addresses by id."""
     head, versions = series.head, series.versions
     holders = {h for v in versions.values() for s in v.segments for h in s.holders}
     present = sorted(holders & servers.keys())
@@ -206,14 +204,15 @@ def view_of(
         versions=(records.version_to_pb(versions[number]) for number in head.kept),
         options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
         servers=(pb.StoreServer(id=each, address=servers[each]) for each in present),
-        readers=(
-            _reader_view(series, name, reader, now_s)
-            for name, reader in sorted(series.readers.known.items())
-            if reader.report.serves_at or not only_serving
-        ),
         lost=head.lost,
         publisher=str(head.publisher) if head.epoch else "",
     )
+
+
+def readers_of(series: PublishedSeries, now_s: float) -> list[pb.ReaderView]:
+    """The readers of a series, by id."""
+    known = sorted(series.readers.known.items())
+    return [_reader_view(series, name, reader, now_s) for name, reader in known]
 
 
 def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
@@ -229,8 +228,3 @@ def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: floa
         fetch_s=report.fetch_s,
         fetch_bytes=report.fetch_bytes,
     )
-
-
-def serving(readers: Iterable[Reader]) -> set[tuple[str, int]]:
-    """The readers that pass versions on, each with the one that it has."""
-    return {(r.report.serves_at, r.report.installed) for r in readers if r.report.serves_at}

@@ -1,8 +1,8 @@
-"""The WeightSeries service: publishers, readers and operators, and the leader's care for versions.
+"""The WeightSeries service for publishers, readers and operators; and the upkeep of versions.
 
-All of it is read when this coordinator begins to lead, and forgotten when it steps down. Leases and
-reports of readers live in memory only: a new leader drops nothing until the leases that it does
-not know have ended.
+Series are read when this coordinator begins to lead, and forgotten when it steps down. Leases and
+reports of readers are in memory only: a new leader drops no version until leases that an earlier
+leader granted have ended.
 """
 
 import asyncio
@@ -70,7 +70,7 @@ PublishCut = Callable[[str, Callable[[str], PublishCutRequest]], Awaitable[Publi
 
 
 class WeightSeriesService(WeightSeriesServicer):
-    """Lives on the event loop of a coordinator; answers while `leading` runs."""
+    """All series of a coordinator, on its event loop; serves calls during `leading`."""
 
     def __init__(
         self,
@@ -84,10 +84,9 @@ class WeightSeriesService(WeightSeriesServicer):
         clock: Callable[[], float],
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`authorize` raises for a token that may not speak; `is_job` tells if there is a job of a
-        name, whose series only its members publish; `publish_cut` is `SnapshotTaker.publish`.
-        `call_wait_s`: the longest that a part waits
-        for the others before its caller is to hand it in again."""
+        """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
+        members publish its series. `publish_cut` is `SnapshotTaker.publish`. `call_wait_s`: maximum
+        time that a part waits for those of other ranks; its caller then sends it again."""
         self._store = store
         self._publish_cut = publish_cut
         self._authorize = authorize
@@ -109,7 +108,7 @@ class WeightSeriesService(WeightSeriesServicer):
 
     @asynccontextmanager
     async def leading(self) -> AsyncIterator[None]:
-        """Read all series, and answer as long as the block runs. Raises what the store raises."""
+        """Read all series, and serve calls during the block. Raises what the store raises."""
         self._num_terms += 1
         found, self._broken = await stored_series.read_all(self._store)
         for name, why in self._broken.items():
@@ -138,9 +137,9 @@ class WeightSeriesService(WeightSeriesServicer):
         return [each for each in self.series() if messages.job_of(each.series.name) == job]
 
     async def clear(self, job: str, *, forgets_numbers: bool) -> bool:
-        """Drop all versions of a job that is removed, or begun anew: then numbers go on rising.
-        With `forgets_numbers`, nothing is left of its series. True if there were any versions.
-        Raises Unavailable while etcd is away, NotLeader."""
+        """Drop all versions of a job that is removed or started over; True if there were any. Later
+        versions continue the numbers, unless `forgets_numbers` deletes the series as well. Raises
+        Unavailable while etcd cannot be reached, NotLeader."""
         had_any = any(each.series.head.kept for each in self.series_of(job))
         try:
             async with asyncio.timeout(CLEARED_WITHIN_S):
@@ -161,13 +160,13 @@ class WeightSeriesService(WeightSeriesServicer):
             await actor.writer.take_away()
 
     def _servers_changed(self) -> None:
-        """Readers fetch from the servers by the addresses that they were shown last."""
+        """Notify all readers: they fetch from servers at the addresses in their last view."""
         for actor in self._actors.values():
             actor.notify()
 
     async def _care(self) -> None:
         while True:
-            # A server that does not answer holds up none but the series that it holds.
+            # A server that does not answer delays only the series that it holds.
             await gather_bounded(self._care_for, self.series(), CARED_FOR_AT_ONCE)
             await asyncio.sleep(CARE_EACH_S)
 
@@ -194,8 +193,8 @@ class WeightSeriesService(WeightSeriesServicer):
     # --- finding a series ---
 
     async def _find(self, name: str) -> SeriesActor:
-        """The series of that name, which nobody may have published yet. Raises NotLeader, and why
-        its records cannot be read."""
+        """Actor of a series, which may not have been published yet. Raises NotLeader, and the error
+        of reading its records."""
         self._require_leading()
         messages.checked_series(name)
         actor = self._actors.get(name)
@@ -218,8 +217,8 @@ class WeightSeriesService(WeightSeriesServicer):
         stored, writer = await stored_series.read_one(self._store, name)
         self._require_leading()
         if term != self._num_terms:
-            # What was read is of an earlier term: another coordinator may have written since.
-            raise NotLeader("the term in which this was asked has ended", details={"leader": ""})
+            # The record was read in an earlier term: another coordinator may have written since.
+            raise NotLeader("the term in which this call came has ended", details={"leader": ""})
         self._broken.pop(name, None)
         return self._actor(PublishedSeries(name, stored, self._clock()), writer)
 
@@ -230,7 +229,7 @@ class WeightSeriesService(WeightSeriesServicer):
             raise UnknownSeries(
                 f"there is no series {name}",
                 seen=f"{len(known)} series",
-                expected=f"one of {', '.join(known[:20])}" if known else "one that was published",
+                expected=f"one of {', '.join(known[:20])}" if known else "a published series",
                 fix="`shoal weights list` shows all.",
             )
         return actor
@@ -269,7 +268,7 @@ class WeightSeriesService(WeightSeriesServicer):
             )
         )
         assert isinstance(begun, PublicationBegun)
-        # One that was deposed does not know how much its successor keeps.
+        # A deposed leader would answer from its own state, not from its successor's.
         await self._check.confirm()
         addresses = self._stores.addresses
         return pb.BeginPublicationReply(
@@ -302,7 +301,7 @@ class WeightSeriesService(WeightSeriesServicer):
         actor = await self._find(request.series)
         actor.check_lives()
         for part in of_cut:
-            # Nobody waits for their answers: the publisher's own part is answered for all.
+            # No call waits for these parts: the answer to the publisher's own part is for all.
             actor.submit(contributed(("cut", request.publication, part.rank), part))
         try:
             async with asyncio.timeout(self._call_wait_s):
@@ -312,7 +311,7 @@ class WeightSeriesService(WeightSeriesServicer):
                 f"publication {request.publication} of {request.series} is not committed yet",
                 seen=f"the part of rank {request.rank} waits for the others",
                 expected=f"those of all {request.world} ranks",
-                fix="Hand it in again.",
+                fix="Send the part again.",
             ) from None
         return pb.ContributePartReply(version=_version(answer))
 
@@ -396,6 +395,7 @@ class WeightSeriesService(WeightSeriesServicer):
         actor = await self._find(request.series)
         try:
             leased, gone = actor.report(report)
+            sources = actor.series.source_addresses(report.reader, self._clock())
         except TooManyReaders as why:
             raise Overloaded(
                 f"series {request.series} has as many readers and leases as it may", seen=str(why)
@@ -407,10 +407,15 @@ class WeightSeriesService(WeightSeriesServicer):
                 expected=f"version {why.before}, which it had installed, or a newer one",
             ) from why
         if leased:
-            # A successor keeps all versions for as long as leases last that were granted before
-            # its term. This one was, if etcd says so after it was granted.
+            # A successor keeps all versions until the leases from before its term have ended. This
+            # lease is one of them if etcd confirms, after the grant, that this coordinator leads.
             await self._check.confirm()
-        return pb.ReaderReportReply(lease_s=LEASE_S, leased=leased, gone=gone)
+        return pb.ReaderReportReply(
+            lease_s=LEASE_S,
+            leased=leased,
+            gone=gone,
+            relays=[sources.get(number, "") for number in leased],
+        )
 
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.Layout:
         actor = await self._existing(request.series)
@@ -422,25 +427,23 @@ class WeightSeriesService(WeightSeriesServicer):
         self._require_leading()
         found = self.series_of(request.job) if request.job else self.series()
         return pb.ListSeriesReply(
-            series=(
-                self._view(each, only_serving=False) for each in found if each.series.head.epoch
-            )
+            series=(self._view(each) for each in found if each.series.head.epoch)
         )
 
     async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:
         actor = await self._existing(request.series)
         pins = not request.unpin
         await actor.ask(lambda call: PinRequested(call=call, number=request.number, pins=pins))
-        return self._view(actor, only_serving=False)
+        return self._view(actor)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.VersionRecord:
         actor = await self._existing(request.series)
         return _version(await actor.ask(partial(_rollback, request.to)))
 
-    def _view(self, actor: SeriesActor, *, only_serving: bool) -> pb.SeriesView:
-        return messages.view_of(
-            actor.series, self._stores.addresses, self._clock(), only_serving=only_serving
-        )
+    def _view(self, actor: SeriesActor) -> pb.SeriesView:
+        view = messages.view_of(actor.series, self._stores.addresses)
+        view.readers.extend(messages.readers_of(actor.series, self._clock()))
+        return view
 
 
 def _rollback(to: int, call: Call) -> Event:

@@ -1,7 +1,7 @@
 """Storage of a series in etcd: layouts first, then head and versions in one transaction.
 
-The head is compared with each write, and no two heads are alike. So a write whose outcome is
-unknown may be made again: if it was made before, the head is found to be the one that was written.
+Each write compares the head's revision, and no two heads are equal. So a write of unknown outcome
+can be repeated: if an earlier attempt took effect, the head in etcd is the one that was written.
 """
 
 import asyncio
@@ -27,34 +27,34 @@ LONGEST_PAUSE_S = 2.0
 CHUNK_BYTES = 512 * 1024
 """etcd takes requests up to 1.5 MiB."""
 MAX_LAYOUT_BYTES = 32 * 1024 * 1024
-"""Of a layout, serialized."""
+"""Maximum size of a serialized layout."""
 
 
 class SeriesWriter:
-    """Writes one series. The writes of one series follow each other."""
+    """Writer of one series, one write at a time."""
 
     def __init__(
         self, store: LeaderStore, name: str, revision: Revision, layouts: Iterable[str] = ()
     ) -> None:
-        """`revision`: that the head was written at; 0 if there is none. `layouts`: digests of those
-        in etcd."""
+        """`revision`: at which the head was written; 0 if there is none. `layouts`: digests of the
+        layouts in etcd."""
         self._store = store
         self._name = name
         self._revision = revision
         self._layouts = set(layouts)
         self._newest_layout = ""
-        """Kept for a version that may be about to be committed."""
+        """Digest of the layout stored last, kept since the next version may use it."""
         self._writing = asyncio.Lock()
 
     async def write(self, write: WriteSeries, versions: Iterable[PublishedVersion]) -> bool:
-        """Make the write, after which there are these versions; False if another one has written
-        the head.
+        """Write the head and versions; False if another coordinator has written the head.
+        `versions`: all that exist after the write.
 
-        Goes on through outages of etcd. Raises NotLeader, and refusals of etcd.
+        Retries through outages of etcd. Raises NotLeader, and refusals of etcd.
         """
         used = {version.layout_digest.hex() for version in versions}
         head = Put(keys.series_head(self._name), records.encode_head(write.head))
-        # Until it is known what became of it no layout is written, which it might delete.
+        # Locked until the outcome is known: the write might delete a layout stored meanwhile.
         async with self._writing:
             unused = self._layouts - used - {self._newest_layout}
             operations: list[Operation] = [
@@ -74,7 +74,7 @@ class SeriesWriter:
             return True
 
     async def _written(self, head: Put, operations: Sequence[Operation]) -> Revision | None:
-        """The revision of the write; None if another one has written the head."""
+        """The revision of the write; None if another coordinator has written the head."""
         pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
         condition = unchanged_since(head.key, self._revision)
         while True:
@@ -86,28 +86,28 @@ class SeriesWriter:
             await asyncio.sleep(pauses.pause_s())
 
     async def _made_before(self, head: Put) -> Revision | None:
-        """The revision at which an earlier attempt was made; None if none was."""
+        """The revision of an earlier attempt that took effect; None if none did."""
         found = await self._store.get(head.key)
         return found.mod_revision if found is not None and found.value == head.value else None
 
     async def keep_layout(self, serialized: bytes) -> bytes:
-        """Have the layout in etcd, for a version that is committed next; its digest. Raises what
-        the store raises."""
+        """Store the layout for a version that is committed next, unless etcd has it; return its
+        digest. Raises what the store raises."""
         digest = hashlib.sha256(serialized).digest()
         async with self._writing:
             if digest.hex() not in self._layouts:
                 packed = await asyncio.to_thread(zlib.compress, serialized)
                 for number, at in enumerate(range(0, len(packed), CHUNK_BYTES)):
                     key = keys.series_layout_chunk(self._name, digest.hex(), number)
-                    # The key says what is in it: once more does no harm.
+                    # The key contains the digest of the content: repeating is harmless.
                     await self._store.transact([], [Put(key, packed[at : at + CHUNK_BYTES])])
                 self._layouts.add(digest.hex())
             self._newest_layout = digest.hex()
         return digest
 
     async def read_layout(self, digest: bytes) -> bytes:
-        """A serialized layout. Raises VersionGone for one that no kept version has, InternalError
-        for chunks that are not its own."""
+        """Read a serialized layout. Raises VersionGone if no kept version has it, InternalError if
+        its chunks do not match the digest."""
         found = await self._store.range(keys.series_layouts(self._name, digest.hex()))
         if not found.items:
             raise VersionGone(

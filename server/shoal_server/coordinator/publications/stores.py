@@ -1,4 +1,4 @@
-"""The parameter servers as stores of segments: which there are, and what they hold."""
+"""Parameter servers as stores of segments: which are registered, and what they hold."""
 
 import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from shoal_server.core.publications.holders import HoldsAnswer, StoreServer
 from shoal_server.core.publications.records import PublishedSegment
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import servers as registered
 from shoal_server.etcd.records.servers import Server
 
@@ -23,7 +23,7 @@ ANSWER_S = 5.0
 
 
 class Stores:
-    """Follows the registered servers while its block runs."""
+    """The registered servers, followed during the block of `mirror`, and calls to them."""
 
     def __init__(
         self, store: LeaderStore, calls: ServerCalls, on_change: Callable[[], object]
@@ -36,12 +36,12 @@ class Stores:
 
     @property
     def mirror(self) -> PrefixMirror[Server]:
-        """The records of the servers; its block is to run."""
+        """Mirror of the servers' records. Enter its block to follow them."""
         return self._mirror
 
     @property
     def present(self) -> list[StoreServer]:
-        """The servers that are registered now."""
+        """The registered servers."""
         return [
             StoreServer(
                 server_id=server.holder.server_id,
@@ -72,7 +72,8 @@ class Stores:
     async def ask(
         self, series: str, questions: Mapping[str, Sequence[bytes]]
     ) -> list[tuple[StoreServer, Sequence[bytes], HoldsAnswer]]:
-        """The answers of the servers that answer, each with what it was asked for."""
+        """Ask servers if they hold segments. Returns each server that answered, the digests that it
+        was asked for, and its answer."""
         present = {each.server_id: each for each in self.present}
         asked = [(present[each], digests) for each, digests in questions.items() if each in present]
         answers = await asyncio.gather(*(self._ask(series, *each) for each in asked))
@@ -104,5 +105,5 @@ class Stores:
         )
 
 
-def _parsed(item: Item) -> Server:
+def _parsed(item: MirroredKey) -> Server:
     return registered.parse(item.key, item.value)

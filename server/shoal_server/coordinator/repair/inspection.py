@@ -11,7 +11,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.samples import stored_ledger
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValue
-from shoal_server.etcd.json_fields import LaterFormat, Unreadable
+from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
 from shoal_server.etcd.records import assignments, shard_map
 
 EXCERPT_BYTES = 120
@@ -32,10 +32,9 @@ class RecordKind(Enum):
 REMEDIES: Mapping[RecordKind, str] = {
     RecordKind.STATE: "It is rewritten from what is readable in it and from the generations'"
     " records: the job goes on.",
-    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, say which step"
-    " they came to, and form the next generation from the highest.",
-    RecordKind.MEMBER: "It is moved aside: the process that it was of is fenced, and has to join"
-    " again.",
+    RecordKind.GENERATION: "It is moved aside. If it is the newest, members stop, report their"
+    " steps, and form the next generation from the highest.",
+    RecordKind.MEMBER: "It is moved aside: the member's process is fenced, and has to join again.",
     RecordKind.SAMPLES: "It is moved aside, and samples are leased from the first one: those that"
     " were trained on are trained on again.",
     RecordKind.EARLIER_RUNS: "It is moved aside: processes of earlier runs of the job can no longer"
@@ -53,7 +52,7 @@ OF_A_LATER_RELEASE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broken:
+class FaultyRecord:
     """A record that cannot be read."""
 
     kind: RecordKind
@@ -104,7 +103,7 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     return [*found, runs] if runs is not None else found
 
 
-def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
+def broken(job: str, items: Sequence[KeyValue]) -> list[FaultyRecord]:
     """Records of a job that cannot be read."""
     found = []
     for item in items:
@@ -113,9 +112,9 @@ def broken(job: str, items: Sequence[KeyValue]) -> list[Broken]:
             continue
         try:
             _READ[kind](job, item, items)
-        except (Unreadable, ShoalError) as error:
+        except (UnreadableRecord, ShoalError) as error:
             later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
-            found.append(Broken(kind=kind, item=item, error=str(error)[:500], is_later=later))
+            found.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
     return found
 
 

@@ -5,9 +5,15 @@ from dataclasses import replace
 
 from shoal_server.coordinator.persistence.stored_json import MAX_MEMBERS, spec_from
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
-from shoal_server.core.generations.roster import Generation, JobSpec, Record, Step, Verdict
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.core.generations.progress import JobProgress
+from shoal_server.core.generations.roster import (
+    Generation,
+    GenerationRecord,
+    JobSpec,
+    Step,
+    Verdict,
+)
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 def mended_state(
@@ -15,19 +21,19 @@ def mended_state(
     data: bytes,
     *,
     generations: Iterable[int],
-    records: Sequence[Record],
+    records: Sequence[GenerationRecord],
     bounds: JobSpec | None = None,
 ) -> StateRecord:
     """Reconstruct a job's record from its readable fields, and else from the job's generations:
     their numbers, and their readable records.
 
     If it is unknown how far the job trained, it is assumed to have trained in its newest
-    generation, so that it never starts again from initial values. Raises Unreadable if neither the
-    record nor `bounds` gives the bounds.
+    generation, so that it never starts again from initial values. Raises UnreadableRecord if
+    neither the record nor `bounds` gives the bounds.
     """
     try:
         fields = Fields.parsed(data)
-    except Unreadable:
+    except UnreadableRecord:
         fields = Fields({})
     numbers = frozenset(generations)
     last = _count(fields, "last_generation")
@@ -44,51 +50,54 @@ def mended_state(
 def _spec(job: str, fields: Fields) -> JobSpec:
     found = replace(spec_from(fields.object("spec")), job=job)
     if problem := found.problem():
-        raise Unreadable(problem)
+        raise UnreadableRecord(problem)
     return found
 
 
 def _secret_digest(fields: Fields) -> str:
-    """Digest of the job's secret. Raises Unreadable: a repair must not open a job that has a
+    """Digest of the job's secret. Raises UnreadableRecord: a repair must not open a job that has a
     secret."""
     return fields.text("secret_digest", "")
 
 
-def _progress(fields: Fields, numbers: Collection[int], records: Sequence[Record]) -> Progress:
+def _progress(
+    fields: Fields, numbers: Collection[int], records: Sequence[GenerationRecord]
+) -> JobProgress:
     trained_in, reached = _count(fields, "trained_in"), _count(fields, "reached_step")
     if trained_in is None:
         idle = {r.roster.generation for r in records if not _may_have_trained(r)}
         trained_in = max((n for n in numbers if n not in idle), default=0)
-    return Progress(trained_in=Generation(trained_in), reached=Step(reached or 0))
+    return JobProgress(trained_in=Generation(trained_in), reached=Step(reached or 0))
 
 
-def _may_have_trained(record: Record) -> bool:
+def _may_have_trained(record: GenerationRecord) -> bool:
     return record.verdict is Verdict.COMMITTED and record.roster.synchronous
 
 
 def _count(fields: Fields, name: str) -> int | None:
     try:
         return fields.count(name)
-    except Unreadable:
+    except UnreadableRecord:
         return None
 
 
 def _flag(fields: Fields, name: str) -> bool:
     try:
         return fields.flag(name)
-    except Unreadable:
+    except UnreadableRecord:
         return False
 
 
 def _lost(fields: Fields) -> str | None:
     try:
         return fields.text("lost") if fields.has("lost") else None
-    except Unreadable:
+    except UnreadableRecord:
         return None
 
 
 def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
-    """Bounds given by an operator; None if none are given. Raises Unreadable for invalid ones."""
+    """Bounds given by an operator; None if none are given. Raises UnreadableRecord if they are
+    invalid."""
     if not least and not most and not desired:
         return None
     least = least or 1
@@ -99,5 +108,5 @@ def bounds_of(job: str, least: int, most: int, desired: int) -> JobSpec | None:
         desired_members=desired or least,
     )
     if problem := spec.problem():
-        raise Unreadable(problem)
+        raise UnreadableRecord(problem)
     return spec

@@ -17,11 +17,11 @@ from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.repair import inspection, mending
-from shoal_server.coordinator.repair.inspection import Broken, RecordKind
-from shoal_server.core.generations.roster import Record
+from shoal_server.coordinator.repair.inspection import FaultyRecord, RecordKind
+from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put, unchanged_since
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.rpc import Context
 
@@ -69,7 +69,7 @@ class RepairService(RepairsServicer):
         return reply
 
     async def _mend(
-        self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[Broken]
+        self, request: pb.RepairRequest, items: Sequence[KeyValue], broken: Iterable[FaultyRecord]
     ) -> dict[str, str]:
         """Move the broken records aside. Returns the new key of each. Raises InvalidSpec if the
         bounds are unknown."""
@@ -122,7 +122,7 @@ class RepairService(RepairsServicer):
             state = mending.mended_state(
                 job, item.value, generations=numbers, records=records, bounds=bounds
             )
-        except Unreadable as error:
+        except UnreadableRecord as error:
             raise InvalidSpec(
                 f"the bounds of job {job} are not known",
                 seen=str(error),
@@ -132,7 +132,7 @@ class RepairService(RepairsServicer):
         return Put(item.key, state_to_json(state))
 
 
-def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[Record]]:
+def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[GenerationRecord]]:
     """Numbers of all generations with a record, and the readable records."""
     numbers, records = [], []
     for item in items:
@@ -142,12 +142,12 @@ def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[R
         numbers.append(number)
         try:
             records.append(stored_record(job, number, item.value))
-        except Unreadable as error:
+        except UnreadableRecord as error:
             log.info("record_unreadable", key=item.key, reason=str(error))
     return numbers, records
 
 
-def _told(broken: Broken, moved: dict[str, str]) -> pb.BrokenRecord:
+def _told(broken: FaultyRecord, moved: dict[str, str]) -> pb.BrokenRecord:
     return pb.BrokenRecord(
         key=broken.item.key,
         kind=broken.kind.value,

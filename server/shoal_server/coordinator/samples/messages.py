@@ -5,8 +5,13 @@ from collections.abc import Sequence
 from shoal_proto.errors import InvalidSpec, MalformedMessage, Overloaded
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import samples_pb2
-from shoal_server.core.samples.ledger import MAX_HELD_RANGES, Ledger
-from shoal_server.core.samples.requests import Request, SampleRange, StaleRequest, TooManyRanges
+from shoal_server.core.samples.ledger import MAX_HELD_RANGES, SampleLedger
+from shoal_server.core.samples.requests import (
+    LedgerRange,
+    SampleRequest,
+    StaleRequest,
+    TooManyRanges,
+)
 
 RETRY_AFTER_S = 0.1
 MAX_RANGES = 1024
@@ -43,19 +48,19 @@ def check(request: samples_pb2.LeaseRequest) -> None:
         )
 
 
-def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[SampleRange, ...]:
+def ranges_of(ranges: Sequence[samples_pb2.SampleRange]) -> tuple[LedgerRange, ...]:
     """Convert ranges to the core's type."""
-    return tuple(SampleRange(r.epoch, r.start, r.stop) for r in ranges)
+    return tuple(LedgerRange(r.epoch, r.start, r.stop) for r in ranges)
 
 
 def answer(
-    ledger: Ledger, request: samples_pb2.LeaseRequest, num_members: int
+    ledger: SampleLedger, request: samples_pb2.LeaseRequest, num_members: int
 ) -> tuple[samples_pb2.LeaseReply, bool]:
     """Reply of the ledger to a lease request, and True if the ledger changed. Raises
     MalformedMessage for a request that was overtaken by a later one, Overloaded."""
     try:
         found = ledger.answer(
-            Request(
+            SampleRequest(
                 member_id=request.token.member_id,
                 # The ledger goes into snapshots, which others may read.
                 incarnation=public_id(request.token.incarnation),
@@ -97,11 +102,11 @@ def answer(
     return reply, found.is_news
 
 
-def _message(r: SampleRange) -> samples_pb2.SampleRange:
+def _message(r: LedgerRange) -> samples_pb2.SampleRange:
     return samples_pb2.SampleRange(epoch=r.epoch, start=r.start, stop=r.stop)
 
 
-def wait_in_words(ledger: Ledger) -> str:
+def wait_in_words(ledger: SampleLedger) -> str:
     """Describe the wait of a member without samples: the members that hold them."""
     held = {name: num for name, num in ledger.held_samples.items() if num}
     others = sorted(held, key=lambda name: (-held[name], name))

@@ -1,18 +1,21 @@
-"""The Samples service: a ledger a job, kept in memory and copied to etcd.
+"""The Samples service: one ledger for each job, kept in memory and copied to etcd.
 
-The books live in memory; etcd gets what changed in them at most four times a second (less often
-with more than eight jobs, so that these are no more than 32 writes a second), and the whole of them
-now and then and at the end (`stored_ledger`). A member that holds a reserve gets a range once
-etcd has it, for which it need not wait; and it says what it completed again until etcd has that. So
-a coordinator's death costs nothing. Who holds no reserve is answered from memory: its leases and
-reports of the last quarter of a second may be repeated, never lost, for etcd never says that a
-sample was completed which was not. What the successor's books still hold for a member that is gone,
-or that works at something else by now, goes back by itself: members that are not in etcd lose
-theirs when the books are opened, the others with their next request, in which they name what they
-hold.
+Changes to a ledger are written to etcd at most four times a second (less often with more than eight
+jobs: at most 32 writes a second in all), the whole ledger now and then and at the end
+(`stored_ledger`).
 
-What is written only follows what was read or written before it. A coordinator that was deposed
-thus fails to write, closes the books, and reads them anew if it is ever asked again.
+A member with a reserve gets a range only once etcd has it, and works on its reserve meanwhile. It
+repeats its reports of completed samples until etcd has them. So it loses nothing if the leader
+dies. A member without a reserve is answered from memory. After a leader's death, samples of its
+last quarter of a second may be leased again, but none is skipped: etcd never counts a sample as
+completed that was not.
+
+The ledger that a new leader reads may hold leases of members that are gone, or that now hold other
+ranges. Members that are not in etcd lose their leases when the ledger is opened; the others with
+their next request, which names the ranges that they hold.
+
+Each write is conditional on what this coordinator read or wrote last. So a deposed coordinator
+fails to write, closes the ledger, and reads it again if it is ever asked.
 """
 
 import asyncio
@@ -40,10 +43,10 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.samples import messages as sample_messages
 from shoal_server.coordinator.samples.stored_ledger import StoredLedger
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.serving.rpc import Context
 
@@ -71,7 +74,7 @@ def _tell_failed(job: str, error: Exception) -> None:
 class _Book:
     """One job's ledger in memory, and the state of its copy in etcd."""
 
-    def __init__(self, ledger: Ledger, stored: StoredLedger, *, changed: bool) -> None:
+    def __init__(self, ledger: SampleLedger, stored: StoredLedger, *, changed: bool) -> None:
         self.ledger = ledger
         self.stored = stored
         self.is_closed = False
@@ -91,8 +94,8 @@ class _Book:
         return self.num_changes > self._num_written
 
     def written(self, num_changes: int, sequences: Mapping[str, int]) -> None:
-        """Note that the copy in etcd has the first `num_changes` changes, and requests up to
-        these."""
+        """Record that etcd has the first `num_changes` changes, and each member's requests up to
+        its sequence number."""
         self._num_written, self.durable_sequences = num_changes, sequences
         self._wake()
 
@@ -103,7 +106,8 @@ class _Book:
         self._wake()
 
     async def durable(self) -> None:
-        """Wait until etcd has all that is booked now. Raises NotLeader if it never will."""
+        """Wait until etcd has all changes so far. Raises NotLeader if this coordinator will not
+        write them."""
         num_changes = self.num_changes
         while self._num_written < num_changes:
             if self.is_closed:
@@ -115,7 +119,7 @@ class _Book:
         self._moved = asyncio.Event()
 
     def note_wait(self, member_id: str, now_s: float) -> None:
-        """See whether the member has begun to wait, or does no longer."""
+        """Record the start or the end of a member's wait for samples."""
         if self.ledger.waits(member_id):
             self.waiting_since.setdefault(member_id, now_s)
         else:
@@ -123,10 +127,10 @@ class _Book:
 
 
 class SamplesService(samples_pb2_grpc.SamplesServicer):
-    """Leases samples to members for as long as `async with` lasts.
+    """Leases samples to members during its `async with` block.
 
-    `authorize` raises for a token that may not speak: Fenced, UnknownJob, NotLeader ... It is asked
-    on each call. The newest 256 jobs are kept open.
+    `authorize` is called with the token of each request, and raises Fenced, UnknownJob, NotLeader
+    ... The ledgers of the 256 jobs used last are kept open.
     """
 
     def __init__(
@@ -139,7 +143,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         write_interval_s: float = WRITE_INTERVAL_S,
         on_failed: OnFailed = _tell_failed,
     ) -> None:
-        """`num_members` of a job share its samples; those that have asked for some count anyway."""
+        """`num_members` returns how many members share a job's samples; members that have asked for
+        samples count in any case."""
         self._on_failed = on_failed
         self._store = store
         self._authorize = authorize
@@ -167,7 +172,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         traceback: TracebackType | None,
     ) -> None:
         assert self._writer is not None
-        # Not cancelled: a write cut off half-way may or may not have happened.
+        # Not cancelled: the outcome of an interrupted write would be unknown.
         self._stopping.set()
         self._changed.set()
         await self._writer
@@ -181,7 +186,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             self._losses.popitem(last=False)
         book = self._books.get(job)
         if book is None:
-            return  # the loss is remembered for when the books are opened
+            return  # the loss is applied when the ledger is opened
         silent_s = asyncio.get_running_loop().time() - book.heard_s.pop(member_id, -math.inf)
         num_samples = book.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
         book.note_wait(member_id, self._clock())
@@ -190,7 +195,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             log.info("samples_returned", job=job, member=member_id, num_samples=num_samples)
 
     def summary(self, job: str) -> LedgerCounts | None:
-        """The books in numbers; None for a job that has none open here."""
+        """Counts of a job's ledger; None if it is not open here."""
         book = self._books.get(job)
         return book.ledger.counts() if book else None
 
@@ -203,10 +208,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         return {name: (told, since_s) for name, since_s in book.waiting_since.items()}
 
     async def open_existing(self, job: str) -> None:
-        """Open the books of a job that has some, so that `summary` knows them after a fail-over.
+        """Open the ledger of a job that has one, so that `summary` has it after a leader failover.
 
-        Only while there is room; books of further jobs are opened when somebody asks for samples.
-        Raises Unavailable when etcd is away, JobQuarantined for books that cannot be read.
+        At most MAX_BOOKS / 2 are opened; others when a member asks for samples. Raises Unavailable
+        while etcd cannot be reached, JobQuarantined if the ledger cannot be read.
         """
         async with self._opening:
             if job not in self._books and len(self._books) < MAX_BOOKS // 2:
@@ -215,29 +220,29 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                     self._keep(job, found)
 
     async def books(self, job: str) -> Mapping[str, Any] | None:
-        """The job's books as of now, as JSON types; None for a job that has none.
+        """The job's current ledger, as JSON types; None if it has none.
 
-        Raises Unavailable when etcd is away and they are not open, JobSetAside for books that
-        cannot be read.
+        Raises Unavailable if the ledger is not open and etcd cannot be reached, JobQuarantined if
+        it cannot be read.
         """
         ledger = await self._ledger(job)
         return ledger.to_json() if ledger is not None else None
 
     async def counts(self, job: str) -> LedgerCounts | None:
-        """The books in numbers, open or not; None for a job that has none. Raises as `books`."""
+        """Counts of a job's ledger, open or not; None if it has none. Raises as `books`."""
         ledger = await self._ledger(job)
         return ledger.counts() if ledger is not None else None
 
-    async def _ledger(self, job: str) -> Ledger | None:
+    async def _ledger(self, job: str) -> SampleLedger | None:
         book = self._books.get(job)
         if book is None:
             async with self._opening:
-                # Nobody has asked for its samples since this one leads: what is in etcd is all.
+                # No sample was leased since this coordinator leads: etcd has the whole ledger.
                 book = self._books.get(job) or await self._read(job)
         return book.ledger if book is not None else None
 
     def close_replaced(self, job: str) -> None:
-        """Forget a job's books: others were written in their place."""
+        """Close a job's ledger: etcd has another one in its place."""
         self._close(job)
 
     def _close(self, job: str) -> None:
@@ -253,10 +258,10 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             yield
 
     async def hand_over(self) -> None:
-        """Write all books whole and forget them: call it when stepping down.
+        """Write all ledgers whole and close them: call it when stepping down.
 
         The successor then reads one value for each job. If another coordinator leads already, the
-        write fails by itself and nothing is harmed.
+        writes fail without harm.
         """
         try:
             async with asyncio.timeout(HAND_OVER_WITHIN_S):
@@ -275,7 +280,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         await self._authorize_or_count(request)
         book = await self._book(token.job, request.dataset_size, request.num_epochs)
         if self._losses.get((token.job, token.member_id, token.incarnation), 0) > num_losses:
-            # It was lost while this call waited: a range leased now would never come back.
+            # It was lost while this call waited: a range leased now would never be returned.
             book.ledger.ignore(sample_messages.ranges_of(request.completed))
             raise Fenced(
                 f"{token.member_id} was declared lost",
@@ -302,13 +307,13 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             raise
 
     async def _book(self, job: str, dataset_size: int, num_epochs: int) -> _Book:
-        """The job's books: open, read from etcd, or begun. Raises ProposalConflict."""
+        """The job's ledger: open, read from etcd, or new. Raises ProposalConflict."""
         book = self._books.get(job)
         if book is None:
             async with self._opening:
                 book = self._books.get(job) or await self._read(job)
                 if book is None:
-                    ledger = Ledger(dataset_size=dataset_size, num_epochs=num_epochs)
+                    ledger = SampleLedger(dataset_size=dataset_size, num_epochs=num_epochs)
                     book = _Book(ledger, self._stored(job), changed=True)
                     log.info("ledger_begun", job=job, num_samples=dataset_size, epochs=num_epochs)
                 self._keep(job, book)
@@ -356,7 +361,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         for item in items:
             try:
                 incarnation = Fields.parsed(item.value).text("incarnation")
-            except Unreadable as error:
+            except UnreadableRecord as error:
                 raise unreadable(job, item.key, error) from error
             present.add((item.key.removeprefix(prefix), public_id(incarnation)))
         return {who for who in present if (job, *who) not in self._losses}
@@ -370,7 +375,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
             await self._changed.wait()
             self._changed.clear()
             num_written = await self._write_all()
-            # This is what keeps it to a few writes a second.
+            # Limits the rate of writes.
             pause_s = max(self._write_interval_s, num_written / MAX_WRITES_A_SECOND)
             try:
                 await asyncio.wait_for(self._stopping.wait(), pause_s)

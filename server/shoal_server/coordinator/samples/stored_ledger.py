@@ -19,7 +19,7 @@ from typing import Any
 from shoal_proto.errors import RetryError
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.core.samples import ledger_deltas
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.ledger_deltas import MemberNumbers
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
@@ -32,18 +32,18 @@ from shoal_server.etcd.api import (
     absent,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import Unreadable, taken_apart
+from shoal_server.etcd.json_fields import UnreadableRecord, taken_apart
 from shoal_server.etcd.leader_store import LeaderStore
 
 MAX_DELTAS = 128
 COMPRESSED_FROM_BYTES = 256 * 1024
-"""Books of a few thousand members; smaller ones can be read by whoever looks."""
+"""Size with a few thousand members; smaller ledgers stay readable with etcdctl."""
 MAX_BOOKS_BYTES = 64 * 1024 * 1024
 
 
-def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> Ledger:
-    """The ledger that a base and its deltas make, of which `held` are by their keys, among others
-    perhaps. Raises JobQuarantined for what cannot be read."""
+def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> SampleLedger:
+    """The ledger of a base and its deltas. `held`: deltas by key, which may include those of other
+    bases. Raises JobQuarantined if they cannot be read."""
     key = where = keys.sample_ledger(job)
     try:
         with taken_apart():
@@ -53,8 +53,8 @@ def ledger_in(job: str, base: bytes, held: Mapping[str, bytes]) -> Ledger:
             while (at := keys.sample_delta(job, token, len(deltas))) in held:
                 deltas.append(held[at])
             where = f"{key} or {keys.sample_deltas(job)}" if deltas else key
-            return Ledger.from_json(ledger_deltas.folded(books, deltas) if deltas else books)
-    except (Unreadable, zlib.error) as error:
+            return SampleLedger.from_json(ledger_deltas.folded(books, deltas) if deltas else books)
+    except (UnreadableRecord, zlib.error) as error:
         raise unreadable(job, where, error) from error
 
 
@@ -71,8 +71,8 @@ class StoredLedger:
         self._num_deltas = 0
         self._base_bytes = 0
 
-    async def read(self) -> Ledger | None:
-        """The ledger as of the newest write; None where there is none. Raises JobQuarantined."""
+    async def read(self) -> SampleLedger | None:
+        """The ledger as of the newest write; None if there is none. Raises JobQuarantined."""
         key, prefix = keys.sample_ledger(self._job), keys.sample_deltas(self._job)
         result = await self._store.transact([], [Get(key), Get(prefix, prefix=True)])
         bases, found = result.reads
@@ -88,10 +88,10 @@ class StoredLedger:
         """True if there are no deltas after the base."""
         return self._num_deltas == 0
 
-    async def write(self, ledger: Ledger, *, whole: bool = False) -> bool:
-        """Make the ledger durable as it is now. False where another coordinator has written it.
+    async def write(self, ledger: SampleLedger, *, whole: bool = False) -> bool:
+        """Make the current ledger durable. False if another coordinator has written it.
 
-        Raises Unavailable where nothing was written; the next call writes it all.
+        Raises Unavailable if nothing was written; the next call writes all changes.
         """
         touched = ledger.take_touched()
         try:
@@ -105,7 +105,7 @@ class StoredLedger:
             ledger.touch(touched)
             raise
 
-    async def _write_base(self, ledger: Ledger) -> bool:
+    async def _write_base(self, ledger: SampleLedger) -> bool:
         key, token = keys.sample_ledger(self._job), secrets.token_hex(4)
         books = ledger.to_json()
         value = _packed({**books, "deltas": token})
@@ -134,7 +134,7 @@ class StoredLedger:
     async def _transact(
         self, compares: Sequence[Compare], operations: Sequence[Operation], put: Put
     ) -> Revision | None:
-        """The revision of the write; None where its conditions did not hold."""
+        """The revision of the write; None if its conditions did not hold."""
         try:
             result = await self._store.transact(compares, operations)
         except RetryError as error:
@@ -160,5 +160,5 @@ def _unpacked(value: bytes) -> bytes:
     unpacking = zlib.decompressobj()
     books = unpacking.decompress(value, MAX_BOOKS_BYTES)
     if not unpacking.eof:
-        raise Unreadable(f"books that are cut off, or of more than {MAX_BOOKS_BYTES} bytes")
+        raise UnreadableRecord(f"books that are cut off, or of more than {MAX_BOOKS_BYTES} bytes")
     return books

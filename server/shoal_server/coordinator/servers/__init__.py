@@ -1,1 +1,1 @@
-"""The parameter servers, as the coordinator asks them."""
+"""Calls from the coordinator to parameter servers."""

@@ -33,8 +33,8 @@ async def answering(addresses: Mapping[Holder, str]) -> dict[Holder, str]:
 
 
 async def servers_for(store: LeaderStore, choose: Choose, job: str) -> Mapping[Holder, str]:
-    """The servers that a job's shards may be given to now, with their addresses: a lease outlives
-    its server, so `choose` says which are there. Raises NoServers."""
+    """Servers to which a job's shards may be assigned now, with their addresses. `choose` leaves
+    out dead servers, whose lease may outlive them. Raises NoServers."""
     listed = await shard_map.takers(store)
     present = await choose(listed)
     if not present:

@@ -8,7 +8,7 @@ import grpc.aio
 
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_aio_channel
-from shoal_proto.tls.files import Material
+from shoal_proto.tls.files import TlsMaterial
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_server.serving.rpc import CHANNEL_OPTIONS
@@ -21,10 +21,10 @@ MAX_CHANNELS = 256
 
 
 class ServerCalls:
-    """Keeps a connection to each server. Lives on the event loop."""
+    """Calls over one connection to each server. Use it on one event loop."""
 
     def __init__(self) -> None:
-        self._channels: dict[tuple[str, Material | None], grpc.aio.Channel] = {}
+        self._channels: dict[tuple[str, TlsMaterial | None], grpc.aio.Channel] = {}
 
     async def call(
         self,
@@ -33,8 +33,8 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """The answer of the service of snapshots. Raises what the server raised, or what became of
-        the call."""
+        """Call the ShardSnapshots service of a server. Raises the server's error, or that of the
+        connection."""
         # grpc's stubs serve both kinds of channel; their types say so by two names.
         stub: Any = ShardSnapshotsStub
         return await self.call_on(stub, address, method, request, timeout_s)
@@ -47,8 +47,8 @@ class ServerCalls:
         request: Any,
         timeout_s: float,
     ) -> Reply:
-        """The answer of a service, given by its stub. Raises as `call` does."""
-        # After a renewal the old connection goes on with what it carries, until room is wanted.
+        """Call the service of the given stub. Raises as `call` does."""
+        # After the certificate is renewed, the old connection keeps its calls until it is evicted.
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:

@@ -1,4 +1,4 @@
-"""Bringing jobs back from their snapshots when shards of them are lost, each in its own time."""
+"""Automatic restores: jobs with lost shards are restored from their snapshots."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -14,15 +14,15 @@ log = structlog.get_logger(__name__)
 RESTORES_AT_ONCE = 4
 RESTORE_AGAIN_S = 5.0
 PATIENCE_S = 30.0
-"""Time for which no event is reported while a job with lost shards is being restored."""
+"""Time after which shards are reported lost although their restore is still in progress."""
 
 
 Restore = Callable[[str], Awaitable[RestoreAttempt]]
 
 
 class AutomaticRestores:
-    """Lives on the event loop. At most four jobs are restored at a time, and none waits for a
-    storage that another one is read from."""
+    """Restores of jobs, at most four at a time. Use it on one event loop. A slow storage delays
+    other jobs only if four are slow."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class AutomaticRestores:
         on_news: Callable[[str], None],
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`on_news` is called with a job of which `outcome` may say something else. `is_restoring`:
-        whether anybody has this coordinator restore a job just now."""
+        """`on_news` is called with a job whose `outcome` may have changed. `is_restoring`: True
+        while this coordinator restores the job, whoever requested that."""
         self.is_restoring = is_restoring
         self._restore = restore
         self._on_news = on_news
@@ -41,8 +41,8 @@ class AutomaticRestores:
         """Reason why each job is not restored, once known."""
 
     def outcome(self, job: str) -> RestoreAttempt | None:
-        """Why the job is not restored; None as long as it may be. It is tried from the first call
-        to `forget`: what fails for a storage that is away, again and again."""
+        """Reason why the job is not restored; None while it may still be. The first call starts the
+        restore. Until `forget`, it is retried if storage, etcd or servers cannot be reached."""
         if self._restore is None:
             return RestoreAttempt(is_restored=False)
         if job not in self._wanted:
@@ -56,7 +56,7 @@ class AutomaticRestores:
         self._wanted.pop(job, None)
 
     async def close(self) -> None:
-        """End what is under way."""
+        """Cancel the restores in progress."""
         await self._tasks.close()
         self._wanted.clear()
 

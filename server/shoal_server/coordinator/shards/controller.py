@@ -1,7 +1,7 @@
-"""The coordinator's care for shards: enough copies, even loads, nothing on servers that leave.
+"""Shard controller: keeps enough copies of each shard, even loads, and nothing on leaving servers.
 
-It only writes wishes into the records of who holds what; servers carry them out and take over from
-each other without it. So nothing is lost while no coordinator leads.
+It only writes shard assignments to etcd. Servers carry them out, and fail over among themselves
+without it, so nothing is lost while no coordinator leads.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ Measure = Callable[[str], Awaitable[Mapping[int, loads.ShardMeasure]]]
 
 JOBS_AT_ONCE = 16
 TEND_WITHIN_S = 120.0
-"""Thousands of shards are looked at, and their records written, in seconds."""
+"""Time limit for one job; thousands of shards take seconds."""
 LOOK_AGAIN_S = 1.0
 """Interval for a job with an absent or suspected server: short enough to follow an absence."""
 MEASURE_EACH_S = 10.0
@@ -50,7 +50,7 @@ MEASURES_AT_ONCE = 16
 
 
 class ShardController:
-    """Lives on the event loop; works between `lead()` and `step_down()`."""
+    """Controller of the shards of all jobs, on the event loop; works during `working`."""
 
     def __init__(
         self,
@@ -60,11 +60,10 @@ class ShardController:
         loss_log: LossLog | None = None,
         is_restoring: Callable[[str], bool] = lambda job: False,
     ) -> None:
-        """`restore` is asked before shards that nobody has any more are called lost: whether it
-        brought all of the job back from a snapshot. `measure` asks the servers of a job how its
-        shards are; without it, or where not every shard could be asked for, sizes alone say what a
-        shard weighs. `loss_log` gets the shards that are lost. `is_restoring`: whether this
-        coordinator has a job's shards loaded from a snapshot just now."""
+        """`restore` tries to restore a job from a snapshot before shards that no server holds are
+        declared lost. `measure` asks a job's servers for the load of its shards; without it, or if
+        a shard was not measured, shards are weighted by size alone. `loss_log` records lost shards.
+        `is_restoring`: True while this coordinator has a job's shards loaded from a snapshot."""
         self._store = store
         self._assignments = AssignmentMirror(
             store, lambda job, shard_ids: self._look_at([job]), self._forget, resync=True
@@ -90,8 +89,8 @@ class ShardController:
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator["ShardController"]:
-        """Works as long as the block runs."""
-        # Servers are read when there is work; here it is only told that something changed.
+        """Run the controller during the block."""
+        # Only to notice changes: servers are read again for each job that is looked at.
         servers = PrefixMirror[Revision](
             self._store,
             keys.SERVERS,
@@ -112,7 +111,7 @@ class ShardController:
         self._wake.set()
 
     def _look_again(self, job: str) -> None:
-        """A little later, however often that is asked for until then."""
+        """Look at the job once after LOOK_AGAIN_S, however often this is called until then."""
         if job not in self._again:
             self._again.add(job)
             asyncio.get_running_loop().call_later(LOOK_AGAIN_S, self._look_now, job)
@@ -125,8 +124,8 @@ class ShardController:
         self._look_at(self._assignments.jobs)
 
     async def _work(self) -> None:
-        """Tend each due job in a separate task: none waits for another's server, storage or
-        record."""
+        """Tend each due job in a separate task, so that none waits for another's servers, storage
+        or records."""
         slots = asyncio.Semaphore(JOBS_AT_ONCE)
         async with SupervisedTasks() as tasks:
             while True:
@@ -156,8 +155,7 @@ class ShardController:
                 self._wake.set()
 
     async def _look_for_ever(self) -> None:
-        """Now and then without being woken: a server that stays away becomes a dead one, and loads
-        change."""
+        """Look at all jobs every MEASURE_EACH_S: absent servers become dead, and loads change."""
         while True:
             await asyncio.sleep(MEASURE_EACH_S)
             await self._measure()
@@ -170,7 +168,7 @@ class ShardController:
         log.error("shards_of_job_not_rebalanced", job=job, reason=str(error), error=repr(error))
 
     def _forget(self, job: str) -> None:
-        """The job's records are gone, or of another run."""
+        """Drop the state of a job whose records are gone or of another run."""
         for known_of_it in (
             self._last,
             self._troubles,
@@ -193,14 +191,14 @@ class ShardController:
 
     async def _reconcile(self, job: str) -> None:
         if (finished := await self._finished(job)) is not None:
-            # Unless it was begun anew meanwhile.
+            # The condition fails if the job was started over meanwhile.
             await self._store.transact([finished], [records.taken_away(job)])
             return
         weights = await self._weights_of(job)
         before = self._assignments.assembled(job)
         if before is None:
             return
-        # After the assignments, so that whoever these name is seen if it is there.
+        # Read after the assignments, so that a registered server that these name is seen.
         loop = asyncio.get_running_loop()
         asked_s = loop.time()
         seen = await self._servers()
@@ -222,7 +220,7 @@ class ShardController:
             tried = outcome
         elif not losses.lost(known):
             self._restores.forget(job)
-        # Of thousands of shards it takes a while, in which heartbeats are heard.
+        # In a thread: with thousands of shards it takes a while, and heartbeats must not wait.
         wished = known
         if known == before:
             wished = await asyncio.to_thread(rebalance, before, servers, weights)
@@ -235,7 +233,7 @@ class ShardController:
             return
 
         def rebalanced(assignment: ShardAssignment) -> ShardAssignment:
-            # Whoever wrote it meanwhile has this job looked at once more.
+            # A record that was written meanwhile stays: the write has the job looked at again.
             then, wanted = changes[assignment.shard_id]
             return wanted if assignment == then else assignment
 
@@ -247,7 +245,7 @@ class ShardController:
 
     def _seen(self, assignments: JobAssignments, present: Collection[Holder]) -> None:
         last = self._last.get(assignments.job)
-        self._losses.tell(last, assignments, present)
+        self._losses.log_changes(last, assignments, present)
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
@@ -267,10 +265,10 @@ class ShardController:
         return self._weights[job]
 
     async def _measure(self) -> None:
-        """Weigh shards by what was pushed to them since the last time, too; and remember their
-        versions, for when they are lost."""
+        """Measure the shards of all jobs: pushed bytes for their weights, and versions, which are
+        reported if a shard is lost."""
         if self._ask is not None:
-            # Side by side: a server that hangs is waited for by each job that it has shards of.
+            # Concurrently, since a server that hangs delays each job that has shards on it.
             await gather_bounded(self._measure_one, list(self._num_bytes), MEASURES_AT_ONCE)
 
     async def _measure_one(self, job: str) -> None:
@@ -284,7 +282,7 @@ class ShardController:
         pushed = {shard_id: each.pushed_bytes for shard_id, each in found.items()}
         before, num_bytes = self._pushed.get(job, {}), self._num_bytes.get(job, {})
         self._pushed[job] = pushed
-        # Those that could not be asked for would seem idle.
+        # Only if all were measured: a shard without a measure would seem idle.
         if before.keys() == pushed.keys() == num_bytes.keys():
             self._weights[job] = loads.weights(num_bytes, before, pushed)
 

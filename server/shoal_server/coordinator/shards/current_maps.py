@@ -1,4 +1,4 @@
-"""Shard maps as they are now, read once for all who ask at the same time."""
+"""Current shard maps, read once for all concurrent callers."""
 
 import asyncio
 from collections import OrderedDict
@@ -18,16 +18,15 @@ class _Read:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     begun: int = 0
     done: int = 0
-    """Number of the newest reading that came to its end."""
+    """Number of the newest reading that was completed."""
     found: ShardMap | None = None
 
 
 class CurrentMaps:
-    """Lives on the event loop. Each answer is as of a time after the question.
+    """Reader of current shard maps, on the event loop. A map is read after the call that gets it.
 
     A map of thousands of shards takes a while to read, and all workers of a large job ask at once,
-    when they start and when servers fail: while one reading is under way, those who come wait for
-    the next, which is for all of them.
+    when they start and when servers fail. Calls that come during a reading share the next one.
     """
 
     def __init__(self, store: Keyspace) -> None:
@@ -36,8 +35,8 @@ class CurrentMaps:
         self._reads: OrderedDict[str, _Read] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The layout with each shard's primary; None if there is none. It is shared, and not to be
-        changed. Raises what `shard_map.read_current` raises."""
+        """The layout with each shard's primary; None if there is none. It is shared: do not change
+        it. Raises what `shard_map.read_current` raises."""
         read = self._reads.setdefault(job, _Read())
         self._reads.move_to_end(job)
         asked = read.begun

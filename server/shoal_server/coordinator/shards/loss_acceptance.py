@@ -1,8 +1,8 @@
-"""Giving lost shards up, because an operator says so.
+"""Acceptance of losses: lost shards are given up on an operator's request.
 
-What was trained on is counted in the job's sample ledger, and belongs to the values that saw it. So
-where nothing that was trained is left, the ledger goes in the same transaction as the first shards,
-and the samples begin anew. Where a part is left, the operator has to say which is right.
+The job's sample ledger counts the samples that its shards were trained on. If no trained shard is
+left, the ledger is deleted in the same transaction that gives up the first shards, and all samples
+are trained on again. If some are left, the operator has to decide if the ledger is kept.
 """
 
 import time
@@ -63,7 +63,7 @@ class _Plan:
 
 
 class LossAcceptance:
-    """`require_leading` raises NotLeader."""
+    """Gives up lost shards. `require_leading` raises NotLeader."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class LossAcceptance:
         self._require_leading = require_leading
 
     async def accept(self, request: AcceptLossRequest) -> AcceptLossReply:
-        """Have these lost shards begin anew, or all that are lost. Those that are not lost keep
-        what they have; those that were given up before are told once more.
+        """Give up the requested shards that are lost, or all that are. Shards that were given up
+        before are listed again in the reply; all others are unchanged.
 
         Raises UnknownJob, UnknownShard, NothingLost, NotLeader, what the store raises, and
-        InvalidSpec where it is to be said what becomes of the samples.
+        InvalidSpec if the request has to say what becomes of the samples.
         """
         self._require_leading()
         job, by = request.job, request.by[:MAX_BY_LENGTH] or "somebody"

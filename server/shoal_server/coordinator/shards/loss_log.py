@@ -1,12 +1,11 @@
-"""Events of shards that were lost and of servers that were lost or given shards, with the newest
-known version of each shard."""
+"""Log of lost, restored and moved shards, with the newest known version of each shard."""
 
 import time
 from collections.abc import Callable, Collection, Mapping
 
 import structlog
 
-from shoal_server.coordinator.shards.moves_told import MovesTold
+from shoal_server.coordinator.shards.move_log import MoveLog
 from shoal_server.core.shards import losses, moves
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -26,16 +25,16 @@ def _to_nobody(job: str, kind: str, reason: str) -> None:
 
 
 class LossLog:
-    """Lives on the event loop of the coordinator that leads."""
+    """Events of shards, on the event loop of the leading coordinator."""
 
     def __init__(self, tell: Tell = _to_nobody) -> None:
         self._tell = tell
-        self._moves = MovesTold(lambda job, told: self._note(job, "shards_moved", told))
+        self._moves = MoveLog(lambda job, told: self._note(job, "shards_moved", told))
         self._versions: dict[str, dict[int, int]] = {}
         """Newest version by job and shard, as last reported by its server."""
 
     def measured(self, job: str, versions: Mapping[int, int]) -> None:
-        """Servers have said which versions of their shards they have."""
+        """Record the versions of shards that their servers reported."""
         self._versions.setdefault(job, {}).update(versions)
 
     def versions(self, job: str) -> Mapping[int, int]:
@@ -43,7 +42,7 @@ class LossLog:
         return self._versions.get(job, {})
 
     def forget(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Drop the versions of a job, or of some of its shards, that was replaced by another."""
+        """Drop the versions of a job that is gone or of another run, or of some of its shards."""
         if shard_ids is None:
             self._moves.forget(job)
         known = self._versions.get(job, {})
@@ -57,19 +56,19 @@ class LossLog:
         self._tell(job, kind, told)
 
     def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
-        """The record that is to follow, with what is known of each shard that is lost in it."""
+        """`after`, with what is known of each shard that is lost in it."""
         known = self.versions(before.job)
         return losses.with_losses(before, after, known, snapshot, time.time())
 
-    def tell(
+    def log_changes(
         self,
         before: JobAssignments | None,
         after: JobAssignments,
         present: Collection[Holder] = (),
     ) -> None:
-        """Tell of shards that were lost between these two records, of those that servers have led
-        from their journals again, and of those that others lead or keep now; without the one
-        before, of those that are lost. `present`: the servers that there are."""
+        """Report what changed from `before` to `after`: shards that were lost, that a server has
+        recovered from its journal, or that moved. Without `before`, report the lost shards.
+        `present`: the registered servers."""
         if before is None:
             if gone := losses.lost(after):
                 self._lost(after.job, gone)
@@ -79,7 +78,7 @@ class LossLog:
             for old, new in zip(before.shards, after.shards, strict=False)
             if old.shard_id == new.shard_id and old.content is not new.content
         ]
-        for kind, told in moves.told(before, after, present):
+        for kind, told in moves.changes_between(before, after, present):
             self._note(after.job, kind, told)
         self._moves.add(after.job, moves.moved(before, after, present))
         gone = [new for _, new in changed if new.content is ShardContent.LOST]
@@ -98,8 +97,8 @@ class LossLog:
     def accepted(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
     ) -> None:
-        """Tell that an operator gave these up, as they were while lost. `samples`: what becomes of
-        the job's, in words."""
+        """Report that an operator gave up these shards (as assigned while lost). `samples`: what
+        becomes of the job's samples, in words."""
         self.forget(job, [shard.shard_id for shard in shards])
         told = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
@@ -113,7 +112,7 @@ class LossLog:
         self._tell(job, "loss_accepted", told)
 
     def restored(self, job: str, shards: Collection[ShardAssignment], snapshot: str) -> None:
-        """Tell that a snapshot took the place of what the job had; `shards` were lost."""
+        """Report that the job was restored from a snapshot; `shards` had been lost."""
         told = f" ({losses.shards_in_short(shards)} had been lost)" if shards else ""
         self._restored(job, f"all shards are as of {snapshot}{told}")
 

@@ -1,4 +1,4 @@
-"""The Shards service: who holds which part of a job's parameters, decided once and kept in etcd."""
+"""The Shards service: places a job's shards on servers once, and returns the current shard map."""
 
 import asyncio
 import secrets
@@ -79,7 +79,7 @@ class _WithoutServers:
         self._refused.pop(job, None)
 
     def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
-        """Why each waits, and since when."""
+        """Reason and start of each member's wait."""
         return {name: (why, since_s) for name, (why, since_s, _) in self._of(job, time.time())}
 
     def _of(self, job: str, now_s: float) -> list[tuple[str, tuple[str, float, float]]]:
@@ -88,7 +88,7 @@ class _WithoutServers:
 
 
 class ShardsService(ShardsServicer):
-    """`authorize` raises for a token whose holder may not act for its job."""
+    """Places shards and serves shard maps. `authorize` raises for a stale token."""
 
     def __init__(
         self,
@@ -100,10 +100,10 @@ class ShardsService(ShardsServicer):
         accepting: LossAcceptance | None = None,
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
-        """`copies` of each shard are wanted, the primary included; fewer where there are fewer
-        servers. `choose` says which of those that etcd lists may be given any. `accepting` gives
-        lost shards up; nobody may ask for that without it. `call_wait_s`: the longest that a map is
-        waited for."""
+        """`copies`: wanted copies of each shard, including the primary; there are fewer if there
+        are fewer servers. `choose` selects, from the registered servers, those that may get shards.
+        `accepting` serves AcceptLoss, which fails without it. `call_wait_s`: maximum wait for a
+        map."""
         self._call_wait_s = call_wait_s
         self._accepting = accepting
         self._choose = choose
@@ -165,7 +165,7 @@ class ShardsService(ShardsServicer):
 
     async def AcceptLoss(self, request: AcceptLossRequest, context: Context) -> AcceptLossReply:
         if self._accepting is None:
-            raise InternalError("this service was made without what gives shards up")
+            raise InternalError("this service was made without `accepting`")
         return await self._accepting.accept(request)
 
     async def _place(
@@ -174,12 +174,12 @@ class ShardsService(ShardsServicer):
         request: PlaceRequest,
         parameters: Sequence[placement.Parameter],
     ) -> ShardMap:
-        """Write the first map, or give the one that another call wrote meanwhile."""
+        """Write the first map, or return the one that another call wrote meanwhile."""
         addresses = await servers_for(self._store, self._choose, job)
-        # Asking the servers took a while, in which the job may have been begun anew.
+        # Again, since the job may have been started over while the servers were asked.
         await self._authorize(request.token)
         by_id = {holder.server_id: address for holder, address in addresses.items()}
-        # A large model takes seconds, in which other jobs go on.
+        # In threads: a large model takes seconds.
         draft = await asyncio.to_thread(_draw_up, job, request, parameters, by_id)
         if draft.ByteSize() > shard_map.MAX_BYTES:
             raise InvalidSpec(
@@ -193,7 +193,7 @@ class ShardsService(ShardsServicer):
         try:
             is_placed = await self._write(layout, first)
         except RetryError as error:
-            # Where the outcome is unknown, what lies there now tells.
+            # If the outcome is unknown, the layout that is read below decides.
             if error.details.get("outcome") != "unknown":
                 raise
             is_placed = False
@@ -210,13 +210,13 @@ class ShardsService(ShardsServicer):
         if held is None:
             raise Unavailable(
                 f"the shards of job {job} could not be placed",
-                seen="records that were taken away, or an outcome that is not known",
+                seen="records that were deleted, or an unknown outcome",
                 fix="Place them again.",
             )
         return held
 
     async def _write(self, layout: shard_map.StoredLayout, first: JobAssignments) -> bool:
-        """Write a layout and its first assignments. True if no other were written before."""
+        """Write a layout and its first assignments. False if the job has a layout already."""
         still_there = await shard_map.write_chunks(self._store, layout)
         result = await assignments.place(
             self._store,
@@ -229,7 +229,7 @@ class ShardsService(ShardsServicer):
         return result.succeeded
 
     async def _await_map(self, job: str, wait_s: float) -> None:
-        """Return once it is there, or when the time is over."""
+        """Wait until the map exists, at most `wait_s`."""
         with suppress(TimeoutError):
             async with (
                 asyncio.timeout(wait_s),
@@ -299,7 +299,7 @@ def _digest(parameters: Sequence[placement.Parameter], tables: Sequence[TableSpe
 def _conflict(
     job: str, seen: Sequence[placement.Parameter], expected: Sequence[placement.Parameter]
 ) -> ShoalError:
-    """ShapeMismatch where only shapes differ, else ProposalConflict; both name the parameters."""
+    """ShapeMismatch if only shapes differ, else ProposalConflict; both name the parameters."""
     differences = placement.find_differences(seen, expected)
     names = {p.name for p in seen} == {p.name for p in expected}
     alike = {(p.name, p.dtype, p.group) for p in seen} == {

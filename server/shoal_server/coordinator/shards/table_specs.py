@@ -1,4 +1,4 @@
-"""Tables as they are asked for: what may be, how they lie over servers, how two askers differ."""
+"""Table specs of a request: their checks, their placement, and how they differ from the job's."""
 
 import hashlib
 import math
@@ -106,7 +106,7 @@ def _check_rows(table: TableSpec) -> None:
 
 
 def _check_range(table: str, setting: str, value: float, low: float, high: float) -> None:
-    """Infinite values are never taken, whatever the bounds."""
+    """Raise InvalidSpec for a value out of bounds. Infinite values are always refused."""
     if not (low <= value <= high and math.isfinite(value)):
         raise InvalidSpec(
             f"{setting} of table {table} is out of range",
@@ -126,7 +126,7 @@ def schema_digest(of_parameters: str, tables: Sequence[TableSpec]) -> str:
 
 
 def check_same(job: str, seen: Sequence[TableSpec], held: Sequence[TableSpec]) -> None:
-    """Raise ProposalConflict, naming the tables, unless they are those that the job has."""
+    """Raise ProposalConflict, naming the tables that differ, unless they are the job's tables."""
     of_seen = {table.name: _one_line(table) for table in seen}
     of_held = {table.name: _one_line(table) for table in held}
     differing = sorted(
@@ -150,7 +150,7 @@ def check_same(job: str, seen: Sequence[TableSpec], held: Sequence[TableSpec]) -
 def lay_out(
     tables: Sequence[TableSpec], addresses: dict[str, str], first_id: int
 ) -> Iterator[Shard]:
-    """The tables' virtual shards over the servers, with ids from `first_id` on."""
+    """Spread the tables' shards over the servers, with ids from `first_id` on."""
     dtypes = {table.name: table.dtype for table in tables}
     spread = spread_tables({table.name: table.num_shards for table in tables}, addresses)
     for shard_id, (name, index, server_id) in enumerate(spread, first_id):

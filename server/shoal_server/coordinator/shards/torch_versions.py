@@ -15,11 +15,11 @@ log = structlog.get_logger(__name__)
 
 
 class TorchVersions:
-    """Says so in the log when servers of several versions are there, once for each mixture.
+    """Logs a warning if servers run different versions of torch, once for each mixture.
 
-    They are not kept apart: servers are upgraded one after the other, and each version computes
-    correctly. But a kernel may round otherwise in another version, so a copy is no longer the same
-    as its primary to the last bit.
+    Mixtures are allowed, since servers are upgraded one after the other and each version computes
+    correctly. But a kernel may round differently in another version, so that a copy may differ from
+    its primary in the last bits.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class TorchVersions:
 
 @asynccontextmanager
 async def watching_torch_versions(store: Keyspace) -> AsyncIterator[None]:
-    """Follow who is there, as long as the block runs."""
+    """Follow the registered servers during the block, and note their versions."""
     versions = TorchVersions()
     servers: PrefixMirror[Server] = PrefixMirror(
         store,

@@ -1,9 +1,9 @@
-"""Having servers load the shards of a snapshot that the records give them.
+"""Loading of a snapshot's shards by the servers to which they are assigned.
 
-A server may begin to leave, or end, between the choice and its load. Its shards that are not loaded
-yet are then given to others: who was to load one writes so before anybody sees its values, so one
-that turns up again finds the record changed. What is loaded by then stays as it is, since members
-may have pushed to it.
+A server may begin to leave, or end, after it was chosen. Its shards that are not loaded yet are
+then assigned to other servers. A server writes to a shard's record that it has loaded the shard
+before it serves the values; if it comes back too late, it finds the record changed. Shards that are
+loaded by then stay, since members may have pushed to them.
 """
 
 import asyncio
@@ -34,14 +34,14 @@ log = structlog.get_logger(__name__)
 
 LOAD_WITHIN_S = 1800.0
 MAX_CHOICES = 3
-"""Times that servers are chosen, where some are gone before they have loaded."""
+"""Number of times that servers are chosen, if some are gone before they have loaded."""
 MAX_TRIES = 3
-"""Times that a record may change while it is given to another server."""
+"""Number of attempts to reassign shards whose records change meanwhile."""
 
 
 class SnapshotLoader:
-    """Lives on the event loop. `choose` says which of the servers that etcd lists are there: a
-    lease outlives its server."""
+    """Has servers load snapshots. Use it on one event loop. `choose` selects the live servers from
+    those registered, whose leases may outlive them."""
 
     def __init__(self, store: LeaderStore, calls: ServerCalls, choose: Choose) -> None:
         self._store = store
@@ -49,7 +49,7 @@ class SnapshotLoader:
         self._choose = choose
 
     async def present(self, job: str) -> Mapping[Holder, str]:
-        """The servers that shards may be given to, with their addresses. Raises NoServers."""
+        """Servers to which shards may be assigned, with their addresses. Raises NoServers."""
         return await servers_for(self._store, self._choose, job)
 
     async def load_all(
@@ -59,8 +59,8 @@ class SnapshotLoader:
         wanted: JobAssignments,
         present: Mapping[Holder, str],
     ) -> JobAssignments:
-        """Have every shard loaded by its primary; who leads what in the end. Raises what a server
-        raised that is there and stays, and NoServers if none is left."""
+        """Have every shard loaded by its primary; return the final assignments. Raises the error of
+        a server that is still present, and NoServers if none is left."""
         to_load: Collection[ShardAssignment] = wanted.shards
         for choice in range(1, MAX_CHOICES + 1):
             failed = await self._load(library, manifest, to_load, present)

@@ -14,7 +14,7 @@ _SNAPSHOTS = Group("snapshots")
 
 
 def _absolute(kind: Any, tokens: Sequence[Any]) -> str | list[str]:
-    """A relative path means one in the directory that the command was started in."""
+    """Resolve relative paths against the directory in which the command was started."""
     urls = [
         str(Path(each.value).resolve()) if each.value and "://" not in each.value else each.value
         for each in tokens
@@ -50,7 +50,7 @@ class SnapshotPolicy:
             raise InvalidSpec("bad --snapshot-keep", seen=str(self.num_kept), expected="1 or more")
         if self.every_s and not self.url:
             raise InvalidSpec(
-                "--snapshot-every-s without a place for the snapshots",
+                "--snapshot-every-s without a location for the snapshots",
                 seen=f"every {self.every_s:g} s, no URL",
                 expected="a directory or URL",
                 fix="Give --snapshot-url.",

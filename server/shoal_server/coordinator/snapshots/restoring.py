@@ -1,12 +1,11 @@
-"""Restoring a snapshot: the servers that are there get its shards, whoever held them then.
+"""Restoring a snapshot: its shards are assigned to the servers that are present now.
 
-The assignment records are written anew, of another run and with higher epochs, in place of those
-that are there: in one transaction, so that whatever becomes of this coordinator there are records,
-and shards that somebody has or that are lost by name. Every server lets go of what it has of the
-job then, and loads what it is to lead; copies are made of it as ever. The sample ledger becomes
-that of the cut. Of servers that leave or end before they have loaded, others take the part
-(`loading`). If one that is there cannot load, all that the job had before is lost, and is told to
-be: nobody finds half of a snapshot.
+One transaction replaces the job's assignment records by those of a new run, with higher epochs. So
+even if this coordinator dies, the job has records, and each of its shards is held by a server or
+known to be lost. Every server then drops its shards of the job, and loads those of which it is the
+primary; backups are made as always. The sample ledger becomes that of the cut. If a server leaves
+or ends before it has loaded, others load its shards (`loading`). If a server that stays cannot
+load, all shards that the job had before are recorded as lost: no job has half of a snapshot.
 """
 
 import asyncio
@@ -34,7 +33,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.servers.answering import Choose
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -54,7 +53,7 @@ from shoal_server.etcd.api import (
     unchanged_since,
     value_is,
 )
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, restored_from, shard_map
 from shoal_server.etcd.records.restored_from import RestoredFrom
@@ -65,11 +64,11 @@ log = structlog.get_logger(__name__)
 
 DEFAULT_COPIES = 2
 MAX_TRIES = 3
-"""Times that the records may change while the new ones are written."""
+"""Number of attempts, if the job's records change while the new ones are written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
+class RestoreResult:
     """Result of a restore."""
 
     manifest: Manifest
@@ -80,7 +79,8 @@ class Restored:
 
 
 class SnapshotRestorer:
-    """Lives on the event loop. `on_cursor` gets a job whose sample ledger was replaced."""
+    """Restores jobs. Use it on one event loop. `on_cursor` is called with a job whose sample ledger
+    was replaced."""
 
     def __init__(
         self,
@@ -89,22 +89,22 @@ class SnapshotRestorer:
         on_cursor: Callable[[str], None],
         choose: Choose,
     ) -> None:
-        """`choose` says which of the servers that etcd lists are there: a lease outlives its
-        server, and what one that is gone was to load would be lost, and with it all else."""
+        """`choose` selects the live servers from those registered: a lease outlives its server, and
+        a dead server that is to load a shard would fail the restore."""
         self._store = store
         self._on_cursor = on_cursor
         self._loader = SnapshotLoader(store, calls, choose)
         self.under_way: Counter[str] = Counter()
-        """The jobs that are being restored."""
+        """Number of restores in progress, by job."""
 
     async def restore(
         self, library: SnapshotLibrary, number: int = 0, *, under_members: bool = False
-    ) -> Restored:
-        """Have the snapshot of that number take the place of what the job has; 0: the newest.
+    ) -> RestoreResult:
+        """Replace the job's shards by those of the snapshot of that number (0: the newest).
 
         Raises JobFinished; JobInUse if the job has members, unless `under_members`;
-        ProposalConflict if its shards were cut in another way since; UnknownSnapshot,
-        SnapshotDamaged, NoServers, Unavailable.
+        ProposalConflict if its shards are cut differently now; UnknownSnapshot, SnapshotDamaged,
+        NoServers, Unavailable.
         """
         job = library.job
         self.under_way[job] += 1
@@ -114,12 +114,12 @@ class SnapshotRestorer:
             self.under_way -= Counter([job])
 
     async def restored_from(self, job: str) -> RestoredFrom | None:
-        """The snapshot that the job's shards were restored from last. Raises InternalError."""
+        """The snapshot from which the job was restored last. Raises InternalError."""
         return await restored_from.read(self._store, job)
 
     async def _restore(
         self, library: SnapshotLibrary, number: int, *, under_members: bool
-    ) -> Restored:
+    ) -> RestoreResult:
         job = library.job
         await self._check_not_finished(job)
         manifest = await asyncio.to_thread(library.find, number)
@@ -141,30 +141,31 @@ class SnapshotRestorer:
                 await self._call_lost(before, wanted, why)
             raise
         except BaseException:
-            # This coordinator ends, or leads no longer: whoever leads next finds shards that nobody
-            # loads (`AbandonedLoads`). Without a record, a member might create what was trained.
+            # This coordinator ends, or no longer leads: the next leader finds shards that no server
+            # loads (`AbandonedLoads`). Records of a trained job stay: without them, a member could
+            # create the shards with initial values.
             if before is None:
                 await self._take_away(wanted)
             raise
         lost = losses.lost(before) if before is not None else ()
         servers = sorted({assignment.primary.server_id for assignment in wanted.shards})
         log.info("snapshot_restored", job=job, number=manifest.number, servers=servers)
-        return Restored(manifest=manifest, servers=servers, lost=lost)
+        return RestoreResult(manifest=manifest, servers=servers, lost=lost)
 
     async def _check_not_finished(self, job: str) -> None:
-        """The shards of a job that is over are dropped: it would have them for a moment only."""
+        """Raise JobFinished for a finished job, whose shards would be dropped at once."""
         state = await self._store.get(keys.job_state(job))
         if state is None:
             return
         try:
             finished = state_from_json(job, state.value).finished
-        except Unreadable as error:
+        except UnreadableRecord as error:
             raise unreadable(job, state.key, error) from error
         if finished:
             raise JobFinished(
                 f"job {job} is finished: its restored shards would be dropped at once",
                 seen="a finished job",
-                expected="one that can be trained on",
+                expected="a job that can train on",
                 fix=f"`shoal rm {job}` makes room for a new run of it, and leaves its snapshots;"
                 " then restore.",
             )
@@ -191,8 +192,9 @@ class SnapshotRestorer:
         *,
         keeps_run: bool,
     ) -> tuple[JobAssignments | None, JobAssignments]:
-        """Write the new assignment records, the ledger and the lineage; who held what before, and
-        who does now. `keeps_run`: the job's members go on with what is restored."""
+        """Write the new assignment records, the ledger and the lineage; return the assignments
+        before (None if there were none) and now. `keeps_run`: the job's members continue with the
+        restored shards."""
         job = manifest.job
         await self._check_layout(job, layout)
         stored = shard_map.stored(layout)
@@ -235,7 +237,7 @@ class SnapshotRestorer:
             )
 
     async def _take_away(self, wanted: JobAssignments) -> None:
-        """Unless somebody has restored the job once more."""
+        """Delete the records of a failed restore, unless the job was restored again since."""
         job = wanted.job
         try:
             await self._store.transact([_is_placed(wanted)], [assignments.taken_away(job)])
@@ -243,14 +245,14 @@ class SnapshotRestorer:
             log.error("half_restored", job=job, reason=str(error))
 
     async def _call_lost(self, before: JobAssignments, wanted: JobAssignments, why: str) -> None:
-        """Servers have dropped their shards of the job: report that by name, unless somebody
-        has restored it once more."""
+        """Record that the job's shards are lost, since servers have dropped them, unless the job
+        was restored again since."""
         record = losses.after_failed_restore(before, wanted, why, time.time())
         record = replace(record, run=secrets.token_hex(8))
         try:
             await assignments.place(self._store, record, compares=[_is_placed(wanted)])
         except ShoalError as error:
-            # What nobody loads is called lost by and by (`AbandonedLoads`).
+            # Shards that no server loads are declared lost later (`AbandonedLoads`).
             log.error("half_restored", job=record.job, reason=str(error))
 
 
@@ -261,7 +263,7 @@ def _wanted(
     *,
     keeps_run: bool,
 ) -> JobAssignments:
-    """The records of a run of its own, in which all is to be loaded."""
+    """Assignments of a new run, in which every shard is still to be loaded."""
     epochs = {part.shard_id: part.epoch for part in manifest.parts}
     for shard in before.assignments.shards if before is not None else ():
         epochs[shard.shard_id] = max(shard.epoch, epochs.get(shard.shard_id, 0))
@@ -295,12 +297,12 @@ def _require(result: TransactionResult, job: str) -> None:
 
 
 def _checked(manifest: Manifest) -> ShardMap:
-    """The layout. Raises SnapshotDamaged for one that its parts do not fit, and for a cursor that
-    no sample ledger is; either would stop every coordinator that took the job up."""
+    """The snapshot's layout. Raises SnapshotDamaged if its parts do not fit the layout, or its
+    cursor is no sample ledger: either would stop every coordinator that takes over the job."""
     try:
         layout = shard_map.from_bytes(manifest.job, manifest.layout)
         if manifest.cursor is not None:
-            Ledger.from_json(manifest.cursor)
+            SampleLedger.from_json(manifest.cursor)
     except (InternalError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise _damaged(manifest, repr(error)[:200], "a layout and a cursor that parse") from error
     expected = sorted(shard.shard_id for shard in layout.shards)
@@ -354,7 +356,7 @@ def _ledger(manifest: Manifest) -> Operation:
 
 
 def _cut_of(layout: ShardMap) -> bytes:
-    """A layout without who holds it."""
+    """A layout without its holders, for comparison."""
     bare = ShardMap()
     bare.CopyFrom(layout)
     for shard in bare.shards:

@@ -1,4 +1,4 @@
-"""The Snapshots service, and the policy by which a coordinator takes snapshots by itself."""
+"""The Snapshots service, and the automatic snapshots that a coordinator takes by its policy."""
 
 import asyncio
 import time
@@ -37,8 +37,8 @@ OnRestored = Callable[[str, Sequence[ShardAssignment], str], object]
 
 
 class SnapshotService(SnapshotsServicer):
-    """`require_leading` raises NotLeader. `begun_unix_s` tells when a job was last begun anew under
-    its name: what was taken before is not of this job."""
+    """Takes, lists and restores snapshots. `require_leading` raises NotLeader. `begun_unix_s`
+    returns when a job was last reset: snapshots taken before are of an earlier run."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class SnapshotService(SnapshotsServicer):
         return await self.take(request.job, request.url)
 
     async def take(self, job: str, url: str = "") -> pb.SnapshotSummary:
-        """Take one of a job now; without a URL where the policy says. Raises InvalidSpec where it
-        says nothing, and what keeps it from being taken."""
+        """Take a snapshot of a job now, at the URL or else at the policy's. Raises InvalidSpec if
+        neither is given, and the error that prevented the snapshot."""
         self._require_leading()
         library = await self._library(url, job)
         taken = await self._taker.take(library)
@@ -99,17 +99,17 @@ class SnapshotService(SnapshotsServicer):
         return job in self._restorer.under_way
 
     async def restore_lost(self, job: str) -> RestoreAttempt:
-        """Restore a job of which shards are gone for good, members or not: the newest snapshot of
-        these shards; where none was taken since they were restored, the one that they are from.
-        Raises what restoring raises, but for a snapshot that is not there."""
+        """Restore a job whose shards are gone for good, even if it has members: from the newest
+        snapshot of its current shards, or from the one that they were restored from if none was
+        taken since. Raises as `SnapshotRestorer.restore` does, except for a missing snapshot."""
         if not self._policy.url:
             return _not_restored("The coordinator was started without --snapshot-url")
         library = await self._library("", job)
         newest, number = await asyncio.to_thread(library.newest), 0
-        # A clock may have been put back since the job began.
+        # By lineage, not by time: a clock may have been set back since the job began.
         if newest is None or not await self._taker.is_of_current_shards(newest):
             if (source := await self._restorer.restored_from(job)) is not None:
-                # What an operator went back behind does not return by itself.
+                # Newer snapshots are of the state that an operator replaced by this one.
                 library, number = await self._library(source.url, job), source.number
             elif newest is not None and newest.taken_unix_s < self._begun_unix_s(job):
                 where = library.storage.url
@@ -127,13 +127,13 @@ class SnapshotService(SnapshotsServicer):
         return RestoreAttempt(is_restored=True)
 
     async def announce_roots(self, store: LeaderStore) -> None:
-        """Tell the parameter servers where snapshots may lie. Raises NotLeader, and what the store
-        raises."""
+        """Write to etcd where snapshots may be, for the parameter servers. Raises NotLeader, and
+        what the store raises."""
         await snapshot_roots.write(store, self._policy.allowed)
 
     @asynccontextmanager
     async def working(self, store: LeaderStore) -> AsyncIterator[None]:
-        """Takes snapshots as the policy says, of every job that has shards, within the block."""
+        """Take the policy's automatic snapshots of every job that has shards, during the block."""
         if not self._policy.every_s:
             yield
             return
@@ -193,7 +193,7 @@ class SnapshotService(SnapshotsServicer):
         where = url or self._policy.url
         if not where:
             raise InvalidSpec(
-                "no place for snapshots was given, and the coordinator has none",
+                "no location for snapshots was given, and the coordinator has no default",
                 expected="a directory or URL",
                 fix="Name one, or start the coordinator with --snapshot-url.",
             )

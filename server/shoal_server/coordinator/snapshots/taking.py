@@ -1,13 +1,13 @@
-"""Taking a snapshot: one cut through all servers that lead shards of a job, then their files.
+"""Taking a snapshot: one cut over all primaries of a job's shards, then their files.
 
-    Close    every server lets in only what has begun; which pushes have
-    cursor   the sample ledger, while nothing new is let in anywhere: what it says was completed
-             is in the cut, for a member reports samples once their push is acknowledged
-    Freeze   every server lets in what has begun anywhere, takes its shards and opens
-    Write    every server writes what it took; unchanged shards are those of the snapshot before
+    Close    every server admits only pushes that have begun there, and says which these are
+    cursor   the sample ledger, read while no server admits new pushes: samples that it counts as
+             completed are in the cut, since members report them after their push is acknowledged
+    Freeze   every server admits pushes that have begun anywhere, freezes its shards and opens
+    Write    every server writes its frozen shards; unchanged ones keep their earlier file
     commit   the manifest is written last
 
-Whatever goes wrong on the way, everything is let in again and no snapshot is left.
+If any of it fails, every server admits all pushes again, and no snapshot is left.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ PAUSE_S = 0.5
 """Pause between two attempts, in which training continues."""
 WRITE_WITHIN_S = 3600.0
 PUBLISH_WITHIN_S = 60.0
-"""Less than the servers' grace for segments that no version names yet."""
+"""Less than the time for which servers keep segments that no version names yet."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class JobPosition:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Taken:
+class TakenSnapshot:
     manifest: Manifest
     pause_s: float
     """Time from the first server that blocked new pushes to the last that admitted them again."""
@@ -75,7 +75,7 @@ class PublishedCut:
     layout: ShardMap
     stamps: Sequence[pb.ShardStamp]
     torn: Sequence[str]
-    """Pushes that were left half-done."""
+    """Pushes that are in some shards of the cut and not in others."""
     pause_s: float
 
 
@@ -101,14 +101,14 @@ class _Frozen:
 
 
 class SnapshotTaker:
-    """Lives on the event loop."""
+    """Takes snapshots and cuts, one at a time for each job. Use it on one event loop."""
 
     def __init__(
         self,
         store: LeaderStore,
         calls: ServerCalls,
         state: JobPosition,
-        on_taken: Callable[[Taken], None] = lambda taken: None,
+        on_taken: Callable[[TakenSnapshot], None] = lambda taken: None,
     ) -> None:
         self._store = store
         self._calls = calls
@@ -117,11 +117,13 @@ class SnapshotTaker:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks of the jobs for which a snapshot is in progress or waiting."""
 
-    async def take(self, library: SnapshotLibrary, *, only_if_changed: bool = False) -> Taken:
-        """Take one. Raises SnapshotFailed, StateLost, Unavailable; and then nothing of it is left.
+    async def take(
+        self, library: SnapshotLibrary, *, only_if_changed: bool = False
+    ) -> TakenSnapshot:
+        """Take a snapshot. Raises SnapshotFailed, StateLost, Unavailable; nothing of it is then
+        left.
 
-        With `only_if_changed`, a job whose shards are all as in its newest snapshot gets no other
-        one: the newest is given.
+        With `only_if_changed`, the newest snapshot is returned if no shard has changed since.
         """
         job = library.job
         async with self._turns.setdefault(job, asyncio.Lock()):
@@ -133,7 +135,7 @@ class SnapshotTaker:
             try:
                 parts = await self._written(job, library.storage.url, cut, frozen)
                 if only_if_changed and before is not None and parts == tuple(before.parts):
-                    return Taken(manifest=before, pause_s=frozen.pause_s)
+                    return TakenSnapshot(manifest=before, pause_s=frozen.pause_s)
                 manifest = self._manifest(job, lineage, cut, frozen, parts)
 
                 def commit() -> None:
@@ -154,7 +156,7 @@ class SnapshotTaker:
             pause_s=round(frozen.pause_s, 4),
             num_partial_steps=len(manifest.partial_steps),
         )
-        taken = Taken(manifest=manifest, pause_s=frozen.pause_s)
+        taken = TakenSnapshot(manifest=manifest, pause_s=frozen.pause_s)
         self._on_taken(taken)
         return taken
 
@@ -163,9 +165,9 @@ class SnapshotTaker:
     ) -> PublishedCut:
         """Take a cut and have the servers keep it as segments of published weights.
 
-        `request_to` gives the request to a server, by its id. Waits while a snapshot of the job is
-        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; then nothing of the cut is
-        left but segments that no version names.
+        `request_to` returns the request for a server id. Waits while a snapshot of the job is
+        taken. Raises SnapshotFailed, StateLost, Unavailable, Overloaded; nothing of the cut is then
+        left except segments that no version names.
         """
         async with self._turns.setdefault(job, asyncio.Lock()):
             await self._check_has_shards(job)
@@ -257,7 +259,7 @@ class SnapshotTaker:
     async def _frozen(
         self, job: str, lineage: str, before: Manifest | None
     ) -> tuple[_Cut, _Frozen]:
-        """A cut; attempt by attempt, for shards may move and servers die meanwhile."""
+        """Make a cut, in several attempts, since shards may move and servers may die meanwhile."""
         for attempt, wait_s in enumerate(WAITS_S, 1):
             is_last = attempt == len(WAITS_S)
             cut = await self._planned(job, lineage, before)
@@ -346,7 +348,7 @@ class SnapshotTaker:
         try:
             await asyncio.to_thread(library.discard, cut.number, cut.cut_id)
         except ShoalError as error:
-            # It goes when a later snapshot has been completed.
+            # Its files are removed after a later snapshot has been completed.
             log.warning("snapshot_not_removed", job=library.job, reason=str(error))
 
     async def _abort(self, job: str, cut: _Cut) -> None:
@@ -354,7 +356,7 @@ class SnapshotTaker:
         try:
             await self._ask_all(cut, lambda stub: stub.Abort, abort, ANSWER_WITHIN_S)
         except ShoalError as error:
-            # A server that does not hear of it opens by itself.
+            # A server that this call does not reach opens by itself.
             log.info("cut_not_aborted", job=job, cut=cut.cut_id, reason=str(error))
 
     async def _ask_all(

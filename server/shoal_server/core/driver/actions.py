@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from shoal_server.core.driver.job_write import JobWrite
-from shoal_server.core.generations.roster import Record
-from shoal_server.core.membership.events import Log, Notice
+from shoal_server.core.generations.roster import GenerationRecord
+from shoal_server.core.membership.events import LogJobEvent, Notice
 
 
 class MemberStream(Protocol):
@@ -22,21 +22,21 @@ CallT = TypeVar("CallT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Persist:
+class PersistWrite:
     """Make this durable, then call `JobDriver.written`, or `fail`. One is under way at a time."""
 
     write: JobWrite
 
 
 @dataclass(frozen=True, kw_only=True)
-class Publish:
+class PublishRecord:
     """Show the record to readers; it is durable."""
 
-    record: Record
+    record: GenerationRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Send(Generic[StreamT]):
+class SendOnStream(Generic[StreamT]):
     stream: StreamT
     notice: Notice
 
@@ -49,7 +49,7 @@ class CloseStream(Generic[StreamT]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemberGone:
+class ForgetMember:
     """Forget this process: it is no longer a member."""
 
     member_id: str
@@ -57,7 +57,7 @@ class MemberGone:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply(Generic[CallT]):
+class AnswerCall(Generic[CallT]):
     """Answer the call, or raise its error: all that it led to is durable."""
 
     call: CallT
@@ -65,4 +65,12 @@ class Reply(Generic[CallT]):
     """`Refused`, or what ended the driver."""
 
 
-Action = Persist | Publish | Send[StreamT] | CloseStream[StreamT] | MemberGone | Reply[CallT] | Log
+Action = (
+    PersistWrite
+    | PublishRecord
+    | SendOnStream[StreamT]
+    | CloseStream[StreamT]
+    | ForgetMember
+    | AnswerCall[CallT]
+    | LogJobEvent
+)

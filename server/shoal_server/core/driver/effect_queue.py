@@ -12,25 +12,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic
 
-from shoal_server.core.driver.actions import CallT, Persist, Publish, Reply
+from shoal_server.core.driver.actions import AnswerCall, CallT, PersistWrite, PublishRecord
 from shoal_server.core.driver.job_write import JobWrite, PendingWrite
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
-    Admit,
+    AdmitMember,
     Effect,
-    Expel,
-    Finish,
-    Log,
-    Save,
-    Tell,
-    Write,
+    ExpelMember,
+    FinishJob,
+    LogJobEvent,
+    SaveJobRecord,
+    SendNotice,
+    WriteGeneration,
 )
 
-Carried = Persist | Publish | Expel | Tell | Log
+Carried = PersistWrite | PublishRecord | ExpelMember | SendNotice | LogJobEvent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Entry(Generic[CallT]):
+class QueuedEffects(Generic[CallT]):
     """The effects of one event, and the call that waits for them."""
 
     effects: Sequence[Effect]
@@ -45,9 +45,9 @@ class EffectQueue(Generic[CallT]):
     def __init__(self, job: Job) -> None:
         self._job = job
         self._pending = PendingWrite(job)
-        self._waiting: list[Entry[CallT]] = []
+        self._waiting: list[QueuedEffects[CallT]] = []
         """Entries that came during a write; their callers wait for it."""
-        self._batch: list[Entry[CallT]] = []
+        self._batch: list[QueuedEffects[CallT]] = []
         self._effects: deque[Effect] = deque()
         """Effects of the batch that are not carried out yet."""
         self._write: JobWrite | None = None
@@ -61,16 +61,16 @@ class EffectQueue(Generic[CallT]):
         """True while a write is in progress: a decision is not durable yet."""
         return self._write is not None
 
-    def put(self, entry: Entry[CallT], now_s: float) -> list[Carried | Reply[CallT]]:
+    def put(self, entry: QueuedEffects[CallT], now_s: float) -> list[Carried | AnswerCall[CallT]]:
         """Carry the entry's effects out, now or after those that wait already."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
-    def written(self, now_s: float) -> list[Carried | Reply[CallT]]:
+    def written(self, now_s: float) -> list[Carried | AnswerCall[CallT]]:
         """Go on after the write in progress: it is durable."""
         write, self._write = self._write, None
         assert write is not None
-        published = [Publish(record=write.record)] if write.record is not None else []
+        published = [PublishRecord(record=write.record)] if write.record is not None else []
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
@@ -80,15 +80,15 @@ class EffectQueue(Generic[CallT]):
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s
 
-    def fail(self, error: Exception) -> list[Reply[CallT]]:
+    def fail(self, error: Exception) -> list[AnswerCall[CallT]]:
         """Answer all waiting calls with the error: the state is ahead of what is durable."""
         entries = self._batch + self._waiting
         self._waiting, self._batch, self._write = [], [], None
         self._effects.clear()
         self.begun_s = math.inf
-        return [Reply(call=entry.call, error=error) for entry in entries]
+        return [AnswerCall(call=entry.call, error=error) for entry in entries]
 
-    def _go_on(self, now_s: float) -> Iterator[Carried | Reply[CallT]]:
+    def _go_on(self, now_s: float) -> Iterator[Carried | AnswerCall[CallT]]:
         """Carry out what waits, up to the next write."""
         while self._batch or self._waiting:
             if not self._batch:
@@ -104,35 +104,35 @@ class EffectQueue(Generic[CallT]):
                 return
             yield from self._end_batch(now_s)
 
-    def _end_batch(self, now_s: float) -> Iterator[Reply[CallT]]:
+    def _end_batch(self, now_s: float) -> Iterator[AnswerCall[CallT]]:
         self.postpone(now_s)
         batch, self._batch, self.begun_s = self._batch, [], math.inf
         for entry in batch:
-            yield Reply(call=entry.call, error=entry.error)
+            yield AnswerCall(call=entry.call, error=entry.error)
 
     def _carry_out(self, effect: Effect) -> Iterator[Carried]:
         match effect:
-            case Write():
+            case WriteGeneration():
                 # Durable before any member is notified.
                 yield from self._flush(effect)
-            case Admit():
+            case AdmitMember():
                 member = self._job.members.get(effect.member_id)
                 # The member may be gone by now, or replaced.
                 if member is not None and member.incarnation == effect.incarnation:
                     self._pending.admit(member)
-            case Expel():
+            case ExpelMember():
                 self._pending.expel(effect.member_id)
                 yield effect
-            case Save():
+            case SaveJobRecord():
                 self._pending.save()
                 yield from self._flush()
-            case Finish():
+            case FinishJob():
                 self._pending.finish()
                 yield from self._flush()
-            case Tell() | Log():
+            case SendNotice() | LogJobEvent():
                 yield effect
 
-    def _flush(self, effect: Write | None = None) -> Iterator[Carried]:
+    def _flush(self, effect: WriteGeneration | None = None) -> Iterator[Carried]:
         self._write = self._pending.take(effect.record if effect is not None else None)
         if self._write is not None:
-            yield Persist(write=self._write)
+            yield PersistWrite(write=self._write)

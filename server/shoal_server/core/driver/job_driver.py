@@ -11,35 +11,35 @@ from typing import Generic
 
 from shoal_server.core.driver.actions import (
     Action,
+    AnswerCall,
     CallT,
     CloseStream,
-    MemberGone,
-    Persist,
-    Publish,
-    Reply,
-    Send,
+    ForgetMember,
+    PersistWrite,
+    PublishRecord,
+    SendOnStream,
     StreamT,
 )
-from shoal_server.core.driver.effect_queue import Carried, EffectQueue, Entry
+from shoal_server.core.driver.effect_queue import Carried, EffectQueue, QueuedEffects
 from shoal_server.core.driver.liveness import Liveness
-from shoal_server.core.generations.progress import Result
+from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.generations.roster import Step
 from shoal_server.core.job.job import Job
 from shoal_server.core.membership.events import (
-    Disconnected,
     Effect,
-    Event,
-    Expel,
-    Heartbeat,
-    Log,
-    Lost,
-    Refused,
-    Tell,
+    EventRefused,
+    ExpelMember,
+    HeartbeatReceived,
+    LogJobEvent,
+    MemberEvent,
+    MemberLost,
+    SendNotice,
+    StreamDisconnected,
 )
 from shoal_server.core.membership.phases import OVER
 
 
-class _Own(Enum):
+class _InternalCall(Enum):
     """The driver's own calls, which have no caller to answer."""
 
     EVENT = "event"
@@ -54,7 +54,7 @@ class JobDriver(Generic[StreamT, CallT]):
         self.failure: Exception | None = None
         """Once set, the state is ahead of what is durable, and no action leaves."""
         self.liveness = Liveness(job.limits, job.members, now_s)
-        self._queue: EffectQueue[CallT | _Own] = EffectQueue(job)
+        self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
         self._scanned_s = now_s
         self._is_ticking = False
@@ -71,10 +71,10 @@ class JobDriver(Generic[StreamT, CallT]):
 
     # --- what happens ---
 
-    def submit(self, event: Event, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
+    def submit(self, event: MemberEvent, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
         """Apply the event. The call is answered once all that it led to is durable."""
         if self.failure is not None:
-            return [Reply(call=call, error=self.failure)]
+            return [AnswerCall(call=call, error=self.failure)]
         return self._take(event, call, now_s)
 
     def stop(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
@@ -86,7 +86,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
 
     def keep_result(
-        self, result: Result, call: CallT, now_s: float
+        self, result: JobResult, call: CallT, now_s: float
     ) -> list[Action[StreamT, CallT]]:
         """Note the result of a job that is over, in the job's own record."""
         return self._decided(lambda: self.job.keep_result(result), call, now_s)
@@ -117,13 +117,13 @@ class JobDriver(Generic[StreamT, CallT]):
         del self._streams[stream.member_id]
         if self.failure is not None:
             return []
-        event = Disconnected(member_id=stream.member_id, incarnation=stream.incarnation)
-        return self._take(event, _Own.EVENT, now_s)
+        event = StreamDisconnected(member_id=stream.member_id, incarnation=stream.incarnation)
+        return self._take(event, _InternalCall.EVENT, now_s)
 
-    def heartbeat(self, event: Heartbeat, step: int, now_s: float) -> None:
+    def heartbeat(self, event: HeartbeatReceived, step: int, now_s: float) -> None:
         """Note a heartbeat. It leads to no action at once."""
         self.liveness.beat(event.member_id, step, now_s)
-        self.job.heard_of_step(event.member_id, event.incarnation, Step(step))
+        self.job.note_step(event.member_id, event.incarnation, Step(step))
         self.job.heartbeat(event, now_s)
 
     def written(self, now_s: float) -> list[Action[StreamT, CallT]]:
@@ -156,10 +156,10 @@ class JobDriver(Generic[StreamT, CallT]):
             return actions
         if now_s >= self._scans_s:
             for event in self._silent(now_s):
-                actions += self._take(event, _Own.EVENT, now_s)
+                actions += self._take(event, _InternalCall.EVENT, now_s)
         if now_s >= self._deadline_s(now_s):
             self._is_ticking = True
-            actions += self._carry(self.job.tick(now_s), _Own.TICK, None, now_s)
+            actions += self._carry(self.job.tick(now_s), _InternalCall.TICK, None, now_s)
         return actions
 
     @property
@@ -180,7 +180,7 @@ class JobDriver(Generic[StreamT, CallT]):
         deadline_s = self.job.next_deadline_s()
         return math.inf if deadline_s is None else deadline_s
 
-    def _silent(self, now_s: float) -> list[Lost]:
+    def _silent(self, now_s: float) -> list[MemberLost]:
         """Find members that were silent for longer than their uneven heartbeats explain."""
         # If this process stood still, it cannot tell which members were silent. The same holds if
         # the store did: a member sends heartbeats only once its attendance is durable.
@@ -192,7 +192,7 @@ class JobDriver(Generic[StreamT, CallT]):
             return []
         return list(self._lost(now_s))
 
-    def _lost(self, now_s: float) -> Iterator[Lost]:
+    def _lost(self, now_s: float) -> Iterator[MemberLost]:
         for name in self.liveness.late(now_s):
             member = self.job.members.get(name)
             if member is None:
@@ -200,58 +200,66 @@ class JobDriver(Generic[StreamT, CallT]):
             elif member.disconnected_s is None and (reason := self.liveness.why_lost(name, now_s)):
                 who = {"member_id": name, "incarnation": member.incarnation}
                 cause = f"silent for {self.liveness.silent_s(name, now_s):.3g} s"
-                yield Lost(**who, reason=reason, cause=cause)
+                yield MemberLost(**who, reason=reason, cause=cause)
 
     # --- what follows ---
 
-    def _take(self, event: Event, call: CallT | _Own, now_s: float) -> list[Action[StreamT, CallT]]:
+    def _take(
+        self, event: MemberEvent, call: CallT | _InternalCall, now_s: float
+    ) -> list[Action[StreamT, CallT]]:
         return self._decided(lambda: self.job.handle(event, now_s), call, now_s)
 
     def _decided(
-        self, decide: Callable[[], Sequence[Effect]], call: CallT | _Own, now_s: float
+        self, decide: Callable[[], Sequence[Effect]], call: CallT | _InternalCall, now_s: float
     ) -> list[Action[StreamT, CallT]]:
         self._queue.postpone(now_s)
         try:
             effects = decide()
-        except Refused as refused:
+        except EventRefused as refused:
             # The reason for the refusal must be durable before the caller gets it.
             return self._carry((), call, refused, now_s)
         return self._carry(effects, call, None, now_s)
 
     def _carry(
-        self, effects: Sequence[Effect], call: CallT | _Own, error: Exception | None, now_s: float
+        self,
+        effects: Sequence[Effect],
+        call: CallT | _InternalCall,
+        error: Exception | None,
+        now_s: float,
     ) -> list[Action[StreamT, CallT]]:
         if self.failure is not None:
             error, effects = self.failure, ()
-        entry = Entry(effects=effects, call=call, error=error)
+        entry = QueuedEffects(effects=effects, call=call, error=error)
         return self._translated(self._queue.put(entry, now_s))
 
     def _translated(
-        self, carried: Iterable[Carried | Reply[CallT | _Own]]
+        self, carried: Iterable[Carried | AnswerCall[CallT | _InternalCall]]
     ) -> list[Action[StreamT, CallT]]:
         return [action for each in carried for action in self._actions(each)]
 
-    def _actions(self, carried: Carried | Reply[CallT | _Own]) -> Iterator[Action[StreamT, CallT]]:
+    def _actions(
+        self, carried: Carried | AnswerCall[CallT | _InternalCall]
+    ) -> Iterator[Action[StreamT, CallT]]:
         match carried:
-            case Tell():
+            case SendNotice():
                 stream = self._streams.get(carried.member_id)
                 # The stream may already belong to a later process of the member.
                 if stream is not None and stream.incarnation == carried.incarnation:
-                    yield Send(stream=stream, notice=carried.notice)
-            case Expel():
+                    yield SendOnStream(stream=stream, notice=carried.notice)
+            case ExpelMember():
                 yield from self._expelled(carried)
-            case Reply(call=call, error=error):
-                if not isinstance(call, _Own):
-                    yield Reply(call=call, error=error)
-                elif call is _Own.TICK:
+            case AnswerCall(call=call, error=error):
+                if not isinstance(call, _InternalCall):
+                    yield AnswerCall(call=call, error=error)
+                elif call is _InternalCall.TICK:
                     self._is_ticking = False
-            case Persist() | Publish() | Log():
+            case PersistWrite() | PublishRecord() | LogJobEvent():
                 yield carried
 
-    def _expelled(self, effect: Expel) -> Iterator[Action[StreamT, CallT]]:
+    def _expelled(self, effect: ExpelMember) -> Iterator[Action[StreamT, CallT]]:
         stream = self._streams.get(effect.member_id)
         if stream is not None and stream.incarnation == effect.incarnation:
             del self._streams[effect.member_id]
             yield CloseStream(stream=stream)
         self.liveness.forget(effect.member_id)
-        yield MemberGone(member_id=effect.member_id, incarnation=effect.incarnation)
+        yield ForgetMember(member_id=effect.member_id, incarnation=effect.incarnation)

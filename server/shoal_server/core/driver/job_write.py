@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shoal_server.core.generations.progress import Progress, Tally
-from shoal_server.core.generations.roster import Generation, JobSpec, Record
+from shoal_server.core.generations.progress import JobProgress, LifetimeFigures
+from shoal_server.core.generations.roster import Generation, GenerationRecord, JobSpec
 from shoal_server.core.job.job import Job
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import OVER, Phase
 
 
@@ -18,14 +18,14 @@ class StateRecord:
     last_generation: Generation
     finished: bool
     reason: str
-    progress: Progress = field(default_factory=Progress)
+    progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
     """Places searched for the state of a job that has lost it."""
     stopping: str = ""
     """Reason of a job's stop, past or to come."""
     failed: bool = False
     """True if the job is over because all its members were gone, and none came back."""
-    tally: Tally = field(default_factory=Tally)
+    tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
     """Time at which the job was over; 0: it is not over, or the time is unknown."""
     done: tuple[str, ...] = ()
@@ -67,11 +67,11 @@ class JobWrite:
     """One durable write. Its record is written last, once all the rest is durable."""
 
     job: str
-    members: Mapping[str, Member | None]
+    members: Mapping[str, MemberState | None]
     """Changed members by id; None: no longer a member."""
     state: StateRecord | None
     """The job's own record; None: unchanged."""
-    record: Record | None
+    record: GenerationRecord | None
     """The decided record of a generation."""
 
 
@@ -81,11 +81,11 @@ class PendingWrite:
     def __init__(self, job: Job) -> None:
         self._job = job
         # By id: the last change of a member counts.
-        self._members: dict[str, Member | None] = {}
+        self._members: dict[str, MemberState | None] = {}
         self._state_changed = False
         self._finished = job.phase in OVER
 
-    def admit(self, member: Member) -> None:
+    def admit(self, member: MemberState) -> None:
         """Write the member's key, and the job's own with it."""
         self._members[member.member_id] = member
         self._state_changed = True
@@ -100,7 +100,7 @@ class PendingWrite:
     def finish(self) -> None:
         self._finished = self._state_changed = True
 
-    def take(self, record: Record | None = None) -> JobWrite | None:
+    def take(self, record: GenerationRecord | None = None) -> JobWrite | None:
         """Return the gathered changes and the record as one write; None if there are none."""
         state_changed = self._state_changed or record is not None
         if not self._members and not state_changed:

@@ -24,7 +24,7 @@ DEVIATIONS = 8.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Pulse:
+class HeartbeatHistory:
     """One member's signs of life, in constant memory."""
 
     at_s: float
@@ -67,16 +67,18 @@ class Liveness:
         self._limits = limits
         # Ordered by the newest sign of life, oldest first: the search for silent members ends at
         # the first that is not silent.
-        self._pulses: dict[str, Pulse] = {name: Pulse(at_s=now_s) for name in members}
+        self._pulses: dict[str, HeartbeatHistory] = {
+            name: HeartbeatHistory(at_s=now_s) for name in members
+        }
 
     def joined(self, member_id: str, now_s: float) -> None:
         """Note that a member opened its stream, for the first time or again."""
-        pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
+        pulse = self._pulses.pop(member_id, None) or HeartbeatHistory(at_s=now_s)
         pulse.resume(now_s)
         self._pulses[member_id] = pulse
 
     def beat(self, member_id: str, step: int, now_s: float) -> None:
-        pulse = self._pulses.pop(member_id, None) or Pulse(at_s=now_s)
+        pulse = self._pulses.pop(member_id, None) or HeartbeatHistory(at_s=now_s)
         pulse.beat(step, now_s)
         self._pulses[member_id] = pulse
 
@@ -88,10 +90,10 @@ class Liveness:
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 
-    def pulses(self) -> Iterator[tuple[str, Pulse]]:
+    def pulses(self) -> Iterator[tuple[str, HeartbeatHistory]]:
         return iter(self._pulses.items())
 
-    def pulse(self, member_id: str) -> Pulse | None:
+    def pulse(self, member_id: str) -> HeartbeatHistory | None:
         return self._pulses.get(member_id)
 
     def late(self, now_s: float) -> list[str]:

@@ -4,14 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from shoal_server.core.generations.roster import Generation, Roster, Step
+from shoal_server.core.generations.roster import Generation, GenerationRoster, Step
 
 
 @dataclass(kw_only=True)
 class Agreement:
     """One attempt to form a generation. Members are named by id; each counts once."""
 
-    roster: Roster
+    roster: GenerationRoster
     digest: str
     """Digest of the roster, which its members have to accept."""
     unanswered: set[str] = field(default_factory=set)
@@ -25,7 +25,7 @@ class Agreement:
     checkpoint_steps: dict[str, frozenset[Step]] = field(default_factory=dict)
     """Complete checkpoints that each member sees, if the roster starts from one."""
     starts_at: Step | None = None
-    """The step whose state its members start from, once one of them has reported it."""
+    """Step from which the members start, once a member has reported it."""
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
@@ -34,7 +34,12 @@ class Agreement:
 
     @classmethod
     def on(
-        cls, roster: Roster, digest: str, stopping: Iterable[str] = (), *, inherited: bool = False
+        cls,
+        roster: GenerationRoster,
+        digest: str,
+        stopping: Iterable[str] = (),
+        *,
+        inherited: bool = False,
     ) -> "Agreement":
         """Begin an attempt without any answers. `stopping`: members of the old generation."""
         names = set(roster.member_ids)

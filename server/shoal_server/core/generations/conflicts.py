@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
-from shoal_server.core.generations.roster import Candidate, Conflict, Listing
+from shoal_server.core.generations.roster import Candidate, Conflict, DigestListing
 
 MAX_CONFLICTS = 16
 MAX_CONFLICT_VALUES = 8
@@ -50,7 +50,7 @@ def _conflict(field: str, stated: Iterable[tuple[str, str]]) -> list[Conflict]:
     return [Conflict(field=field, values=values)]
 
 
-def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, Listing]]) -> Conflict:
+def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListing]]) -> Conflict:
     """The conflict with each value replaced by its first differing entry.
 
     Unchanged if some value has no readable listing, or if the listings are equal.

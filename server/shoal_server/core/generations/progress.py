@@ -1,6 +1,6 @@
 """Progress of a job, as far as its coordinator knows: what would be lost with its state.
 
-`Progress` is kept in the job's record in etcd. The fact that a synchronous generation ran is
+`JobProgress` is kept in the job's record in etcd. The fact that a synchronous generation ran is
 durable before its members take a step. The step is the last one that they reported: in heartbeats,
 at a boundary, after a break. It becomes durable with the record of each generation, not with each
 step.
@@ -14,7 +14,7 @@ NO_STEP = Step(0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class JobResult:
     """Result of a job that is over."""
 
     step: Step
@@ -26,7 +26,7 @@ class Result:
 
 
 @dataclass(kw_only=True)
-class Tally:
+class LifetimeFigures:
     """Figures over a job's whole life, for people to read."""
 
     begun_s: float = 0.0
@@ -35,26 +35,26 @@ class Tally:
     idle_s: float = 0.0
     """Seconds without a running generation: until the first one ran, and from each break until the
     next one did."""
-    result: Result | None = None
+    result: JobResult | None = None
     """Result of a job that is over; None until it is kept."""
     is_cleared: bool = False
     """True if all that was kept of the job was removed, except its own record."""
 
 
 @dataclass(kw_only=True)
-class Progress:
+class JobProgress:
     trained_in: Generation = NO_GENERATION
     """The newest synchronous generation that ran."""
     reached: Step = NO_STEP
     """The newest step whose state a member has reported."""
-    tally: Tally = field(default_factory=Tally, compare=False)
+    tally: LifetimeFigures = field(default_factory=LifetimeFigures, compare=False)
 
     @property
     def has_trained(self) -> bool:
         """True if a step may have been committed: initial values are no longer the job's state."""
         return self.trained_in > NO_GENERATION or self.reached > 0
 
-    def heard_of(self, step: Step) -> None:
+    def note_reached(self, step: Step) -> None:
         self.reached = max(self.reached, step)
 
     def ran(self, generation: Generation, start: Step) -> bool:

@@ -75,7 +75,7 @@ class MemberInfo:
     """Digest of the secret with which its launcher reports on it; empty: it stated none."""
 
 
-class Listing(Protocol):
+class DigestListing(Protocol):
     """The content of which a digest was taken."""
 
     def lines(self) -> Sequence[str] | None:
@@ -94,7 +94,7 @@ class Proposal:
     """True if the script keeps its own state: no step is committed that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Each must be the same for all members that state it: a release may add fields."""
-    listings: Mapping[str, Listing] = field(default_factory=dict, repr=False)
+    listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
     """Content by field, of which the value is a digest. Not compared."""
 
 
@@ -111,7 +111,7 @@ class RosterEntry:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Roster:
+class GenerationRoster:
     generation: Generation
     entries: tuple[RosterEntry, ...]
     source_member_id: str
@@ -161,11 +161,11 @@ class Conflict:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class GenerationRecord:
     """Outcome of an attempt to form a generation. All members concerned get this same record."""
 
     job: str
-    roster: Roster
+    roster: GenerationRoster
     verdict: Verdict
     reason: str
     digest: str
@@ -183,7 +183,7 @@ class Candidate:
     proposal: Proposal
 
 
-def assign_ranks(member_ids: Sequence[str], previous: Roster | None) -> dict[str, int]:
+def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -> dict[str, int]:
     """Assign ranks 0 to n-1: a member keeps a rank below n; the others fill the gaps in order."""
     num_members = len(member_ids)
     before = {e.member_id: e.rank for e in previous.entries} if previous else {}
@@ -211,10 +211,10 @@ def draw_up(
     generation: Generation,
     candidates: Sequence[Candidate],
     *,
-    previous: Roster | None,
-    running: Roster | None,
+    previous: GenerationRoster | None,
+    running: GenerationRoster | None,
     trained: bool = False,
-) -> Roster:
+) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
     `trained` says that the job may have committed steps, so that it must not start from initial
@@ -241,7 +241,7 @@ def draw_up(
         )
         for c in sorted(candidates, key=lambda c: ranks[c.member_id])
     )
-    return Roster(
+    return GenerationRoster(
         generation=generation,
         entries=entries,
         source_member_id=source.member_id,

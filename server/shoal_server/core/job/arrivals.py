@@ -9,20 +9,20 @@ from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.running import PauseKeeper
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
-    Admit,
+    AdmitMember,
     ClosingNotice,
-    Continued,
-    Event,
-    Halted,
-    Joined,
+    EventRefused,
+    MemberEvent,
+    MemberJoined,
     OutcomeNotice,
+    ProcessContinued,
+    ProcessHalted,
     Refusal,
-    Refused,
     RunningNotice,
     StandbyNotice,
     WaitingNotice,
 )
-from shoal_server.core.membership.member import Member, Wait
+from shoal_server.core.membership.member import MemberState, Wait
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
 
@@ -38,49 +38,49 @@ class Arrivals:
         self._removal = removal
         self._drains = drains
 
-    def known(self, event: Event) -> Member:
+    def known(self, event: MemberEvent) -> MemberState:
         member = self._state.members.get(event.member_id)
         if refusal := self._state.table.expelled.get(event.incarnation):
             # A notice with this refusal is on its way: the call gets the same reason.
-            raise Refused(refusal)
+            raise EventRefused(refusal)
         if member is None or member.incarnation != event.incarnation:
-            raise Refused(self._fenced(member, event))
+            raise EventRefused(self._fenced(member, event))
         return member
 
-    def _fenced(self, holder: Member | None, event: Event) -> Refusal:
+    def _fenced(self, holder: MemberState | None, event: MemberEvent) -> Refusal:
         """The refusal of a process that is no member; `holder` has its name now, if any."""
         if holder is None:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)
 
-    def joined(self, event: Joined, now_s: float) -> None:
+    def joined(self, event: MemberJoined, now_s: float) -> None:
         self._state.refuse_if_over()
         if problem := event.spec.problem():
-            raise Refused(refusals.bad_spec(self._state.spec.job, problem))
+            raise EventRefused(refusals.bad_spec(self._state.spec.job, problem))
         if problem := device_problem(event.info):
-            raise Refused(refusals.bad_devices(event.member_id, problem))
+            raise EventRefused(refusals.bad_devices(event.member_id, problem))
         known = self._state.members.get(event.member_id)
         if known is not None and known.incarnation == event.incarnation:
             self._state.table.show_life(known)
             self._tell_again(known, event.generation, now_s)
             return
         if reason := self._state.end.stopping:
-            raise Refused(refusals.stopped(self._state.spec.job, "is being stopped", reason))
+            raise EventRefused(refusals.stopped(self._state.spec.job, "is being stopped", reason))
         if event.incarnation in self._state.table.expelled:
             refusal = self._state.table.expelled[event.incarnation]
-            raise Refused(refusal or self._fenced(known, event))
+            raise EventRefused(refusal or self._fenced(known, event))
         if known is not None and is_older(event.incarnation, known.incarnation):
-            raise Refused(self._fenced(known, event))
+            raise EventRefused(self._fenced(known, event))
         if error := self._state.setbacks.left_out(event.member_id, now_s):
-            raise Refused(
+            raise EventRefused(
                 refusals.cannot_bring_up(self._state.spec.job, event.member_id, MAX_TRIES, error)
             )
         if event.spec != self._state.spec and self._state.members:
-            raise Refused(refusals.other_bounds(event.spec, self._state.spec))
+            raise EventRefused(refusals.other_bounds(event.spec, self._state.spec))
         self._state.spec = event.spec
         if known is not None:
             self._removal.remove(known, "a new process took its place", now_s)
-        member = Member(
+        member = MemberState(
             member_id=event.member_id,
             incarnation=event.incarnation,
             info=event.info,
@@ -88,14 +88,14 @@ class Arrivals:
             wait=Wait(since_s=now_s),
         )
         self._state.table.admit(member)
-        self._state.do(Admit(member_id=member.member_id, incarnation=member.incarnation))
+        self._state.emit(AdmitMember(member_id=member.member_id, incarnation=member.incarnation))
         self._state.log(
             "member_joined", f"{member.member_id} joined from {event.info.host}", member
         )
-        if self._pause_keeper.told_paused:
-            self._state.tell(member, self._pause_keeper.notice())
+        if self._pause_keeper.announced_paused:
+            self._state.notify_member(member, self._pause_keeper.notice())
 
-    def disconnected(self, member: Member, now_s: float) -> None:
+    def disconnected(self, member: MemberState, now_s: float) -> None:
         self._state.table.disconnect(member, now_s)
         if self._state.deadlines.suspect_since_s is not None and member.is_in(self._state.running):
             self._removal.remove(
@@ -105,15 +105,17 @@ class Arrivals:
                 cause="connection lost",
             )
 
-    def halted(self, member: Member, event: Halted | Continued, now_s: float) -> None:
-        if isinstance(event, Halted):
+    def halted(
+        self, member: MemberState, event: ProcessHalted | ProcessContinued, now_s: float
+    ) -> None:
+        if isinstance(event, ProcessHalted):
             self._state.table.halt(member, now_s)
             self._state.log("member_halted", f"a signal halted {member.member_id}", member)
         else:
             self._state.table.go_on(member)
             self._state.log("member_continued", f"{member.member_id} goes on", member)
 
-    def _tell_again(self, member: Member, generation: Generation, now_s: float) -> None:
+    def _tell_again(self, member: MemberState, generation: Generation, now_s: float) -> None:
         """Repeat the notices that a reconnected member may have missed and has to act on.
 
         `generation` is the newest one that the member's trainer was sent into.
@@ -121,45 +123,45 @@ class Arrivals:
         agreement, running = self._state.agreement, self._state.running
         missed_end = self._is_over(member, generation)
         if missed_end:
-            self._state.tell(member, self._state.break_notice(generation))
+            self._state.notify_member(member, self._state.break_notice(generation))
         attempted = agreement is not None and member.is_in(agreement.roster)
         trains = running is not None and member.is_in(running)
         if agreement is not None and attempted and self._state.stage.phase is Phase.PREPARE:
-            self._state.tell(member, self._state.prepare_notice(agreement))
+            self._state.notify_member(member, self._state.prepare_notice(agreement))
         elif (
             agreement is not None
             and self._state.stage.phase is Phase.COMMITTED
             and (attempted or trains)
         ):
             assert self._state.record is not None
-            self._state.tell(
+            self._state.notify_member(
                 member, OutcomeNotice(reason=self._state.record.reason, record=self._state.record)
             )
             if agreement.stop_at is not None:
-                self._state.tell(
+                self._state.notify_member(
                     member, self._state.stop_notice(agreement.generation, agreement.stop_at)
                 )
         elif running is not None and trains:
-            self._state.tell(
+            self._state.notify_member(
                 member,
                 RunningNotice(reason=self._state.stage.reason, generation=running.generation),
             )
         elif not member.settled and not missed_end:
             # It missed the break of the last generation it was part of.
-            self._state.tell(member, self._state.break_notice(self._state.last_generation))
-        if self._pause_keeper.told_paused:
-            self._state.tell(member, self._pause_keeper.notice())
-        if member.stands_by:
-            self._state.tell(member, StandbyNotice(reason=member.waiting_for, position=0))
-        if trains and (num := self._state.table.told_waiting):
+            self._state.notify_member(member, self._state.break_notice(self._state.last_generation))
+        if self._pause_keeper.announced_paused:
+            self._state.notify_member(member, self._pause_keeper.notice())
+        if member.is_standby:
+            self._state.notify_member(member, StandbyNotice(reason=member.waiting_for, position=0))
+        if trains and (num := self._state.table.num_announced_waiting):
             notice = WaitingNotice(reason=f"{num} more members wait", num_members=num)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
         if self._state.end.completing:
-            self._state.tell(member, ClosingNotice(reason=self._state.stage.reason))
+            self._state.notify_member(member, ClosingNotice(reason=self._state.stage.reason))
         if reason := self._state.end.stopping:
-            self._drains.tell_stopping(member, reason, now_s)
+            self._drains.notify_stopping(member, reason, now_s)
 
-    def _is_over(self, member: Member, generation: Generation) -> bool:
+    def _is_over(self, member: MemberState, generation: Generation) -> bool:
         """True if the generation that the member says it is in is over.
 
         The member may not know: a leader that died right after it aborted the generation has

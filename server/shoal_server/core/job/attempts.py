@@ -10,7 +10,7 @@ from shoal_server.core.generations.roster import (
     Candidate,
     Conflict,
     Generation,
-    Roster,
+    GenerationRoster,
     Step,
     Verdict,
     draw_up,
@@ -19,25 +19,25 @@ from shoal_server.core.job.endings import Drains, Endings, Removal
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
-    Answered,
-    BecameReady,
-    Offered,
+    NextStepReached,
     OutcomeNotice,
+    ReadinessReported,
+    RosterAnswered,
     RunningNotice,
-    Save,
-    Write,
+    SaveJobRecord,
+    WriteGeneration,
 )
-from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.member import MemberState, names_of
 from shoal_server.core.membership.phases import Phase, Trigger
-from shoal_server.core.membership.reach import whom_to_exclude
+from shoal_server.core.membership.reach import members_to_exclude
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterChecks:
     """Functions that the edge gives: they check a roster before its members see it."""
 
-    digest_of: Callable[[Roster], str]
-    size_problem: Callable[[Roster], str]
+    digest_of: Callable[[GenerationRoster], str]
+    size_problem: Callable[[GenerationRoster], str]
     """Says why etcd would not take the roster's record; empty if it would."""
 
 
@@ -58,7 +58,7 @@ class Attempts:
         self._drains = drains
         self._checks = checks
 
-    def freeze(self, chosen: list[Member], now_s: float) -> bool:
+    def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
         """Draw the roster up and show it to its members; False if some were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
@@ -89,16 +89,16 @@ class Attempts:
         notice = self._state.prepare_notice(self._state.agreement)
         for member in chosen:
             member.waits(f"all members to accept generation {generation}", now_s)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
         return True
 
-    def _refuse_too_large(self, chosen: list[Member], problem: str, now_s: float) -> None:
+    def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
         """Refuse the members at fault for a record that is too large. The others go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
         for member in self._state.at_fault(chosen):
             self._removal.refuse(member, refusal, now_s)
 
-    def _confined(self, chosen: list[Member], candidates: list[Candidate]) -> list[Candidate]:
+    def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
         """Members that cannot train with those on other hosts, for their address or for others'."""
         confined = confined_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
@@ -124,7 +124,7 @@ class Attempts:
         for name in names:
             self._removal.refuse(self._state.members[name], refusal, now_s)
 
-    def answered(self, member: Member, event: Answered, now_s: float) -> None:
+    def answered(self, member: MemberState, event: RosterAnswered, now_s: float) -> None:
         agreement = self._state.agreement_of(member, event.generation, Phase.PREPARE)
         if agreement is None:
             return  # Late: the attempt was decided without this answer.
@@ -155,9 +155,9 @@ class Attempts:
         names, running = [m.member_id for m in newest_last], self._state.running
         staying = {m.member_id for m in members if self._state.stays(m)}
         trainers = {m.member_id for m in members if m.is_in(running)}
-        excluded = whom_to_exclude(
+        excluded = members_to_exclude(
             agreement.unreachable, newest_last=names, kept=staying
-        ) or whom_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
+        ) or members_to_exclude(agreement.unreachable, newest_last=names, kept=trainers)
         if not excluded:
             self._commit_if_there_is_state(agreement, now_s)
             return
@@ -207,7 +207,7 @@ class Attempts:
         self._state.previous, self._state.record = roster, record
         # After a break, all members have settled or are gone by now.
         self._state.deadlines.broken_since_s = None
-        self._state.do(Write(record=record))
+        self._state.emit(WriteGeneration(record=record))
         to_boundary_s = self._state.limits.collective_s if agreement.has_boundary else 0.0
         self._state.deadlines.deadline_s = now_s + to_boundary_s + self._state.limits.bring_up_s
         longest_s = to_boundary_s + self._state.limits.longest_bring_up_s
@@ -216,9 +216,9 @@ class Attempts:
         notice = OutcomeNotice(reason=reason, record=record)
         for member in self._state.concerned(roster):
             member.waits(f"the first collective of generation {roster.generation}", now_s)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
 
-    def _note_leavers(self, roster: Roster) -> None:
+    def _note_leavers(self, roster: GenerationRoster) -> None:
         """Note members that trained before and are not in this roster: they leave by it."""
         changes = self._state.tries.changes
         before = self._state.members_of(changes.before) if changes.before is not None else []
@@ -228,7 +228,7 @@ class Attempts:
                 why = f"drained: {member.drain.reason}" if drained else member.waiting_for
                 changes.gone(member.member_id, why, lost=False)
 
-    def offered(self, member: Member, event: Offered) -> None:
+    def offered(self, member: MemberState, event: NextStepReached) -> None:
         agreement = self._state.agreement
         if (
             agreement is None
@@ -239,7 +239,7 @@ class Attempts:
         if event.generation != agreement.generation or not member.is_in(self._state.running):
             return
         if agreement.stop_at is not None:
-            self._state.tell(
+            self._state.notify_member(
                 member, self._state.stop_notice(agreement.generation, agreement.stop_at)
             )
         elif agreement.offer(member.member_id, event.next_step):
@@ -247,9 +247,11 @@ class Attempts:
             stop_at = agreement.stop_at
             self._state.log("boundary_agreed", f"the old generation stops at step {stop_at}")
             for old_member in self._state.members_of(self._state.running):
-                self._state.tell(old_member, self._state.stop_notice(agreement.generation, stop_at))
+                self._state.notify_member(
+                    old_member, self._state.stop_notice(agreement.generation, stop_at)
+                )
 
-    def became_ready(self, member: Member, event: BecameReady, now_s: float) -> None:
+    def became_ready(self, member: MemberState, event: ReadinessReported, now_s: float) -> None:
         agreement = self._state.agreement_of(member, event.generation, Phase.COMMITTED)
         if agreement is None:
             return
@@ -280,12 +282,12 @@ class Attempts:
         notice = RunningNotice(reason=reason, generation=roster.generation)
         for trainer in trainers:
             trainer.waits("nothing: it trains", now_s)
-            self._state.tell(trainer, notice)
+            self._state.notify_member(trainer, notice)
         if old is not None and roster.synchronous:
             self._drains.part_leavers(old, roster, now_s)
 
     def _tell_story(
-        self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
+        self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> None:
         """Log how the running generation came to follow the one before."""
         changes = self._state.tries.changes
@@ -301,7 +303,7 @@ class Attempts:
             self._state.log("generation_runs", reason, story=story)
         changes.runs(roster)
 
-    def _note_start(self, agreement: Agreement, trainers: list[Member]) -> Step:
+    def _note_start(self, agreement: Agreement, trainers: list[MemberState]) -> Step:
         """Note the step from which a synchronous generation starts; all its members hold that
         state now."""
         start, reached = agreement.starts_at, self._state.progress.reached
@@ -315,5 +317,5 @@ class Attempts:
             self._state.log("went_back", f"{reason}; the job had reached step {reached}")
         if self._state.progress.ran(agreement.generation, start):
             # Durable before any member takes a step: each waits for the answer to its Ready.
-            self._state.do(Save())
+            self._state.emit(SaveJobRecord())
         return start

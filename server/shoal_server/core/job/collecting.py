@@ -7,8 +7,8 @@ from shoal_server.core.generations.roster import Conflict, Proposal
 from shoal_server.core.job.endings import Drains
 from shoal_server.core.job.job_state import JobState, passed
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.events import Refused, StandbyNotice, WaitingNotice
-from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.events import EventRefused, StandbyNotice, WaitingNotice
+from shoal_server.core.membership.member import MemberState, names_of
 
 
 class Collecting:
@@ -18,12 +18,12 @@ class Collecting:
         self._state = state
         self._drains = drains
 
-    def proposed(self, member: Member, proposal: Proposal, now_s: float) -> None:
+    def proposed(self, member: MemberState, proposal: Proposal, now_s: float) -> None:
         self._state.refuse_if_over()
         if not proposal.fields:
-            raise Refused(refusals.empty_proposal(member.member_id))
+            raise EventRefused(refusals.empty_proposal(member.member_id))
         if conflicts := self._conflicts_with_trainers(member, proposal):
-            raise Refused(refusals.conflict(self._state.spec.job, conflicts))
+            raise EventRefused(refusals.conflict(self._state.spec.job, conflicts))
         known = member.proposal
         if known is not None and known.fields == proposal.fields:
             # Repeated after a reconnection, or a late call: a later step and state stay.
@@ -38,7 +38,9 @@ class Collecting:
             member.waits("other members", now_s)
             self._state.log("member_proposed", f"{member.member_id} is ready to train", member)
 
-    def _conflicts_with_trainers(self, member: Member, proposal: Proposal) -> tuple[Conflict, ...]:
+    def _conflicts_with_trainers(
+        self, member: MemberState, proposal: Proposal
+    ) -> tuple[Conflict, ...]:
         """Conflicts of a newcomer with the members that train, or trained before a break.
 
         Such a newcomer is refused at once, so that it does not disturb them.
@@ -60,7 +62,7 @@ class Collecting:
         same = next((each for each in others if each == proposal.listings), proposal.listings)
         return replace(proposal, listings=same)
 
-    def change_wanted(self, now_s: float) -> tuple[str, list[Member]]:
+    def change_wanted(self, now_s: float) -> tuple[str, list[MemberState]]:
         """The reason for a planned change of the running generation ("" for none), and the members
         of the next roster."""
         assert self._state.running is not None
@@ -91,12 +93,12 @@ class Collecting:
         for position, member in enumerate(newcomers, start=1):
             self._stand_by(member, reason, position, now_s)
 
-    def _stand_by(self, member: Member, reason: str, position: int, now_s: float) -> None:
-        if member.waiting_for != reason or not member.stands_by:
-            member.waits(reason, now_s, stands_by=True)
-            self._state.tell(member, StandbyNotice(reason=reason, position=position))
+    def _stand_by(self, member: MemberState, reason: str, position: int, now_s: float) -> None:
+        if member.waiting_for != reason or not member.is_standby:
+            member.waits(reason, now_s, is_standby=True)
+            self._state.notify_member(member, StandbyNotice(reason=reason, position=position))
 
-    def tell_waiting(self) -> None:
+    def notify_waiting(self) -> None:
         """Tell torchrun's nodes how many others wait, if that changed. Call after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
@@ -109,16 +111,16 @@ class Collecting:
         num = min(num, self._state.spec.max_members - len(trainers))
         if self._state.table.has_finished_in(running):
             num = 0
-        if num != self._state.table.told_waiting:
-            self._state.table.told_waiting = num
+        if num != self._state.table.num_announced_waiting:
+            self._state.table.num_announced_waiting = num
             for member in trainers:
-                self._state.tell(member, self.waiting_notice())
+                self._state.notify_member(member, self.waiting_notice())
 
     def waiting_notice(self) -> WaitingNotice:
-        num = self._state.table.told_waiting
+        num = self._state.table.num_announced_waiting
         return WaitingNotice(reason=f"{num} more members wait", num_members=num)
 
-    def chosen(self, now_s: float) -> list[Member]:
+    def chosen(self, now_s: float) -> list[MemberState]:
         """Members of a roster drawn up now: former trainers by rank first, then by arrival."""
         # A member that has not settled may have missed its notice and still be training.
         candidates = [m for m in self._state.able if m.settled or m.is_in(self._state.running)]
@@ -164,7 +166,7 @@ class Collecting:
             return
         waiting = [m for m in self._state.able if m.settled]
         if not self.waits_for_members:
-            for member in [m for m in waiting if m.stands_by]:
+            for member in [m for m in waiting if m.is_standby]:
                 member.waits("other members", now_s)
             return
         missing = self._state.least_members - len(waiting)
@@ -203,14 +205,14 @@ class Collecting:
         amid = self.amid_call()
         return len(amid or self._state.able) >= self.num_needed(amid)
 
-    def num_needed(self, amid: list[Member]) -> int:
+    def num_needed(self, amid: list[MemberState]) -> int:
         """The number of members that a roster needs: of those amid a call, or of all if none is."""
         # No step is taken in a call between two steps: it needs no minimum.
         enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
         least = self._state.least_members
         return least if enough is None else min(least, enough)
 
-    def amid_call(self) -> list[Member]:
+    def amid_call(self) -> list[MemberState]:
         """Members that have to repeat a call between two steps before others join.
 
         A member that joins, or that has the call's result, is elsewhere in its script and cannot
@@ -224,7 +226,7 @@ class Collecting:
             m for m in self._state.able if m.member_id in table.in_call and m.stands_at == newest
         ]
 
-    def _keep_out(self, members: list[Member], now_s: float) -> None:
+    def _keep_out(self, members: list[MemberState], now_s: float) -> None:
         for member in members:
             member.waits("the end of a call between two steps that the others are in", now_s)
 

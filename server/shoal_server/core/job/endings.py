@@ -2,26 +2,26 @@
 
 from shoal_proto.back_off import doubled_s
 from shoal_server.core.generations.conflicts import in_short
-from shoal_server.core.generations.progress import Progress, Result
-from shoal_server.core.generations.roster import Conflict, Generation, Roster, Verdict
-from shoal_server.core.job.job_state import End, JobState, passed
+from shoal_server.core.generations.progress import JobProgress, JobResult
+from shoal_server.core.generations.roster import Conflict, Generation, GenerationRoster, Verdict
+from shoal_server.core.job.job_state import JobEnd, JobState, passed
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
     BreakNotice,
     ClosingNotice,
-    DrainAsked,
     DrainNotice,
-    Expel,
-    Finish,
+    DrainRequested,
+    EventRefused,
+    ExpelMember,
+    FinishJob,
     OutcomeNotice,
     Refusal,
     RefusalKind,
-    Refused,
     RefusedNotice,
-    Save,
-    Write,
+    SaveJobRecord,
+    WriteGeneration,
 )
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import OVER, Phase, Trigger
 
 FIRST_BACK_OFF_S = 0.05
@@ -50,17 +50,17 @@ class Endings:
         self._state.to(Trigger.FAILED, reason, now_s)
         record = self._state.record_of(Verdict.ABORTED, reason, now_s, conflicts)
         self._state.agreement, self._state.tries.failures = None, self._state.tries.failures + 1
-        self._state.do(Write(record=record))
+        self._state.emit(WriteGeneration(record=record))
         if brought_up and old_is_over and self._state.running is not None:
             # First: members at the boundary must not take the abort as permission to train.
             old, self._state.running = self._state.running, None
             self._state.tries.changes.broke(reason, now_s)
-            self.tell_broken(old, (), reason, now_s)
+            self.notify_broken(old, (), reason, now_s)
         notice = OutcomeNotice(reason=reason, record=record)
         for member in concerned:
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
         if brought_up and old_is_over:
-            self.tell_broken(roster, (), reason, now_s)
+            self.notify_broken(roster, (), reason, now_s)
         elif brought_up:
             newcomers = [
                 m for m in self._state.members_of(roster) if not m.is_in(self._state.running)
@@ -92,9 +92,11 @@ class Endings:
             self._state.tries.changes.broke("" if lost else reason, now_s)
         if self._state.stage.phase is not Phase.ABORTED:
             self._state.to(Trigger.BROKEN, reason, now_s)
-        self.tell_broken(running, lost, reason, now_s)
+        self.notify_broken(running, lost, reason, now_s)
 
-    def tell_broken(self, roster: Roster, lost: tuple[str, ...], reason: str, now_s: float) -> None:
+    def notify_broken(
+        self, roster: GenerationRoster, lost: tuple[str, ...], reason: str, now_s: float
+    ) -> None:
         if not roster.synchronous:
             return
         self._state.deadlines.broken_since_s = now_s
@@ -104,9 +106,9 @@ class Endings:
         notice = BreakNotice(reason=reason, generation=generation, lost_member_ids=lost)
         for member in members:
             member.waits(f"its trainer to stop after the break ({reason})", now_s)
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
 
-    def believe_left(self, member: Member, left: Generation, now_s: float) -> None:
+    def believe_left(self, member: MemberState, left: Generation, now_s: float) -> None:
         """End what the member says it has left: an earlier leader told it of a break, and did not
         make that durable."""
         reason = f"{member.member_id} has left generation {left}"
@@ -131,7 +133,7 @@ class Removal:
 
     def remove(
         self,
-        member: Member,
+        member: MemberState,
         reason: str,
         now_s: float,
         *,
@@ -150,8 +152,8 @@ class Removal:
         attempted = member.is_in(self._state.attempt) and has_work
         reason = f"{member.member_id}: {reason}"
         self._state.table.remove(member, refusal)
-        self._state.do(
-            Expel(member_id=member.member_id, incarnation=member.incarnation, reason=reason)
+        self._state.emit(
+            ExpelMember(member_id=member.member_id, incarnation=member.incarnation, reason=reason)
         )
         self._state.log("member_completed" if completed else "member_removed", reason, member)
         if not self._state.table.candidates:
@@ -159,11 +161,11 @@ class Removal:
         if not self._state.members and self._state.table.finished:
             # No member is left, so the next ones need the whole minimum again.
             self._state.table.finished.clear()
-            self._state.do(Save())
+            self._state.emit(SaveJobRecord())
         if self._state.end.completing:
             roster = self._state.running or self._state.attempt
             if (trained or attempted) and not completed and roster is not None:
-                self._endings.tell_broken(roster, (member.member_id,), reason, now_s)
+                self._endings.notify_broken(roster, (member.member_id,), reason, now_s)
             if self._state.agreement is not None:
                 self._state.agreement.forget(member.member_id)
             if not self._state.members and self._state.end.lost is None:
@@ -176,8 +178,8 @@ class Removal:
         if self._state.end.stopping and not self._state.members:
             self.end(Trigger.STOPPED, self._state.end.stopping, now_s)
 
-    def refuse(self, member: Member, refusal: Refusal, now_s: float) -> None:
-        self._state.tell(member, RefusedNotice(reason=refusal.what, refusal=refusal))
+    def refuse(self, member: MemberState, refusal: Refusal, now_s: float) -> None:
+        self._state.notify_member(member, RefusedNotice(reason=refusal.what, refusal=refusal))
         text = f"{member.member_id} was refused: {refusal.what}"
         self._state.log("member_refused", text, member)
         # A member that was too late may join again, so it is fenced like a lost one.
@@ -202,11 +204,11 @@ class Removal:
         self._state.to(Trigger.STATE_LOST, self._state.end.lost.what, now_s)
         self._state.end.completing = True
         self._state.deadlines.stop()
-        self._state.do(Finish(reason=self._state.stage.reason))
+        self._state.emit(FinishJob(reason=self._state.stage.reason))
         for member in list(self._state.members.values()):
             self.refuse(member, self._state.end.lost, now_s)
 
-    def finish(self, member: Member, why: str, now_s: float) -> None:
+    def finish(self, member: MemberState, why: str, now_s: float) -> None:
         """Stop waiting for a member that has done its work; after the last one the job completes.
 
         The other members train on, and form further generations without it if they have to.
@@ -224,7 +226,7 @@ class Removal:
         else:
             table.finish(member)
             is_last = not table.trainers(trained)
-            self._state.do(Save())
+            self._state.emit(SaveJobRecord())
             reason = f"{member.member_id} has done its work" + (f": {why}" if why else "")
             self._state.log("member_finished", reason, member)
             member.waits("nothing: its work is done", now_s)
@@ -235,7 +237,7 @@ class Removal:
         if is_last and not self._state.end.completing:
             self.complete(member, why, now_s)
 
-    def complete(self, leaver: Member, why: str, now_s: float) -> None:
+    def complete(self, leaver: MemberState, why: str, now_s: float) -> None:
         """Close the job to new members. Its trainers finish; an attempt at a change is aborted."""
         self._state.end.completing = True
         reason = f"{leaver.member_id} completed its work" + (f": {why}" if why else "")
@@ -255,14 +257,14 @@ class Removal:
         for member in [m for m in newcomers if m is not leaver]:
             self.refuse(member, refusals.finished(self._state.spec.job, reason), now_s)
         for member in self._state.members.values():
-            self._state.tell(member, ClosingNotice(reason=reason))
+            self._state.notify_member(member, ClosingNotice(reason=reason))
 
     def end(self, trigger: Trigger, reason: str, now_s: float) -> None:
         """End the job: it has no members any more."""
         self._state.to(trigger, reason, now_s)
         self._state.running = self._state.agreement = None
         self._state.deadlines.stop()
-        self._state.do(Finish(reason=self._state.stage.reason))
+        self._state.emit(FinishJob(reason=self._state.stage.reason))
 
 
 class Drains:
@@ -272,35 +274,37 @@ class Drains:
         self._state = state
         self._removal = removal
 
-    def ask(self, member: Member, event: DrainAsked, now_s: float) -> None:
+    def ask(self, member: MemberState, event: DrainRequested, now_s: float) -> None:
         if self._state.table.has_finished(member):
-            self._state.tell(member, DrainNotice(reason=event.reason, now=True))
+            self._state.notify_member(member, DrainNotice(reason=event.reason, now=True))
             return
         if member.drain.since_s is None:
             self._state.table.drain(member, event.reason, now_s)
             self._state.log(
                 "drain_asked", f"{member.member_id} is to leave: {event.reason}", member
             )
-        self._tell(member, event.reason, now=member.drain.let_go, now_s=now_s)
+        self._tell(member, event.reason, now=member.drain.is_released, now_s=now_s)
 
-    def let_go(self, now_s: float) -> None:
+    def release_overdue(self, now_s: float) -> None:
         """Tell members to leave now if a planned change cannot replace them first."""
         for member in list(self._state.table.draining.values()):
-            if member.drain.let_go or self._is_worth_waiting(member, now_s):
+            if member.drain.is_released or self._is_worth_waiting(member, now_s):
                 continue
-            member.drain.let_go = True
+            member.drain.is_released = True
             member.waits("nothing: it leaves at its next step boundary", now_s)
             self._tell(member, member.drain.reason, now=True, now_s=now_s)
 
-    def tell_stopping(self, member: Member, reason: str, now_s: float) -> None:
+    def notify_stopping(self, member: MemberState, reason: str, now_s: float) -> None:
         """Tell a member of a job that an operator has stopped to leave now."""
         self._tell(member, reason, now=True, now_s=now_s)
 
-    def _tell(self, member: Member, reason: str, *, now: bool, now_s: float) -> None:
+    def _tell(self, member: MemberState, reason: str, *, now: bool, now_s: float) -> None:
         unreplaced = now and self._is_unreplaced(member, now_s)
-        self._state.tell(member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced))
+        self._state.notify_member(
+            member, DrainNotice(reason=reason, now=now, unreplaced=unreplaced)
+        )
 
-    def _is_unreplaced(self, member: Member, now_s: float) -> bool:
+    def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
         """True if no generation follows without this member. False once its drain is overdue:
         members that did not agree on a boundary in time would keep it from taking a step."""
         running = self._state.running
@@ -311,7 +315,7 @@ class Drains:
         overdue = passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         return running.synchronous and member.is_in(running) and not overdue
 
-    def _is_worth_waiting(self, member: Member, now_s: float) -> bool:
+    def _is_worth_waiting(self, member: MemberState, now_s: float) -> bool:
         """True if a generation without the member may soon follow the one it trains in."""
         # A planned change that is in progress is finished first, even if all its members are to
         # leave by now: one that left in the middle would take the others' state with it.
@@ -334,13 +338,13 @@ class Drains:
             m.drain.since_s is None and not m.is_in(roster) for m in self._state.members.values()
         )
 
-    def _is_changing(self, member: Member) -> bool:
+    def _is_changing(self, member: MemberState) -> bool:
         """True if a planned change of this member's synchronous generation is in progress."""
         running, attempt = self._state.running, self._state.attempt
         changes = running is not None and running.synchronous and attempt is not None
         return changes and (member.is_in(running) or member.is_in(attempt))
 
-    def _may_hand_over(self, member: Member) -> bool:
+    def _may_hand_over(self, member: MemberState) -> bool:
         """True if only members that are to leave hold the job's state, and enough others for a
         generation are there to take it."""
         others = len(self._state.members) - len(self._state.table.draining)
@@ -350,7 +354,7 @@ class Drains:
             and self._state.lacks_state(self._state.table.candidates.values())
         )
 
-    def leavers(self, chosen: list[Member]) -> list[Member]:
+    def leavers(self, chosen: list[MemberState]) -> list[MemberState]:
         """Draining members that train and would not be in a roster of the chosen."""
         if self._state.running is None or not self._state.table.draining:
             return []
@@ -358,22 +362,22 @@ class Drains:
         draining = self._state.table.draining.values()
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
-    def part_leavers(self, old: Roster, roster: Roster, now_s: float) -> None:
+    def part_leavers(self, old: GenerationRoster, roster: GenerationRoster, now_s: float) -> None:
         """Release members of the old generation that are not in the one that runs now."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
-                self._state.tell(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
+                self._state.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
                 reason, job = leaver.drain.reason, self._state.spec.job
                 refusal = refusals.drained(job, leaver.member_id, reason)
                 # The member's own call may arrive before the notice: it gets the same reason.
                 why = f"drained: {reason}"
                 self._removal.remove(leaver, why, now_s, refusal=refusal, cause=why, lost=False)
             elif self._state.table.has_finished(leaver):
-                self._state.tell(leaver, self._state.break_notice(old.generation))
+                self._state.notify_member(leaver, self._state.break_notice(old.generation))
             else:
                 # It asked an earlier leader to leave and will ask again; it waits at the boundary.
                 self._state.table.settle((leaver,), settled=False)
-                self._state.tell(leaver, self._state.break_notice(old.generation))
+                self._state.notify_member(leaver, self._state.break_notice(old.generation))
 
 
 class Lifetime:
@@ -394,10 +398,10 @@ class Lifetime:
         if self._state.end.stopping != reason:
             self._state.end.stopping = reason
             self._state.log("job_stopping", reason)
-            self._state.do(Save())
+            self._state.emit(SaveJobRecord())
         for member in list(self._state.members.values()):
             who = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self._drains.ask(member, DrainAsked(**who, reason=reason), now_s)
+            self._drains.ask(member, DrainRequested(**who, reason=reason), now_s)
         if not self._state.members:
             self._removal.end(Trigger.STOPPED, reason, now_s)
 
@@ -408,11 +412,11 @@ class Lifetime:
             return
         self._removal.end(Trigger.ABANDONED, reason, now_s)
 
-    def keep_result(self, result: Result) -> None:
+    def keep_result(self, result: JobResult) -> None:
         """Keep the result of a job that is over; ignored if it was joined again meanwhile."""
         if self._state.stage.phase in OVER:
             self._state.tally.result = result
-            self._state.do(Save())
+            self._state.emit(SaveJobRecord())
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> None:
         """Allow joins again. Raises Refused if the job has members or is finished, or if its
@@ -423,16 +427,16 @@ class Lifetime:
         """
         phase = self._state.stage.phase
         if phase is Phase.FINISHED:
-            raise Refused(refusals.finished(self._state.spec.job, self._state.stage.reason))
+            raise EventRefused(refusals.finished(self._state.spec.job, self._state.stage.reason))
         if phase not in OVER and (self._state.members or self._state.end.completing):
-            raise Refused(refusals.not_over(self._state.spec.job, self._state.stage.reason))
+            raise EventRefused(refusals.not_over(self._state.spec.job, self._state.stage.reason))
         tally = self._state.tally
         if tally.is_cleared and not from_scratch:
-            raise Refused(refusals.cleared(self._state.spec.job))
+            raise EventRefused(refusals.cleared(self._state.spec.job))
         if from_scratch:
-            self._state.progress = Progress(tally=tally)
+            self._state.progress = JobProgress(tally=tally)
         if phase in OVER:
             tally.result, tally.is_cleared = None, False
-            self._state.end = End()
+            self._state.end = JobEnd()
             self._state.to(Trigger.RETRIED, reason, now_s)
-        self._state.do(Save())
+        self._state.emit(SaveJobRecord())

@@ -28,8 +28,8 @@ Members of an asynchronous job never stop: they need neither boundary nor settli
 from collections.abc import Callable
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress, Result, Tally
-from shoal_server.core.generations.roster import Generation, JobSpec, Roster, Step
+from shoal_server.core.generations.progress import JobProgress, JobResult, LifetimeFigures
+from shoal_server.core.generations.roster import Generation, GenerationRoster, JobSpec, Step
 from shoal_server.core.job.arrivals import Arrivals
 from shoal_server.core.job.attempts import Attempts, RosterChecks
 from shoal_server.core.job.collecting import Collecting
@@ -39,28 +39,28 @@ from shoal_server.core.job.running import Breaks, BringUps, PauseKeeper
 from shoal_server.core.job.timeouts import Timeouts
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import (
-    Answered,
-    BecameReady,
-    Broke,
-    Continued,
-    Disconnected,
-    DrainAsked,
+    BreakReported,
+    DrainRequested,
     Effect,
-    Event,
-    Halted,
-    Heartbeat,
-    Joined,
-    Left,
-    Lost,
-    Offered,
-    Paused,
-    Proposed,
+    HeartbeatReceived,
+    MemberEvent,
+    MemberJoined,
+    MemberLeft,
+    MemberLost,
+    MemberPaused,
+    MemberResumed,
+    MemberWorkDone,
+    NextStepReached,
+    ProcessContinued,
+    ProcessHalted,
+    ReadinessReported,
     Refusal,
-    Resumed,
+    RosterAnswered,
     StepReported,
-    WorkDone,
+    StreamDisconnected,
+    TrainingProposed,
 )
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import Phase, Trigger
@@ -75,8 +75,8 @@ class Job:
         *,
         spec: JobSpec,
         limits: Limits,
-        digest_of: Callable[[Roster], str],
-        size_problem: Callable[[Roster], str] = lambda roster: "",
+        digest_of: Callable[[GenerationRoster], str],
+        size_problem: Callable[[GenerationRoster], str] = lambda roster: "",
         phase_since_s: float = 0.0,
     ) -> None:
         """`size_problem` says why etcd would not take a roster's record; empty if it would."""
@@ -110,20 +110,20 @@ class Job:
         )
 
     def __repr__(self) -> str:
-        return f"Job({self.state!r}, told_paused={self._pause_keeper.told_paused!r})"
+        return f"Job({self.state!r}, announced_paused={self._pause_keeper.announced_paused!r})"
 
     # --- what the edge calls ---
 
-    def handle(self, event: Event, now_s: float) -> list[Effect]:
+    def handle(self, event: MemberEvent, now_s: float) -> list[Effect]:
         """Apply one event; returns the effects."""
         self._pause_keeper.keep_limits(now_s)
-        if isinstance(event, Joined):
+        if isinstance(event, MemberJoined):
             self._arrivals.joined(event, now_s)
         else:
             self._heard(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
-        self._pause_keeper.tell(now_s)
-        self._collecting.tell_waiting()
+        self._pause_keeper.announce_pauses(now_s)
+        self._collecting.notify_waiting()
         return self.state.take_effects()
 
     def stop(self, reason: str, now_s: float) -> list[Effect]:
@@ -137,7 +137,7 @@ class Job:
         self._lifetime.abandon(reason, now_s)
         return self.state.take_effects()
 
-    def keep_result(self, result: Result) -> list[Effect]:
+    def keep_result(self, result: JobResult) -> list[Effect]:
         """Note the result of a job that is over, in the job's own record."""
         self._lifetime.keep_result(result)
         return self.state.take_effects()
@@ -169,11 +169,11 @@ class Job:
             self._timeouts.drop_overdue(now_s)
         self._timeouts.drop_paused(now_s)
         self._advance(now_s)
-        self._pause_keeper.tell(now_s)
-        self._collecting.tell_waiting()
+        self._pause_keeper.announce_pauses(now_s)
+        self._collecting.notify_waiting()
         return self.state.take_effects()
 
-    def heartbeat(self, event: Heartbeat, now_s: float) -> None:
+    def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
         """Note what a heartbeat says of the member's trainer. Has no effects.
 
         Cheap, since it is called for every heartbeat.
@@ -191,9 +191,9 @@ class Job:
         """Return the time of the next call of `tick`, if no event comes before."""
         return min(self._timeouts.deadlines(), default=None)
 
-    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+    def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
         """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
-        self.state.heard_of_step(member_id, incarnation, step)
+        self.state.note_step(member_id, incarnation, step)
 
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified."""
@@ -222,19 +222,19 @@ class Job:
         return self.state.last_generation
 
     @property
-    def running(self) -> Roster | None:
+    def running(self) -> GenerationRoster | None:
         return self.state.running
 
     @property
-    def previous(self) -> Roster | None:
+    def previous(self) -> GenerationRoster | None:
         return self.state.previous
 
     @property
-    def attempt(self) -> Roster | None:
+    def attempt(self) -> GenerationRoster | None:
         return self.state.attempt
 
     @property
-    def members(self) -> dict[str, Member]:
+    def members(self) -> dict[str, MemberState]:
         return self.state.members
 
     @property
@@ -246,7 +246,7 @@ class Job:
         return self.state.setbacks
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> JobProgress:
         return self.state.progress
 
     @property
@@ -258,7 +258,7 @@ class Job:
         return self.state.end.lost
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> LifetimeFigures:
         return self.state.tally
 
     @property
@@ -270,11 +270,11 @@ class Job:
     def agreement(self) -> Agreement | None:
         return self.state.agreement
 
-    def members_of(self, roster: Roster) -> list[Member]:
+    def members_of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
         return self.state.members_of(roster)
 
-    def pausing(self) -> list[tuple[Member, Pause]]:
+    def pausing(self) -> list[tuple[MemberState, Pause]]:
         """Paused members that other members wait for."""
         return self._pause_keeper.pausing()
 
@@ -282,49 +282,49 @@ class Job:
         """Text that names the paused members and their limits; empty if no member is paused."""
         return self._pause_keeper.why_paused(now_s)
 
-    def rank_of(self, member: Member) -> int | None:
+    def rank_of(self, member: MemberState) -> int | None:
         """The member's rank in the running generation, else in the attempt, else in the last."""
         return self.state.rank_of(member)
 
     # --- what follows ---
 
-    def _heard(self, member: Member, event: Event, now_s: float) -> None:
+    def _heard(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
         match event:
-            case Proposed():
+            case TrainingProposed():
                 self._collecting.proposed(member, event.proposal, now_s)
-            case Answered():
+            case RosterAnswered():
                 self._attempts.answered(member, event, now_s)
             case StepReported():
                 self._breaks.step_reported(member, event, now_s)
-            case Offered():
+            case NextStepReached():
                 self._attempts.offered(member, event)
-            case BecameReady():
+            case ReadinessReported():
                 self._attempts.became_ready(member, event, now_s)
-            case Broke():
+            case BreakReported():
                 self._breaks.broke(member, event, now_s)
-            case Disconnected():
+            case StreamDisconnected():
                 self._arrivals.disconnected(member, now_s)
-            case Halted() | Continued():
+            case ProcessHalted() | ProcessContinued():
                 self._arrivals.halted(member, event, now_s)
-            case DrainAsked() | Paused() | Resumed():
+            case DrainRequested() | MemberPaused() | MemberResumed():
                 self._asked(member, event, now_s)
-            case Lost():
+            case MemberLost():
                 self._removal.remove(member, event.reason, now_s, cause=event.cause)
-            case WorkDone() | Left():
+            case MemberWorkDone() | MemberLeft():
                 self._ended(member, event, now_s)
             case _:
                 raise AssertionError(f"no handler for {event}")
 
-    def _ended(self, member: Member, event: WorkDone | Left, now_s: float) -> None:
-        if isinstance(event, WorkDone):
+    def _ended(self, member: MemberState, event: MemberWorkDone | MemberLeft, now_s: float) -> None:
+        if isinstance(event, MemberWorkDone):
             self._work_done(member, event, now_s)
         else:
             self._left(member, event, now_s)
 
-    def _work_done(self, member: Member, event: WorkDone, now_s: float) -> None:
+    def _work_done(self, member: MemberState, event: MemberWorkDone, now_s: float) -> None:
         if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
             # It has entered the generation, even if it has not said so to this leader.
-            ready = BecameReady(
+            ready = ReadinessReported(
                 member_id=member.member_id,
                 incarnation=member.incarnation,
                 generation=event.generation,
@@ -335,7 +335,7 @@ class Job:
         if event.closes and not self.state.end.completing:
             self._removal.complete(member, event.reason, now_s)
 
-    def _left(self, member: Member, event: Left, now_s: float) -> None:
+    def _left(self, member: MemberState, event: MemberLeft, now_s: float) -> None:
         # A member that joins with its work done does not end the training of the others.
         concerns_all = self.state.running is None or member.is_in(self.state.running)
         if event.completed and member.proposal is not None and member.proposal.stateless:
@@ -356,7 +356,7 @@ class Job:
         """Go on as far as time and the members that are present allow."""
         self.state.setbacks.release(now_s)
         if self.state.table.draining:
-            self._drains.let_go(now_s)
+            self._drains.release_overdue(now_s)
         if self.state.end.completing:
             return
         if self.state.deadlines.deadline_s is not None and now_s >= self.state.deadlines.deadline_s:
@@ -388,16 +388,21 @@ class Job:
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
 
-    def _freeze(self, chosen: list[Member], now_s: float) -> None:
+    def _freeze(self, chosen: list[MemberState], now_s: float) -> None:
         if not self._attempts.freeze(chosen, now_s):
             self._advance(now_s)
 
-    def _asked(self, member: Member, event: DrainAsked | Paused | Resumed, now_s: float) -> None:
+    def _asked(
+        self,
+        member: MemberState,
+        event: DrainRequested | MemberPaused | MemberResumed,
+        now_s: float,
+    ) -> None:
         """Handle what a member, or an operator on its behalf, asks of the others."""
         match event:
-            case DrainAsked():
+            case DrainRequested():
                 self._drains.ask(member, event, now_s)
-            case Paused():
+            case MemberPaused():
                 self._pause_keeper.begin(member, event, now_s)
-            case Resumed():
+            case MemberResumed():
                 self._pause_keeper.end(member, event, now_s)

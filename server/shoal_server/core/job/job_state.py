@@ -4,32 +4,32 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress, Tally
+from shoal_server.core.generations.progress import JobProgress, LifetimeFigures
 from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Conflict,
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
-    Record,
-    Roster,
     Step,
     Verdict,
 )
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.changes import Changes, Story
+from shoal_server.core.membership.changes import ChangeSummary, PendingChanges
 from shoal_server.core.membership.events import (
     BreakNotice,
     Effect,
-    Log,
+    EventRefused,
+    LogJobEvent,
     Notice,
     PrepareNotice,
     Refusal,
-    Refused,
+    SendNotice,
     StopAtNotice,
-    Tell,
 )
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.membership_table import MembershipTable
 from shoal_server.core.membership.phases import Phase, Trigger, after
 from shoal_server.core.membership.setbacks import Setbacks
@@ -92,21 +92,21 @@ class PhaseState:
 
 
 @dataclass(kw_only=True)
-class Tries:
+class AttemptCounts:
     """Failures since a generation last came to run."""
 
     failures: int = 0
     num_excluded: int = 0
     """Members that were ready and had to be left out; the job does not wait for that many others
     in their place."""
-    failed_roster: Roster | None = None
+    failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed."""
-    changes: Changes = field(default_factory=Changes)
+    changes: PendingChanges = field(default_factory=PendingChanges)
     """Departures and arrivals, from which the next generation's reason is made."""
 
 
 @dataclass(kw_only=True)
-class End:
+class JobEnd:
     """The end of a job, as far as it has come: members may no longer join."""
 
     completing: bool = False
@@ -125,41 +125,41 @@ class JobState:
     stage: PhaseState
     table: MembershipTable
     last_generation: Generation = NO_GENERATION
-    running: Roster | None = None
+    running: GenerationRoster | None = None
     """The generation that trains, if one does."""
-    previous: Roster | None = None
+    previous: GenerationRoster | None = None
     """The newest committed roster; members keep their ranks from it."""
     agreement: Agreement | None = None
     """Agreement on the roster in PREPARE or COMMITTED."""
-    record: Record | None = None
+    record: GenerationRecord | None = None
     """The newest committed record: that of the generation that runs or is brought up."""
     deadlines: Deadlines = field(default_factory=Deadlines)
-    tries: Tries = field(default_factory=Tries)
-    end: End = field(default_factory=End)
+    tries: AttemptCounts = field(default_factory=AttemptCounts)
+    end: JobEnd = field(default_factory=JobEnd)
     setbacks: Setbacks = field(default_factory=Setbacks)
-    progress: Progress = field(default_factory=Progress)
+    progress: JobProgress = field(default_factory=JobProgress)
     effects: list[Effect] = field(default_factory=list)
 
     @property
-    def tally(self) -> Tally:
+    def tally(self) -> LifetimeFigures:
         """Figures over the job's whole life, for people to read."""
         return self.progress.tally
 
     @property
-    def members(self) -> dict[str, Member]:
+    def members(self) -> dict[str, MemberState]:
         return self.table.members
 
     @property
-    def attempt(self) -> Roster | None:
+    def attempt(self) -> GenerationRoster | None:
         """The roster in PREPARE or COMMITTED."""
         return self.agreement.roster if self.agreement is not None else None
 
-    def members_of(self, roster: Roster) -> list[Member]:
+    def members_of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
         return self.table.of(roster)
 
     def agreement_of(
-        self, member: Member, generation: Generation, phase: Phase
+        self, member: MemberState, generation: Generation, phase: Phase
     ) -> Agreement | None:
         """The current attempt, if it is this generation in this phase and the member is in it."""
         agreement = self.agreement
@@ -167,23 +167,23 @@ class JobState:
             return None
         return agreement if member.is_in(agreement.roster) else None
 
-    def concerned(self, roster: Roster) -> list[Member]:
+    def concerned(self, roster: GenerationRoster) -> list[MemberState]:
         """Members to notify of the attempt's outcome: its own, and those that leave by it."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
-    def heard_of_step(self, member_id: str, incarnation: str, step: Step) -> None:
+    def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
         """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
         # A member that has not entered a generation yet may count steps of another run.
         if member.entered > NO_GENERATION and self._trains_together(member):
-            self.progress.heard_of(step)
+            self.progress.note_reached(step)
 
-    def _trains_together(self, member: Member) -> bool:
+    def _trains_together(self, member: MemberState) -> bool:
         rosters = (self.running, self.previous)
         return any(member.is_in(r) for r in rosters if r is not None and r.synchronous)
 
@@ -203,14 +203,14 @@ class JobState:
         roster = self.running or self.attempt or self.previous
         return roster is None or roster.synchronous
 
-    def rank_of(self, member: Member) -> int | None:
+    def rank_of(self, member: MemberState) -> int | None:
         """The member's rank in the running generation, else in the attempt, else in the last."""
         rosters = (self.running, self.attempt, self.previous)
         roster = next((r for r in rosters if r is not None and member.is_in(r)), None)
         return roster.ranks[member.member_id] if roster is not None else None
 
     @property
-    def able(self) -> Collection[Member]:
+    def able(self) -> Collection[MemberState]:
         """Candidates that may be in a roster now: all but those whose next try is put off.
 
         A member that trains is never put off. A member that holds state is tried again at once
@@ -227,11 +227,11 @@ class JobState:
             or (m.holds_state and setbacks.is_first(m.member_id))
         ]
 
-    def stays(self, member: Member) -> bool:
+    def stays(self, member: MemberState) -> bool:
         """True if the member trains, or keeps the job: newcomers give way to it, not it to them."""
         return member.is_in(self.running) or member.keeps_job
 
-    def at_fault(self, members: Iterable[Member]) -> list[Member]:
+    def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
         """Newcomers among the members, if others stay; otherwise all that do not train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
@@ -241,7 +241,7 @@ class JobState:
         """The number of members that a roster needs. Members that have done their work count."""
         return max(1, self.spec.min_members - len(self.table.finished))
 
-    def lacks_state(self, members: Iterable[Member]) -> bool:
+    def lacks_state(self, members: Iterable[MemberState]) -> bool:
         """True if a generation of these members could not continue from the step reached."""
         if self.running is not None or self.end.completing or not self.progress.has_trained:
             return False
@@ -250,36 +250,38 @@ class JobState:
     def refuse_if_over(self) -> None:
         """Raise Refused if the job takes no more members."""
         if self.end.lost is not None:
-            raise Refused(self.end.lost)
+            raise EventRefused(self.end.lost)
         if self.stage.phase is Phase.STOPPED:
-            raise Refused(refusals.stopped(self.spec.job, "is stopped", self.end.stopping))
+            raise EventRefused(refusals.stopped(self.spec.job, "is stopped", self.end.stopping))
         if self.stage.phase is Phase.FAILED:
-            raise Refused(refusals.stopped(self.spec.job, "has failed", self.stage.reason))
+            raise EventRefused(refusals.stopped(self.spec.job, "has failed", self.stage.reason))
         if self.stage.phase is Phase.FINISHED or self.end.completing:
-            raise Refused(refusals.finished(self.spec.job, self.stage.reason))
+            raise EventRefused(refusals.finished(self.spec.job, self.stage.reason))
 
-    def do(self, effect: Effect) -> None:
+    def emit(self, effect: Effect) -> None:
         self.effects.append(effect)
 
     def take_effects(self) -> list[Effect]:
         effects, self.effects = self.effects, []
         return effects
 
-    def tell(self, member: Member, notice: Notice) -> None:
-        self.do(Tell(member_id=member.member_id, incarnation=member.incarnation, notice=notice))
+    def notify_member(self, member: MemberState, notice: Notice) -> None:
+        self.emit(
+            SendNotice(member_id=member.member_id, incarnation=member.incarnation, notice=notice)
+        )
 
     def log(
         self,
         kind: str,
         reason: str,
-        member: Member | None = None,
+        member: MemberState | None = None,
         *,
-        story: Story | None = None,
+        story: ChangeSummary | None = None,
     ) -> None:
         member_id = member.member_id if member else ""
         generation = self.last_generation
-        self.do(
-            Log(
+        self.emit(
+            LogJobEvent(
                 kind=kind,
                 reason=reason,
                 member_id=member_id,
@@ -311,10 +313,10 @@ class JobState:
 
     def record_of(
         self, verdict: Verdict, reason: str, now_s: float, conflicts: tuple[Conflict, ...] = ()
-    ) -> Record:
+    ) -> GenerationRecord:
         agreement = self.agreement
         assert agreement is not None
-        return Record(
+        return GenerationRecord(
             job=self.spec.job,
             roster=agreement.roster,
             verdict=verdict,

@@ -4,37 +4,42 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.progress import Progress, Tally
-from shoal_server.core.generations.roster import Generation, JobSpec, Record, Roster
+from shoal_server.core.generations.progress import JobProgress, LifetimeFigures
+from shoal_server.core.generations.roster import (
+    Generation,
+    GenerationRecord,
+    GenerationRoster,
+    JobSpec,
+)
 from shoal_server.core.job.job import Job
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 
 GRACE_LEASES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class Saved:
+class SavedJob:
     """The stored state of a job."""
 
     last_generation: Generation
-    record: Record | None
+    record: GenerationRecord | None
     """The newest committed record."""
-    before: Record | None
+    before: GenerationRecord | None
     """The record committed before it, if that generation has not broken or aborted since."""
-    members: tuple[Member, ...]
+    members: tuple[MemberState, ...]
     finished: bool
     reason: str
-    progress: Progress = field(default_factory=Progress)
+    progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
     """Places searched for the state of a job that has lost it."""
     stopping: str = ""
     """Reason of a job's stop, past or to come."""
     failed: bool = False
-    tally: Tally = field(default_factory=Tally)
+    tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
     """Time at which the job was over; 0: unknown."""
     done: tuple[str, ...] = ()
@@ -43,11 +48,11 @@ class Saved:
 
 def restored(
     spec: JobSpec,
-    saved: Saved,
+    saved: SavedJob,
     *,
     limits: Limits,
-    digest_of: Callable[[Roster], str],
-    size_problem: Callable[[Roster], str] = lambda roster: "",
+    digest_of: Callable[[GenerationRoster], str],
+    size_problem: Callable[[GenerationRoster], str] = lambda roster: "",
     now_s: float,
 ) -> Job:
     """Make the job from its durable state.
@@ -100,7 +105,7 @@ def restored(
 
 
 def _continue_generation(
-    state: JobState, record: Record, before: Record | None, now_s: float
+    state: JobState, record: GenerationRecord, before: GenerationRecord | None, now_s: float
 ) -> None:
     roster = record.roster
     state.record, state.previous = record, roster

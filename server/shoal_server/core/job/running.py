@@ -3,19 +3,19 @@
 from dataclasses import replace
 
 from shoal_server.core.generations.agreement import Agreement
-from shoal_server.core.generations.roster import NO_GENERATION, Generation, Roster
+from shoal_server.core.generations.roster import NO_GENERATION, Generation, GenerationRoster
 from shoal_server.core.job.endings import Endings, Removal
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.events import (
-    Broke,
-    Paused,
+    BreakReported,
+    MemberPaused,
+    MemberResumed,
     PausesNotice,
     Refusal,
-    Resumed,
     StepReported,
 )
-from shoal_server.core.membership.member import MAX_NAMES, Member
+from shoal_server.core.membership.member import MAX_NAMES, MemberState
 from shoal_server.core.membership.pauses import Pause, told
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
@@ -29,7 +29,7 @@ class BringUps:
         self._endings = endings
         self._removal = removal
 
-    def failed_under(self, member: Member, event: Broke, now_s: float) -> bool:
+    def failed_under(self, member: MemberState, event: BreakReported, now_s: float) -> bool:
         """Handle a failed bring-up. True if that settles the event: it ended the attempt, or
         removed the member."""
         own = event.own and self._shares_failure(member, event.generation)
@@ -52,7 +52,7 @@ class BringUps:
             self.blame(member, event.generation, event.error, now_s)
         return is_attempt or self._state.members.get(member.member_id) is not member
 
-    def _shares_failure(self, member: Member, generation: Generation) -> bool:
+    def _shares_failure(self, member: MemberState, generation: Generation) -> bool:
         """True if this is the member's first report of its failure in the newest bring-up."""
         if member.failed_in >= generation:
             return False
@@ -63,26 +63,26 @@ class BringUps:
         )
 
     @property
-    def _brought_up(self) -> Roster | None:
+    def _brought_up(self) -> GenerationRoster | None:
         """The roster that is being brought up, or the last one whose bring-up failed."""
         if self._state.stage.phase is Phase.COMMITTED:
             return self._state.attempt
         return self._state.tries.failed_roster
 
-    def _newcomers(self) -> list[Member]:
+    def _newcomers(self) -> list[MemberState]:
         """Members of the newest bring-up that join others, if some of it stay."""
         roster = self._brought_up
         members = self._state.members_of(roster) if roster is not None else []
         newcomers = [m for m in members if not self._state.stays(m)]
         return newcomers if len(newcomers) < len(members) else []
 
-    def _put_off(self, newcomers: list[Member], error: str, now_s: float) -> None:
+    def _put_off(self, newcomers: list[MemberState], error: str, now_s: float) -> None:
         """Put off the newcomers' next try: the others stopped for them in vain."""
         for newcomer in newcomers:
             self._state.setbacks.shared(newcomer.member_id, now_s)
             newcomer.waits(f"another try: in the last one, {error}", now_s)
 
-    def blame(self, member: Member, generation: Generation, error: str, now_s: float) -> None:
+    def blame(self, member: MemberState, generation: Generation, error: str, now_s: float) -> None:
         """Count the member's own failure: it is tried again, or removed after its last try."""
         member.failed_in = generation
         num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
@@ -99,7 +99,7 @@ class BringUps:
     def left_out(self, member_id: str, error: str) -> Refusal:
         return refusals.cannot_bring_up(self._state.spec.job, member_id, MAX_TRIES, error)
 
-    def has_no_way_back(self, member: Member, generation: Generation) -> bool:
+    def has_no_way_back(self, member: MemberState, generation: Generation) -> bool:
         """True if the member's attempt has no intact running generation to return to."""
         agreement = self._state.agreement_of(member, generation, Phase.COMMITTED)
         intact = (
@@ -107,7 +107,7 @@ class BringUps:
         )
         return agreement is not None and agreement.roster.synchronous and not intact
 
-    def lost_its_old(self, agreement: Agreement, member: Member) -> bool:
+    def lost_its_old(self, agreement: Agreement, member: MemberState) -> bool:
         """True if the member is still to enter a planned generation and no old one runs."""
         waits = self._state.stage.phase is Phase.COMMITTED and agreement.has_boundary
         return waits and self._state.running is None and member.member_id in agreement.unready
@@ -124,7 +124,7 @@ class Breaks:
         self._removal = removal
         self._bring_ups = bring_ups
 
-    def broke(self, member: Member, event: Broke, now_s: float) -> None:
+    def broke(self, member: MemberState, event: BreakReported, now_s: float) -> None:
         """Handle a failed collective. Members that are disconnected too are lost; if none is, a
         loss may be noticed later."""
         if self._state.table.has_finished(member):
@@ -143,7 +143,7 @@ class Breaks:
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
                 # An earlier leader announced its end, or this member was away then.
-                self._state.tell(member, self._state.break_notice(event.generation))
+                self._state.notify_member(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:
             return
@@ -164,7 +164,7 @@ class Breaks:
             # All members are connected and have reported the break: no loss explains it.
             self._endings.break_off((), f"{self._state.stage.reason}; all members answer", now_s)
 
-    def step_reported(self, member: Member, event: StepReported, now_s: float) -> None:
+    def step_reported(self, member: MemberState, event: StepReported, now_s: float) -> None:
         self._state.refuse_if_over()
         if event.left < member.entered or self._state.table.has_finished(member):
             return  # Late: the member has trained since.
@@ -177,7 +177,7 @@ class Breaks:
             step, has_state = event.step, event.has_state
             member.proposal = replace(member.proposal, step=step, has_state=has_state)
             if has_state and not member.proposal.stateless:
-                self._state.progress.heard_of(step)
+                self._state.progress.note_reached(step)
         self._state.table.settle((member,), settled=True)
         if event.enough_for_call:
             self._state.table.in_call[member.member_id] = event.enough_for_call
@@ -197,7 +197,7 @@ class Breaks:
                 else:
                     self._removal.refuse(member, refusals.timeout(reason), now_s)
 
-    def _who_is_away(self, members: list[Member], now_s: float) -> str:
+    def _who_is_away(self, members: list[MemberState], now_s: float) -> str:
         """Name the members that have been in the script's own code for at least half of
         `collective_s`, or return "".
 
@@ -221,14 +221,14 @@ class PauseKeeper:
 
     def __init__(self, state: JobState) -> None:
         self._state = state
-        self.told_paused: tuple[str, ...] = ()
+        self.announced_paused: tuple[str, ...] = ()
         """Paused members that all members were last notified of."""
 
-    def pausing(self) -> list[tuple[Member, Pause]]:
+    def pausing(self) -> list[tuple[MemberState, Pause]]:
         """Paused members that other members wait for."""
         return [each for each in self._state.table.pauses if self._is_waited_for(each[0])]
 
-    def _is_waited_for(self, member: Member) -> bool:
+    def _is_waited_for(self, member: MemberState) -> bool:
         if not self._state.attempt_is_synchronous:
             return False
         if self._state.running is None:
@@ -258,26 +258,26 @@ class PauseKeeper:
         self._state.deadlines.hold(by_s)
         self._state.table.postpone_drains(by_s)
 
-    def tell(self, now_s: float) -> None:
+    def announce_pauses(self, now_s: float) -> None:
         """Notify all members if the set of paused members has changed. Call after each event."""
         paused = tuple(sorted(member.member_id for member, _ in self.pausing()))
         self._state.table.pauses.hold(now_s, held=bool(paused))
-        if paused == self.told_paused:
+        if paused == self.announced_paused:
             return
-        self.told_paused = paused
-        self.tell_all()
+        self.announced_paused = paused
+        self.send_pauses()
 
-    def tell_all(self) -> None:
+    def send_pauses(self) -> None:
         """Send all members the pauses: their own limits restart, or stop during a pause."""
         notice = self.notice()
         for member in self._state.members.values():
-            self._state.tell(member, notice)
+            self._state.notify_member(member, notice)
 
     def notice(self) -> PausesNotice:
         reason = self.why_paused() or self._state.stage.reason
-        return PausesNotice(reason=reason, member_ids=self.told_paused)
+        return PausesNotice(reason=reason, member_ids=self.announced_paused)
 
-    def begin(self, member: Member, event: Paused, now_s: float) -> None:
+    def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> None:
         known = self._state.table.pauses.of(member)
         pause = self._state.table.pauses.begin(member, event, now_s)
         if known is None and pause is not None:
@@ -285,7 +285,7 @@ class PauseKeeper:
             text += f", {pause.limit_s:g} s at the most"
             self._state.log("member_paused", text, member)
 
-    def end(self, member: Member, event: Resumed, now_s: float) -> None:
+    def end(self, member: MemberState, event: MemberResumed, now_s: float) -> None:
         pause = self._state.table.pauses.end(member, event.number)
         # The pause announced the time that the member spent in its own code.
         member.trainer.own_code_since_s = None

@@ -9,7 +9,7 @@ from shoal_server.core.job.endings import Endings, Removal
 from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.running import BringUps, PauseKeeper
 from shoal_server.core.membership import refusals
-from shoal_server.core.membership.member import Member, names_of
+from shoal_server.core.membership.member import MemberState, names_of
 from shoal_server.core.membership.pauses import told
 from shoal_server.core.membership.phases import Phase, Trigger
 
@@ -60,7 +60,7 @@ class Timeouts:
         if now_s < moved_s + self._state.limits.bring_up_s and not is_over:
             self._state.deadlines.deadline_s = moved_s + self._state.limits.bring_up_s
             # Members that wait for the end of this bring-up restart their limits.
-            self._pause_keeper.tell_all()
+            self._pause_keeper.send_pauses()
             return
         to_stop = self._state.running is not None and agreement.stop_at is None
         late = agreement.unoffered if to_stop and agreement.unoffered else agreement.unready
@@ -115,7 +115,7 @@ class Timeouts:
             default=None,
         )
 
-    def _who_was_ready(self, ready: list[Member]) -> str:
+    def _who_was_ready(self, ready: list[MemberState]) -> str:
         amid = self._collecting.amid_call()
         num_needed = self._collecting.num_needed(amid)
         if not amid:
@@ -125,7 +125,7 @@ class Timeouts:
             f" takes at least {num_needed} of those who began it; members that join cannot help"
         )
 
-    def _waits_since_s(self, member: Member) -> float:
+    def _waits_since_s(self, member: MemberState) -> float:
         return max(
             member.waiting_since_s,
             self._state.stage.since_s,
@@ -157,7 +157,7 @@ class Timeouts:
         if self._state.deadlines.overdue_check_s is not None:
             yield self._state.deadlines.overdue_check_s
         for member in self._state.table.draining.values():
-            if not member.drain.let_go and member.drain.since_s is not None:
+            if not member.drain.is_released and member.drain.since_s is not None:
                 yield member.drain.since_s + self._state.limits.drain_s
         if self._state.stage.phase is Phase.COLLECT and not self._state.end.completing:
             yield from self._collect_deadlines()

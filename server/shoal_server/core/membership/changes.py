@@ -7,7 +7,7 @@ Gathered from the moment that a generation runs until the next one does, and sum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from shoal_server.core.generations.roster import NO_GENERATION, Generation, Roster, Step
+from shoal_server.core.generations.roster import NO_GENERATION, Generation, GenerationRoster, Step
 
 MAX_NAMES = 10
 MAX_CAUSE = 160
@@ -27,7 +27,7 @@ class Departure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Story:
+class ChangeSummary:
     """Summary of how a generation came to replace the one before."""
 
     generation: Generation
@@ -48,10 +48,10 @@ class Story:
 
 
 @dataclass(kw_only=True)
-class Changes:
+class PendingChanges:
     """Events since a generation last came to run."""
 
-    before: Roster | None = None
+    before: GenerationRoster | None = None
     """The newest roster that ran."""
     departures: dict[str, Departure] = field(default_factory=dict)
     trouble: str = ""
@@ -72,7 +72,7 @@ class Changes:
             self.broke_s = now_s
         self.trouble = self.trouble or trouble
 
-    def cause(self, roster: Roster) -> str:
+    def cause(self, roster: GenerationRoster) -> str:
         """The reason for this roster, as a line of text."""
         lost, left, joined, _ = self._sorted(roster)
         parts = [f"lost {text}" for text in _grouped(lost)]
@@ -90,11 +90,11 @@ class Changes:
         return "; ".join([*([", ".join(parts)] if parts else []), f"{num}{how}"])[:MAX_LINE]
 
     def story(
-        self, roster: Roster, cause: str, *, start: Step, reached: Step, now_s: float
-    ) -> Story:
+        self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
+    ) -> ChangeSummary:
         """Sum up the changes once the roster runs. `cause` is the reason in its record."""
         lost, left, joined, stayed = self._sorted(roster)
-        return Story(
+        return ChangeSummary(
             generation=roster.generation,
             cause=cause,
             lost=lost,
@@ -107,7 +107,7 @@ class Changes:
             down_s=0.0 if self.broke_s is None else max(0.0, now_s - self.broke_s),
         )
 
-    def runs(self, roster: Roster) -> None:
+    def runs(self, roster: GenerationRoster) -> None:
         """Start anew from this roster: it runs, and the changes up to it are reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
@@ -117,7 +117,7 @@ class Changes:
         return NO_GENERATION if self.before is None else self.before.generation
 
     def _sorted(
-        self, roster: Roster
+        self, roster: GenerationRoster
     ) -> tuple[tuple[Departure, ...], tuple[Departure, ...], tuple[str, ...], tuple[str, ...]]:
         """Members that were lost, left, joined and stayed. A new process of a member has joined."""
         before = self.before.member_ids if self.before is not None else ()

@@ -6,18 +6,18 @@ from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Conflict,
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
     MemberInfo,
     Proposal,
-    Record,
-    Roster,
     Step,
 )
-from shoal_server.core.membership.changes import Story
+from shoal_server.core.membership.changes import ChangeSummary
 
 
 @dataclass(frozen=True, kw_only=True)
-class Event:
+class MemberEvent:
     """An input of the state machine. Refused if `incarnation` is not the member's current one."""
 
     member_id: str
@@ -25,7 +25,7 @@ class Event:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Joined(Event):
+class MemberJoined(MemberEvent):
     spec: JobSpec
     info: MemberInfo
     generation: Generation = NO_GENERATION
@@ -33,7 +33,7 @@ class Joined(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Proposed(Event):
+class TrainingProposed(MemberEvent):
     proposal: Proposal
 
 
@@ -45,7 +45,7 @@ class Rejection:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answered(Event):
+class RosterAnswered(MemberEvent):
     generation: Generation
     digest: str
     rejections: tuple[Rejection, ...] = ()
@@ -56,7 +56,7 @@ class Answered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepReported(Event):
+class StepReported(MemberEvent):
     """The trainer has stopped; its state is that after `step` optimizer steps."""
 
     step: Step
@@ -69,7 +69,7 @@ class StepReported(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Offered(Event):
+class NextStepReached(MemberEvent):
     """The trainer waits before `next_step`."""
 
     generation: Generation
@@ -77,14 +77,14 @@ class Offered(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BecameReady(Event):
+class ReadinessReported(MemberEvent):
     generation: Generation
     step: Step | None = None
     """Optimizer steps after which the state was that it starts from; None: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Broke(Event):
+class BreakReported(MemberEvent):
     """A collective failed under the member, or it could not bring the generation up."""
 
     generation: Generation
@@ -96,12 +96,12 @@ class Broke(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disconnected(Event):
+class StreamDisconnected(MemberEvent):
     """The member's stream broke; it may come back."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Heartbeat(Event):
+class HeartbeatReceived(MemberEvent):
     """State of the trainer in a heartbeat."""
 
     moved: int = 0
@@ -115,24 +115,24 @@ class Heartbeat(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Halted(Event):
+class ProcessHalted(MemberEvent):
     """A signal halted the process; it may go on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued(Event):
+class ProcessContinued(MemberEvent):
     """A halted process goes on."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class DrainAsked(Event):
+class DrainRequested(MemberEvent):
     """The member is to finish its step, hand over and leave."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class Paused(Event):
+class MemberPaused(MemberEvent):
     """The trainer runs the script's own code, and the others are to wait for it."""
 
     reason: str
@@ -144,7 +144,7 @@ class Paused(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resumed(Event):
+class MemberResumed(MemberEvent):
     """The pause is over."""
 
     number: int = 0
@@ -152,20 +152,20 @@ class Resumed(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lost(Event):
+class MemberLost(MemberEvent):
     reason: str
     cause: str = ""
     """The reason in a word or two, for the next generation's reason; empty: `reason` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Left(Event):
+class MemberLeft(MemberEvent):
     completed: bool
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkDone(Event):
+class MemberWorkDone(MemberEvent):
     """A member that stays has done its own work, or closes the job."""
 
     reason: str
@@ -187,13 +187,13 @@ class Notice:
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareNotice(Notice):
-    roster: Roster
+    roster: GenerationRoster
     digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutcomeNotice(Notice):
-    record: Record
+    record: GenerationRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,21 +284,21 @@ class RefusedNotice(Notice):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tell:
+class SendNotice:
     member_id: str
     incarnation: str
     notice: Notice
 
 
 @dataclass(frozen=True, kw_only=True)
-class Write:
+class WriteGeneration:
     """Make the record durable before any later effect is carried out."""
 
-    record: Record
+    record: GenerationRecord
 
 
 @dataclass(frozen=True, kw_only=True)
-class Admit:
+class AdmitMember:
     """Give the member its key in etcd, under a lease."""
 
     member_id: str
@@ -306,7 +306,7 @@ class Admit:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Expel:
+class ExpelMember:
     """Delete the member's key, which fences its incarnation everywhere, and end its stream."""
 
     member_id: str
@@ -315,33 +315,41 @@ class Expel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Log:
+class LogJobEvent:
     """Record an event for people: the log, the page and `shoal why` show it."""
 
     kind: str
     reason: str
     member_id: str = ""
     generation: Generation = NO_GENERATION
-    story: Story | None = None
+    story: ChangeSummary | None = None
     """Story of a generation that has come to run."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Save:
+class SaveJobRecord:
     """Make the job's own record durable, as it is now, before any later effect is carried out."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finish:
+class FinishJob:
     """Make the job's end durable before any later effect is carried out."""
 
     reason: str
 
 
-Effect = Tell | Write | Admit | Expel | Log | Save | Finish
+Effect = (
+    SendNotice
+    | WriteGeneration
+    | AdmitMember
+    | ExpelMember
+    | LogJobEvent
+    | SaveJobRecord
+    | FinishJob
+)
 
 
-class Refused(Exception):
+class EventRefused(Exception):
     """Raised for an event that the state machine refuses; the state is unchanged."""
 
     def __init__(self, refusal: Refusal) -> None:

@@ -7,9 +7,9 @@ from shoal_server.core.generations.roster import (
     NO_GENERATION,
     Candidate,
     Generation,
+    GenerationRoster,
     MemberInfo,
     Proposal,
-    Roster,
 )
 
 MAX_NAMES = 10
@@ -22,7 +22,7 @@ class Drain:
     since_s: float | None = None
     """Time at which it was asked to; None: it is not to leave."""
     reason: str = ""
-    let_go: bool = False
+    is_released: bool = False
     """True once it was notified to leave at its next step boundary."""
 
 
@@ -48,12 +48,12 @@ class Wait:
 
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
-    stands_by: bool = False
+    is_standby: bool = False
     """True if it was notified that no time limit of its own runs."""
 
 
 @dataclass(kw_only=True)
-class Member:
+class MemberState:
     member_id: str
     incarnation: str
     info: MemberInfo
@@ -76,10 +76,10 @@ class Member:
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
-    def waits(self, reason: str, now_s: float, *, stands_by: bool = False) -> None:
+    def waits(self, reason: str, now_s: float, *, is_standby: bool = False) -> None:
         """Note what the member waits for; the time restarts only if the reason changes."""
         since_s = self.wait.since_s if reason == self.wait.reason else now_s
-        self.wait = Wait(reason=reason, since_s=since_s, stands_by=stands_by)
+        self.wait = Wait(reason=reason, since_s=since_s, is_standby=is_standby)
 
     @property
     def waiting_for(self) -> str:
@@ -90,9 +90,9 @@ class Member:
         return self.wait.since_s
 
     @property
-    def stands_by(self) -> bool:
+    def is_standby(self) -> bool:
         """True if it was notified that no time limit of its own runs while it waits."""
-        return self.wait.stands_by
+        return self.wait.is_standby
 
     @property
     def holds_state(self) -> bool:
@@ -112,7 +112,7 @@ class Member:
         """State flag and step of the member; the largest pair among the members is the job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
-    def is_in(self, roster: Roster | None) -> bool:
+    def is_in(self, roster: GenerationRoster | None) -> bool:
         return roster is not None and roster.holds(self.member_id, self.incarnation)
 
     def as_candidate(self) -> Candidate:
@@ -125,7 +125,7 @@ class Member:
         )
 
 
-def names_of(members: Iterable[Member]) -> str:
+def names_of(members: Iterable[MemberState]) -> str:
     """The first ten ids in order, and how many more; "nobody" for none."""
     names = sorted(m.member_id for m in members)
     shown = ", ".join(names[:MAX_NAMES])

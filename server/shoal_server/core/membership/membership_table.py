@@ -7,10 +7,10 @@ the same in a job of ten thousand as in one of ten.
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
-from shoal_server.core.generations.roster import Proposal, Roster, Step
+from shoal_server.core.generations.roster import GenerationRoster, Proposal, Step
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import Refusal
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.pauses import Pauses
 
 MAX_EXPELLED = 10_000
@@ -21,10 +21,10 @@ class MembershipTable:
     """The members by id. State that the table indexes is changed by the table's methods only."""
 
     limits: Limits
-    members: dict[str, Member] = field(default_factory=dict)
-    candidates: dict[str, Member] = field(default_factory=dict)
+    members: dict[str, MemberState] = field(default_factory=dict)
+    candidates: dict[str, MemberState] = field(default_factory=dict)
     """Members that have proposed and are to stay, in the order of their proposals."""
-    draining: dict[str, Member] = field(default_factory=dict)
+    draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """Incarnations that may not return, the oldest first, each with its refusal: a call that was
@@ -38,21 +38,21 @@ class MembershipTable:
     finished: set[str] = field(default_factory=set)
     """Members that have done their work, present or gone. None of them is waited for, and each
     counts towards the minimum."""
-    told_waiting: int = 0
+    num_announced_waiting: int = 0
     """Number of members without a rank that was last reported to torchrun's nodes."""
     _unsettled: set[str] = field(default_factory=set)
     # By id, the earliest first: an entry that is added later has a later time.
-    _disconnected: dict[str, Member] = field(default_factory=dict)
-    _halted: dict[str, Member] = field(default_factory=dict)
+    _disconnected: dict[str, MemberState] = field(default_factory=dict)
+    _halted: dict[str, MemberState] = field(default_factory=dict)
 
-    def admit(self, member: Member) -> None:
+    def admit(self, member: MemberState) -> None:
         """Add a member; the table holds no other of its name."""
         self.members[member.member_id] = member
         self.finished.discard(member.member_id)
         if not member.settled:
             self._unsettled.add(member.member_id)
 
-    def remove(self, member: Member, refusal: Refusal | None = None) -> None:
+    def remove(self, member: MemberState, refusal: Refusal | None = None) -> None:
         """Remove the member; its incarnation may not return."""
         name = member.member_id
         for table in (self.members, self.candidates, self.draining, self._disconnected):
@@ -66,32 +66,32 @@ class MembershipTable:
         if len(self.expelled) > MAX_EXPELLED:
             del self.expelled[next(iter(self.expelled))]
 
-    def propose(self, member: Member, proposal: Proposal) -> None:
+    def propose(self, member: MemberState, proposal: Proposal) -> None:
         member.proposal = proposal
         self.unheard.discard(member.member_id)
         if member.drain.since_s is None and member.member_id not in self.finished:
             self.candidates[member.member_id] = member
 
-    def drain(self, member: Member, reason: str, now_s: float) -> None:
+    def drain(self, member: MemberState, reason: str, now_s: float) -> None:
         """Note that the member is to leave: no further roster includes it."""
         member.drain.since_s, member.drain.reason = now_s, reason
         self.draining[member.member_id] = member
         self.candidates.pop(member.member_id, None)
 
-    def finish(self, member: Member) -> None:
+    def finish(self, member: MemberState) -> None:
         """Note that the member has done its work: it has stopped, and no roster includes it."""
         self.settle((member,), settled=True)
         self.finished.add(member.member_id)
         for table in (self.candidates, self.draining):
             table.pop(member.member_id, None)
 
-    def hold_state(self, members: Iterable[Member], step: Step) -> None:
+    def hold_state(self, members: Iterable[MemberState], step: Step) -> None:
         """Note that the members hold the state after this step, whatever they proposed."""
         for member in members:
             if member.proposal is not None:
                 member.proposal = replace(member.proposal, step=step, has_state=True)
 
-    def settle(self, members: Iterable[Member], *, settled: bool) -> None:
+    def settle(self, members: Iterable[MemberState], *, settled: bool) -> None:
         """Note that the members have stopped, or that they have not."""
         for member in members:
             if member.member_id in self.finished:
@@ -103,22 +103,22 @@ class MembershipTable:
             else:
                 self._unsettled.add(member.member_id)
 
-    def disconnect(self, member: Member, now_s: float) -> None:
+    def disconnect(self, member: MemberState, now_s: float) -> None:
         self._disconnected.pop(member.member_id, None)
         member.disconnected_s = now_s
         self._disconnected[member.member_id] = member
 
-    def halt(self, member: Member, now_s: float) -> None:
+    def halt(self, member: MemberState, now_s: float) -> None:
         if member.halted_s is None:
             member.halted_s = now_s
             self._halted[member.member_id] = member
 
-    def go_on(self, member: Member) -> None:
+    def go_on(self, member: MemberState) -> None:
         """Note that a halted process goes on."""
         member.halted_s = None
         self._halted.pop(member.member_id, None)
 
-    def show_life(self, member: Member) -> None:
+    def show_life(self, member: MemberState) -> None:
         """Note that the member's stream is back."""
         member.disconnected_s = None
         self._disconnected.pop(member.member_id, None)
@@ -143,18 +143,18 @@ class MembershipTable:
     def all_settled(self) -> bool:
         return not self._unsettled
 
-    def unsettled(self) -> list[Member]:
+    def unsettled(self) -> list[MemberState]:
         return [self.members[name] for name in sorted(self._unsettled)]
 
-    def of(self, roster: Roster) -> list[Member]:
+    def of(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job, by rank."""
         present = (self.members.get(e.member_id) for e in roster.entries)
         return [m for m in present if m is not None and m.is_in(roster)]
 
-    def has_finished(self, member: Member) -> bool:
+    def has_finished(self, member: MemberState) -> bool:
         return member.member_id in self.finished
 
-    def trainers(self, roster: Roster) -> list[Member]:
+    def trainers(self, roster: GenerationRoster) -> list[MemberState]:
         """Members of the roster that are still in the job and have work left, by rank."""
         return [m for m in self.of(roster) if m.member_id not in self.finished]
 
@@ -164,11 +164,11 @@ class MembershipTable:
         known = len(self.candidates) + len(self.draining)
         return len(self.members) - known - sum(name in self.members for name in self.finished)
 
-    def has_finished_in(self, roster: Roster) -> bool:
+    def has_finished_in(self, roster: GenerationRoster) -> bool:
         """True if a member of the roster has done its work."""
         return any(name in self.finished for name in roster.ranks) if self.finished else False
 
-    def overdue(self, now_s: float) -> Iterator[tuple[Member, str, str]]:
+    def overdue(self, now_s: float) -> Iterator[tuple[MemberState, str, str]]:
         """Members that were disconnected or halted for too long, each with the reason for which it
         is lost, in full and in short."""
         for member in list(self._halted.values()):
@@ -187,14 +187,14 @@ class MembershipTable:
             yield self._halt_ends_s(member)
 
     @staticmethod
-    def _first(table: dict[str, Member]) -> Iterator[Member]:
+    def _first(table: dict[str, MemberState]) -> Iterator[MemberState]:
         if table:
             yield next(iter(table.values()))
 
-    def _reconnect_ends_s(self, member: Member) -> float:
+    def _reconnect_ends_s(self, member: MemberState) -> float:
         assert member.disconnected_s is not None
         return member.disconnected_s + self.limits.reconnect_s
 
-    def _halt_ends_s(self, member: Member) -> float:
+    def _halt_ends_s(self, member: MemberState) -> float:
         assert member.halted_s is not None
         return member.halted_s + self.limits.halt_s

@@ -7,8 +7,8 @@ time that passes (`Pauses.hold`). The detection of losses goes on.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from shoal_server.core.membership.events import Paused
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.events import MemberPaused
+from shoal_server.core.membership.member import MemberState
 
 MAX_NAMES = 3
 
@@ -32,14 +32,14 @@ class Pause:
 class Pauses:
     """The pauses of one job's members, including those that no other member waits for."""
 
-    _paused: dict[str, tuple[Member, Pause]] = field(default_factory=dict)
-    _over: dict[str, tuple[Member, int]] = field(default_factory=dict)
+    _paused: dict[str, tuple[MemberState, Pause]] = field(default_factory=dict)
+    _over: dict[str, tuple[MemberState, int]] = field(default_factory=dict)
     """Number, by member id, of its newest pause that is over, if it states numbers."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
     """Time up to which pauses have last held the limits."""
 
-    def begin(self, member: Member, event: Paused, now_s: float) -> Pause | None:
+    def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
         """Begin or update the member's pause; the newest message counts. Returns None if the pause
         is over already and the message was late."""
         over, known = self._over.get(member.member_id), self.of(member)
@@ -57,7 +57,7 @@ class Pauses:
         self._paused[member.member_id] = (member, pause)
         return pause
 
-    def end(self, member: Member, number: int = 0) -> Pause | None:
+    def end(self, member: MemberState, number: int = 0) -> Pause | None:
         """End the member's pause of that number (0: any); returns it, or None if there was none."""
         known = self.of(member)
         if number and known is not None and number < known.number:
@@ -68,17 +68,17 @@ class Pauses:
             del self._paused[member.member_id]
         return known
 
-    def gone(self, member: Member) -> None:
+    def gone(self, member: MemberState) -> None:
         """Forget a process that is no longer a member."""
         self.end(member)
         if (over := self._over.get(member.member_id)) is not None and over[0] is member:
             del self._over[member.member_id]
 
-    def of(self, member: Member) -> Pause | None:
+    def of(self, member: MemberState) -> Pause | None:
         known = self._paused.get(member.member_id)
         return known[1] if known is not None and known[0] is member else None
 
-    def __iter__(self) -> Iterator[tuple[Member, Pause]]:
+    def __iter__(self) -> Iterator[tuple[MemberState, Pause]]:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
@@ -93,7 +93,7 @@ class Pauses:
         return now_s - since_s
 
 
-def told(member: Member, rank: int | None, pause: Pause, now_s: float | None = None) -> str:
+def told(member: MemberState, rank: int | None, pause: Pause, now_s: float | None = None) -> str:
     """Text of a pause: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
     name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
     text = f"{name} is paused: {pause.reason}"

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 
-def whom_to_exclude(
+def members_to_exclude(
     unreachable: Mapping[str, Mapping[str, str]], *, newest_last: Sequence[str], kept: set[str]
 ) -> dict[str, str]:
     """Members to exclude so that all others reach each other, each with the errors seen.

@@ -1,12 +1,12 @@
 """Refusals of the membership, all worded in this file."""
 
 from shoal_server.core.generations.conflicts import in_short
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Conflict, Generation, JobSpec, Step
-from shoal_server.core.membership.events import Event, Refusal, RefusalKind
+from shoal_server.core.membership.events import MemberEvent, Refusal, RefusalKind
 
 
-def not_a_member(job: str, event: Event, generation: Generation) -> Refusal:
+def not_a_member(job: str, event: MemberEvent, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} is not a member of job {job}",
@@ -25,7 +25,7 @@ def drained(job: str, member_id: str, reason: str) -> Refusal:
     )
 
 
-def replaced(event: Event, incarnation: str, generation: Generation) -> Refusal:
+def replaced(event: MemberEvent, incarnation: str, generation: Generation) -> Refusal:
     return Refusal(
         kind=RefusalKind.FENCED,
         what=f"{event.member_id} was replaced by a newer process",
@@ -100,7 +100,7 @@ def not_over(job: str, reason: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"job {job} is not over: it can be joined",
         seen=reason,
-        expected="a job that failed, was stopped, or whose state is lost; or one without members",
+        expected="a job that failed, was stopped, lost its state, or has no members",
         fix=f"`shoal stop {job}` ends it at a step boundary.",
     )
 
@@ -125,12 +125,12 @@ def of_an_earlier_run(job: str, seen: str) -> Refusal:
     )
 
 
-def state_lost(job: str, progress: Progress, seen: str) -> Refusal:
+def state_lost(job: str, progress: JobProgress, seen: str) -> Refusal:
     reached = f"step {progress.reached}" if progress.reached else "its first steps"
     return Refusal(
         kind=RefusalKind.STATE_LOST,
         what=f"the state of job {job} is lost: it had reached {reached}, in generation"
-        f" {progress.trained_in}, and nobody holds it any more",
+        f" {progress.trained_in}, and no member holds it any more",
         seen=seen,
         expected="a member that holds it, or a checkpoint that every member sees",
         fix="Run it with --fresh to start from step 0; or, with checkpoints=shoal.Checkpoints(...)"

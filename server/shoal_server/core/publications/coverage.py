@@ -9,7 +9,7 @@ Numbers = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class PublishedTensor:
     """A tensor as the model has it: global shape, in elements."""
 
     name: str
@@ -19,7 +19,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class PublishedSlice:
     """A rectangular part of a tensor, contiguous and row-major in a segment."""
 
     tensor: int
@@ -36,8 +36,8 @@ class Slice:
 class PublishedLayout:
     """The place of each element of a version."""
 
-    tensors: tuple[Tensor, ...]
-    slices: tuple[Slice, ...]
+    tensors: tuple[PublishedTensor, ...]
+    slices: tuple[PublishedSlice, ...]
     segment_bytes: Numbers
 
 
@@ -56,8 +56,8 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
     its rank's.
     """
     indices: dict[str, int] = {}
-    tensors: list[Tensor] = []
-    slices: list[Slice] = []
+    tensors: list[PublishedTensor] = []
+    slices: list[PublishedSlice] = []
     for rank, part in enumerate(parts):
         if len(part.segment_bytes) != 1:
             raise NotCovered(
@@ -84,7 +84,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
                     seen=f"tensor {each.tensor} in segment {each.segment}",
                     expected=f"one of its {len(own)} tensors, in segment {rank}",
                 )
-            slices.append(Slice(own[each.tensor], each.offsets, each.sizes, rank, each.at))
+            slices.append(PublishedSlice(own[each.tensor], each.offsets, each.sizes, rank, each.at))
     sizes = tuple(part.segment_bytes[0] for part in parts)
     return PublishedLayout(tuple(tensors), tuple(slices), sizes)
 
@@ -92,7 +92,7 @@ def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
 def check_cover(layout: PublishedLayout) -> None:
     """Raise NotCovered unless the slices cover each element of each tensor exactly once, and lie
     within their segments."""
-    of_tensor: dict[int, list[Slice]] = defaultdict(list)
+    of_tensor: dict[int, list[PublishedSlice]] = defaultdict(list)
     for each in layout.slices:
         of_tensor[each.tensor].append(_whole(each, layout))
     for index, tensor in enumerate(layout.tensors):
@@ -115,14 +115,14 @@ def check_cover(layout: PublishedLayout) -> None:
             )
 
 
-def _whole(each: Slice, layout: PublishedLayout) -> Slice:
+def _whole(each: PublishedSlice, layout: PublishedLayout) -> PublishedSlice:
     if each.sizes or each.offsets:
         return each
     shape = layout.tensors[each.tensor].shape
-    return Slice(each.tensor, (0,) * len(shape), shape, each.segment, each.at)
+    return PublishedSlice(each.tensor, (0,) * len(shape), shape, each.segment, each.at)
 
 
-def _check_bounds(each: Slice, tensor: Tensor, layout: PublishedLayout) -> None:
+def _check_bounds(each: PublishedSlice, tensor: PublishedTensor, layout: PublishedLayout) -> None:
     shape = tensor.shape
     fits = len(each.offsets) == len(each.sizes) == len(shape) and all(
         start + size <= length
@@ -143,7 +143,7 @@ def _check_bounds(each: Slice, tensor: Tensor, layout: PublishedLayout) -> None:
         )
 
 
-def _overlapping(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
+def _overlapping(boxes: Sequence[PublishedSlice]) -> tuple[PublishedSlice, PublishedSlice] | None:
     """Two boxes with an element in common; None if there are none.
 
     Sweeps along the dimension in which the boxes begin at the most places, so that few are open at
@@ -155,7 +155,7 @@ def _overlapping(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
     if not num_dims:
         return boxes[0], boxes[1]
     along = max(range(num_dims), key=lambda d: len({box.offsets[d] for box in boxes}))
-    still_open: list[Slice] = []
+    still_open: list[PublishedSlice] = []
     for box in sorted(boxes, key=lambda each: each.offsets[along]):
         start = box.offsets[along]
         still_open = [b for b in still_open if b.offsets[along] + b.sizes[along] > start]
@@ -166,15 +166,15 @@ def _overlapping(boxes: Sequence[Slice]) -> tuple[Slice, Slice] | None:
     return None
 
 
-def _meet(one: Slice, other: Slice) -> bool:
+def _meet(one: PublishedSlice, other: PublishedSlice) -> bool:
     pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in pairs)
 
 
-def _shown(each: Slice) -> str:
+def _shown(each: PublishedSlice) -> str:
     spans = ", ".join(f"{a}:{a + n}" for a, n in zip(each.offsets, each.sizes, strict=False))
     return f"[{spans}] of segment {each.segment}"
 
 
-def _kind(tensor: Tensor) -> str:
+def _kind(tensor: PublishedTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"

@@ -53,7 +53,7 @@ class BeginRequested:
     keep: int
     copies: int
     is_ending: bool = False
-    """It lets go of the series, and announces nothing."""
+    """True if the publisher releases the series, and announces no version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,26 +18,26 @@ from shoal_server.core.replication.backing.missing_shards import MissingShards
 from shoal_server.core.replication.backing.primary_watch import PrimaryWatch
 from shoal_server.core.replication.known_records import KnownRecords
 from shoal_server.core.replication.leading.led_shard import LedShard
-from shoal_server.core.replication.leading.led_shards import Leading
+from shoal_server.core.replication.leading.led_shards import LedShards
 from shoal_server.core.replication.lease import Lease
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
-    Acknowledge,
-    Answer,
+    AcknowledgeVersion,
+    AckRefusalReason,
     CloseLink,
-    Drop,
+    DropShard,
     Effect,
-    Lead,
+    LeadShard,
     LoadJournal,
-    Note,
-    Refusal,
-    Refuse,
-    Settle,
+    LogLine,
+    RefuseVersion,
+    SendReply,
+    SettleCopy,
     StepDown,
-    Write,
+    WriteShardRecord,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
-from shoal_server.core.replication.protocol.messages import Key, Refused, Why
+from shoal_server.core.replication.protocol.messages import BackupRefusalReason, BackupRefused, Key
 from shoal_server.core.shards.assignments import (
     Holder,
     ShardAssignment,
@@ -55,7 +55,7 @@ class ReplicationCore:
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self.me = me
         self.lease = Lease(limits)
-        self.leading = Leading(limits)
+        self.leading = LedShards(limits)
         self._records = KnownRecords()
         self._copies = Copies(me, self._records.runs)
         self._watch = PrimaryWatch(limits.probe_s)
@@ -64,39 +64,39 @@ class ReplicationCore:
         self._is_fenced = False
         self._now_s = -inf
         self._handlers: Mapping[type, Callable[[Any], Effects]] = {
-            ev.Assigned: self._assigned,
-            ev.Written: self._written,
-            ev.NotWritten: self._not_written,
-            ev.Refreshed: self._refreshed,
+            ev.ShardAssigned: self._assigned,
+            ev.ShardRecordWritten: self._written,
+            ev.ShardRecordNotWritten: self._not_written,
+            ev.ShardRecordRefreshed: self._refreshed,
             ev.LeaseRenewed: self._renewed,
             ev.LeaseEnded: self._lease_ended,
-            ev.Created: self._created,
-            ev.Applied: self._applied,
-            ev.Asked: self._asked,
-            ev.Abandoned: self._abandoned,
-            ev.OnDisk: self._on_disk,
+            ev.ShardCreated: self._created,
+            ev.PushApplied: self._applied,
+            ev.AckRequested: self._asked,
+            ev.AckAbandoned: self._abandoned,
+            ev.VersionJournaled: self._on_disk,
             ev.DiskFailed: self._disk_failed,
-            ev.Stopped: self._stopped,
-            ev.Settled: self._settled,
+            ev.PushesStopped: self._stopped,
+            ev.CopySettled: self._settled,
             ev.CopyFailed: self._copy_failed,
-            ev.Forget: self._forgotten,
+            ev.ShardRetired: self._forgotten,
             ev.LinkOpened: self._link_opened,
-            ev.LinkBroke: self._link_broke,
-            ev.Held: self._held,
-            ev.Replied: self._replied,
+            ev.LinkBroken: self._link_broke,
+            ev.RecordDelivered: self._held,
+            ev.ReplyReceived: self._replied,
             ev.ImageCut: self._image_cut,
             ev.ImageNotCut: self._image_not_cut,
-            ev.CallerCame: self._caller_came,
-            ev.CallerLeft: self._caller_left,
-            ev.Requested: self._requested,
+            ev.IncomingLinkOpened: self._caller_came,
+            ev.IncomingLinkEnded: self._caller_left,
+            ev.RequestReceived: self._requested,
             ev.ChunkStored: self._chunk_stored,
             ev.ImageRestored: self._image_restored,
             ev.ImageFailed: self._image_failed,
-            ev.Probed: self._probed,
-            ev.JournalHas: self._journal_has,
-            ev.NotInJournal: self._not_in_journal,
-            ev.ServersSeen: self._servers_seen,
-            ev.Woken: self._woken,
+            ev.PeerProbed: self._probed,
+            ev.JournalShardFound: self._journal_has,
+            ev.JournalShardMissing: self._not_in_journal,
+            ev.ServersListed: self._servers_seen,
+            ev.WakeTimeReached: self._woken,
         }
 
     def step(self, event: ev.Event, now_s: float) -> list[Effect]:
@@ -152,13 +152,13 @@ class ReplicationCore:
             return
         if self.revised(key, assignment, self._now_s) != assignment:
             self._records.begin_write(key)
-            yield Write(key)
+            yield WriteShardRecord(key)
         else:
             led = self.leading.find(key)
             if led is not None:
                 led.written()
 
-    def _written(self, event: ev.Written) -> Effects:
+    def _written(self, event: ev.ShardRecordWritten) -> Effects:
         self._records.end_write(event.key)
         if (led := self.leading.find(event.key)) is not None:
             led.written()
@@ -166,18 +166,18 @@ class ReplicationCore:
         else:
             yield from self._wish(event.key)
 
-    def _not_written(self, event: ev.NotWritten) -> Effects:
+    def _not_written(self, event: ev.ShardRecordNotWritten) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             yield from led.keep_leading()
 
-    def _refreshed(self, event: ev.Refreshed) -> Effects:
+    def _refreshed(self, event: ev.ShardRecordRefreshed) -> Effects:
         yield from self._copies.known(event.key, self._records.find(event.key))
 
-    def _assigned(self, event: ev.Assigned) -> Effects:
+    def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
         if new is not None and self._records.is_of_another_run(key, event.run):
             # What is here of the last run has nothing in common with this one's.
-            yield from self._assigned(ev.Assigned(key, None))
+            yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.put(key, new, event.run)
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
@@ -186,7 +186,7 @@ class ReplicationCore:
             yield from self._tell_of_drop(key, old)
         yield from self._copies.forget_unwanted_image(key, new)
         if new is None or self.me not in new.holders:
-            yield from self._let_go(key)
+            yield from self._drop_roles(key)
             if new is None:
                 self._claims.take(key)
         elif new.primary == self.me:
@@ -199,16 +199,18 @@ class ReplicationCore:
 
     def _tell_of_drop(self, key: Key, old: ShardAssignment | None) -> Effects:
         if old is not None and self._copies.find(key) is not None:
-            refusal = Refused(key, old.epoch, Why.NO_COPY, "it was let go of")
+            refusal = BackupRefused(
+                key, old.epoch, BackupRefusalReason.NO_COPY, "the copy was dropped"
+            )
             for link in self._watch.links(old.primary):
-                yield Answer(old.primary, link, refusal)
+                yield SendReply(old.primary, link, refusal)
 
-    def _let_go(self, key: Key) -> Effects:
+    def _drop_roles(self, key: Key) -> Effects:
         led = self.leading.find(key)
         if led is not None:
             self._leave_on_disk(led)
             yield from self.leading.end(key)
-            yield Drop(key)
+            yield DropShard(key)
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
@@ -225,7 +227,7 @@ class ReplicationCore:
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
                 # It was written anew: what is here is of no use to anybody.
-                yield from self._let_go(key)
+                yield from self._drop_roles(key)
             else:
                 yield from self._step_down(led)
         elif copy is not None:
@@ -233,7 +235,7 @@ class ReplicationCore:
                 yield from self._copies.drop(key)
             elif copy.phase is CopyPhase.HELD:
                 copy.phase = CopyPhase.SETTLING
-                yield Settle(key, None if stopped else copy.primary)
+                yield SettleCopy(key, None if stopped else copy.primary)
         elif key in self._claims and new.content is ShardContent.PRESENT:
             self._claims.take(key)
             if new.on_disk == self.me.server_id:
@@ -261,7 +263,7 @@ class ReplicationCore:
         self._claims.take(led.key)
         led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
-        yield Lead(led.key, led.epoch)
+        yield LeadShard(led.key, led.epoch)
         yield from self._tend(led)
 
     def _tend(self, led: LedShard) -> Effects:
@@ -277,7 +279,11 @@ class ReplicationCore:
             return
         holds = self.lease.holds(self._now_s)
         for token in led.released():
-            yield Acknowledge(token) if holds else Refuse(token, Refusal.FENCED)
+            yield (
+                AcknowledgeVersion(token)
+                if holds
+                else RefuseVersion(token, AckRefusalReason.FENCED)
+            )
 
     def _step_down(self, led: LedShard) -> Effects:
         """Keep the shard as a copy: another server leads it, or this one in a later epoch."""
@@ -288,13 +294,13 @@ class ReplicationCore:
         self._copies.keep(led.key, copy)
         yield StepDown(led.key, self._records[led.key].epoch)
 
-    def _settled(self, event: ev.Settled) -> Effects:
+    def _settled(self, event: ev.CopySettled) -> Effects:
         key, new = event.key, self._records.find(event.key)
         copy = self._copies.find(key)
         if copy is None or copy.phase is not CopyPhase.SETTLING:
             return
         if copy.received > event.version:
-            yield Settle(key)  # More was received meanwhile.
+            yield SettleCopy(key)  # More was received meanwhile.
             return
         copy.phase, copy.received = CopyPhase.HELD, event.version
         if new is not None and copy.is_of_other_content(new):
@@ -307,46 +313,46 @@ class ReplicationCore:
             yield from self._wish(key)
         yield from self._copies.known(key, new)
 
-    def _created(self, event: ev.Created) -> Effects:
+    def _created(self, event: ev.ShardCreated) -> Effects:
         key, new = event.key, self._records.find(event.key)
         if self.leading.find(key) is not None:
             return
         if new is None or (new.primary, new.epoch) != (self.me, event.epoch):
-            yield Drop(key)
+            yield DropShard(key)
             return
         yield from self._copies.drop(key)
         led = self.leading.led(key, new, event.version, origin=0, born=event.epoch)
         yield from self._begin(led)
 
-    def _applied(self, event: ev.Applied) -> Effects:
+    def _applied(self, event: ev.PushApplied) -> Effects:
         led = self.leading.find(event.key)
         if led is None or event.version <= led.version:
             return
         led.version = event.version
         if not event.is_kept:
             led.not_kept(event.version)
-        yield from self.leading.tell(led, event.version)
+        yield from self.leading.send_update(led, event.version)
         if not led.followers:
             yield from self._release(led)
             yield from led.trimmed()
 
-    def _asked(self, event: ev.Asked) -> Effects:
+    def _asked(self, event: ev.AckRequested) -> Effects:
         led = self.leading.find(event.key)
         if led is None or led.epoch != event.epoch:
-            yield Refuse(event.token, Refusal.DEPOSED)
+            yield RefuseVersion(event.token, AckRefusalReason.DEPOSED)
         elif not self.lease.holds(self._now_s):
-            yield Refuse(event.token, Refusal.FENCED)
+            yield RefuseVersion(event.token, AckRefusalReason.FENCED)
         else:
             answer = led.asked(event.token, event.version, event.level)
             if answer is not None:
                 yield answer
 
-    def _abandoned(self, event: ev.Abandoned) -> Effects:
+    def _abandoned(self, event: ev.AckAbandoned) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             led.abandon(event.token)
         yield from ()
 
-    def _on_disk(self, event: ev.OnDisk) -> Effects:
+    def _on_disk(self, event: ev.VersionJournaled) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
@@ -356,20 +362,20 @@ class ReplicationCore:
         if (led := self.leading.find(event.key)) is not None:
             yield from led.disk_failed()
 
-    def _stopped(self, event: ev.Stopped) -> Effects:
+    def _stopped(self, event: ev.PushesStopped) -> Effects:
         if (led := self.leading.find(event.key)) is not None:
             led.stopped(event.version)
             yield from self._tend(led)
 
     def _copy_failed(self, event: ev.CopyFailed) -> Effects:
-        yield Note("copy_failed", key=event.key)
+        yield LogLine("copy_failed", key=event.key)
         yield from self._tell_of_drop(event.key, self._records.find(event.key))
         yield from self._copies.drop(event.key)
         yield from self._wish(event.key)
 
-    def _forgotten(self, event: ev.Forget) -> Effects:
+    def _forgotten(self, event: ev.ShardRetired) -> Effects:
         self._missing.excuse(event.key, self._records.find(event.key))
-        yield from self._let_go(event.key)
+        yield from self._drop_roles(event.key)
 
     # --- links from here ---
 
@@ -378,11 +384,11 @@ class ReplicationCore:
         if not links.is_current(event.peer, event.link):
             yield CloseLink(event.peer, event.link)
             return
-        links.came_up(event.peer)
+        links.mark_open(event.peer)
         for led in self.leading.followed_by(event.peer):
             yield from self.leading.offer(led, event.peer)
 
-    def _link_broke(self, event: ev.LinkBroke) -> Effects:
+    def _link_broke(self, event: ev.LinkBroken) -> Effects:
         if not self.leading.links.is_current(event.peer, event.link):
             return
         touched = self.leading.link_broke(event, self._now_s)
@@ -390,14 +396,14 @@ class ReplicationCore:
         for led in touched.shards:
             yield from self._tend(led)
 
-    def _held(self, event: ev.Held) -> Effects:
+    def _held(self, event: ev.RecordDelivered) -> Effects:
         if (led := self.leading.held(event)) is not None:
             yield from self._release(led)
 
-    def _replied(self, event: ev.Replied) -> Effects:
+    def _replied(self, event: ev.ReplyReceived) -> Effects:
         if not self.leading.links.is_current(event.peer, event.link):
             return
-        self.leading.links.heard(event.peer)
+        self.leading.links.note_reply(event.peer)
         touched = self.leading.replied(event.peer, event.reply, self._now_s)
         yield from touched.effects
         for led in touched.shards:
@@ -411,24 +417,24 @@ class ReplicationCore:
         yield from self.leading.image_cut(event)
 
     def _image_not_cut(self, event: ev.ImageNotCut) -> Effects:
-        yield Note("image_not_taken", key=event.key, detail=event.detail)
+        yield LogLine("image_not_taken", key=event.key, detail=event.detail)
         yield from self.leading.image_not_cut(event)
         if (led := self.leading.find(event.key)) is not None:
             yield from self._tend(led)
 
     # --- links to here ---
 
-    def _caller_came(self, event: ev.CallerCame) -> Effects:
+    def _caller_came(self, event: ev.IncomingLinkOpened) -> Effects:
         self._watch.came(event.peer, event.link)
         yield from ()
 
-    def _caller_left(self, event: ev.CallerLeft) -> Effects:
+    def _caller_left(self, event: ev.IncomingLinkEnded) -> Effects:
         for key in self._copies.of(event.peer) if event.is_torn else ():
-            yield Note("copy_torn", key=key, peer=event.peer)
+            yield LogLine("copy_torn", key=key, peer=event.peer)
             yield from self._copy_failed(ev.CopyFailed(key))
         yield from self._watch.left(event.peer, event.link)
 
-    def _requested(self, event: ev.Requested) -> Effects:
+    def _requested(self, event: ev.RequestReceived) -> Effects:
         if self._watch.calls(event.peer, event.link):
             assignment = self._records.find(event.request.key)
             yield from self._copies.requested(event.peer, event.link, event.request, assignment)
@@ -441,26 +447,26 @@ class ReplicationCore:
         yield from self._wish(event.key)
 
     def _image_failed(self, event: ev.ImageFailed) -> Effects:
-        why = Why.FULL if event.is_full else Why.FAILED
+        why = BackupRefusalReason.FULL if event.is_full else BackupRefusalReason.FAILED
         yield from self._copies.failed(event.key, event.image, why, event.detail)
 
-    def _probed(self, event: ev.Probed) -> Effects:
+    def _probed(self, event: ev.PeerProbed) -> Effects:
         yield from self._watch.probed(event.peer, event.answers, self._now_s)
         for key in self._watch.backed(event.peer) if self._watch.is_dead(event.peer) else ():
             yield from self._wish(key)
 
     # --- after a restart ---
 
-    def _journal_has(self, event: ev.JournalHas) -> Effects:
+    def _journal_has(self, event: ev.JournalShardFound) -> Effects:
         self._claims.found(event.key, event.epoch, event.version)
         yield from self._wish(event.key)
 
-    def _not_in_journal(self, event: ev.NotInJournal) -> Effects:
-        yield Note("shard_not_in_journal", key=event.key)
+    def _not_in_journal(self, event: ev.JournalShardMissing) -> Effects:
+        yield LogLine("shard_not_in_journal", key=event.key)
         self._claims.not_there(event.key, event.epoch)
         yield from self._wish(event.key)
 
-    def _servers_seen(self, event: ev.ServersSeen) -> Effects:
+    def _servers_seen(self, event: ev.ServersListed) -> Effects:
         keys = self.open_claims
         self._claims.seen(
             event.present,
@@ -478,23 +484,23 @@ class ReplicationCore:
         self.lease.renewed(event.sent_s)
         if self._is_fenced and self.lease.holds(self._now_s):
             self._is_fenced = False
-            yield Note("acknowledges_again")
+            yield LogLine("acknowledges_again")
 
     def _lease_ended(self, event: ev.LeaseEnded) -> Effects:
         self.lease.end(self._now_s)
         yield from self._passed()
 
-    def _woken(self, event: ev.Woken) -> Effects:
+    def _woken(self, event: ev.WakeTimeReached) -> Effects:
         yield from self._watch.due(self._now_s)
         yield from self.leading.links.due(self._now_s)
         for led in self.leading.due(self._now_s):
             yield from self._tend(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if this server may have been taken for dead."""
+        """Refuse all waiting callers if other servers may have given this one up."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True
-        yield Note("acknowledges_nothing")
+        yield LogLine("acknowledges_nothing")
         for led in self.leading.all():
-            yield from led.refused(Refusal.FENCED)
+            yield from led.refused(AckRefusalReason.FENCED)

@@ -28,15 +28,15 @@ from math import inf
 from typing import Any
 
 from shoal_server.core.samples.requests import (
-    Answer,
     EpochCounts,
     LedgerCounts,
-    Request,
-    SampleRange,
+    LedgerRange,
+    SampleAnswer,
+    SampleRequest,
     StaleRequest,
     TooManyRanges,
 )
-from shoal_server.core.samples.spans import Spans
+from shoal_server.core.samples.spans import IntegerSpans
 
 MAX_OPEN_EPOCHS = 2
 MAX_RESERVED_EPOCHS = 64
@@ -49,7 +49,9 @@ FORMAT = 1
 
 
 class _Epoch:
-    def __init__(self, number: int, free: Spans, completed: Spans, returned: int) -> None:
+    def __init__(
+        self, number: int, free: IntegerSpans, completed: IntegerSpans, returned: int
+    ) -> None:
         self.number = number
         self.free = free
         self.completed = completed
@@ -60,12 +62,12 @@ class _Member:
     def __init__(self, incarnation: str) -> None:
         self.incarnation = incarnation
         self.sequence = 0
-        self.answer: SampleRange | None = None
+        self.answer: LedgerRange | None = None
         self.waits = False
         """True if the member holds nothing, and there was nothing to lease to it."""
-        self.held: dict[int, Spans] = {}
+        self.held: dict[int, IntegerSpans] = {}
         self.reserve = 0
-        self.not_held: tuple[SampleRange, ...] = ()
+        self.not_held: tuple[LedgerRange, ...] = ()
         """Ranges that its latest request claimed and that it does not hold."""
         self.begun: int | None = None
         """Samples begun, of those held at its latest request. None: all of them may be."""
@@ -83,7 +85,7 @@ class _Member:
         return sum(spans.size for spans in self.held.values())
 
 
-class Ledger:
+class SampleLedger:
     """The books of one job. Every method leaves them untouched when it raises."""
 
     def __init__(self, *, dataset_size: int, num_epochs: int) -> None:
@@ -136,7 +138,7 @@ class Ledger:
             for name, member in self._members.items()
         }
 
-    def answer(self, request: Request, num_members: int = 1) -> Answer:
+    def answer(self, request: SampleRequest, num_members: int = 1) -> SampleAnswer:
         """Book completed ranges, take back dropped ones, and lease the member a new range.
 
         `num_members`: members that share an epoch, including those that have not asked yet.
@@ -160,7 +162,7 @@ class Ledger:
             is_idle = request.num_samples > 0 and not member.num_held
             self._note_wait(member, is_idle and not self.exhausted)
             is_news = is_news or member.answer is not None
-        return Answer(
+        return SampleAnswer(
             range=member.answer,
             exhausted=self.exhausted,
             reserve_max=self._told(self._share(member, request, num_members)),
@@ -172,7 +174,7 @@ class Ledger:
         """Sequence number of each member's latest request."""
         return {name: member.sequence for name, member in self._members.items()}
 
-    def ignore(self, completed: Iterable[SampleRange]) -> None:
+    def ignore(self, completed: Iterable[LedgerRange]) -> None:
         """Count ranges reported by a fenced member; they became free when it was lost."""
         self._ignored += sum(min(max(r.stop - r.start, 0), self.dataset_size) for r in completed)
 
@@ -228,25 +230,25 @@ class Ledger:
             returned=epoch.returned,
         )
 
-    def _book(self, member: _Member, request: Request) -> bool:
+    def _book(self, member: _Member, request: SampleRequest) -> bool:
         """Apply a request's reports to the books; returns True if anything was booked."""
-        held = {number: Spans(spans) for number, spans in member.held.items()}
+        held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
         booked = list(_taken(held, request.completed))
         booked_late = list(_taken(held, request.completed_before))
         num_reported = sum(self._size_of(report) for report in request.completed)
         num_booked = sum(r.stop - r.start for r in booked)
-        kept: dict[int, Spans] = {}
-        not_held: list[SampleRange] = []
+        kept: dict[int, IntegerSpans] = {}
+        not_held: list[LedgerRange] = []
         for claim in request.held:
-            own = held.get(claim.epoch, Spans()).within(claim.start, claim.stop)
-            rest = Spans([(claim.start, claim.stop)])
+            own = held.get(claim.epoch, IntegerSpans()).within(claim.start, claim.stop)
+            rest = IntegerSpans([(claim.start, claim.stop)])
             for start, stop in own:
-                kept.setdefault(claim.epoch, Spans()).add(start, stop)
+                kept.setdefault(claim.epoch, IntegerSpans()).add(start, stop)
                 rest.remove(start, stop)
-            not_held += [SampleRange(claim.epoch, start, stop) for start, stop in rest]
+            not_held += [LedgerRange(claim.epoch, start, stop) for start, stop in rest]
         dropped = [
-            SampleRange(number, start, stop)
+            LedgerRange(number, start, stop)
             for number, spans in _without(held, kept).items()
             for start, stop in spans
         ]
@@ -266,10 +268,12 @@ class Ledger:
         self._close_completed()
         return bool(unused or booked or booked_late or dropped or num_reported)
 
-    def _size_of(self, report: SampleRange) -> int:
+    def _size_of(self, report: LedgerRange) -> int:
         return min(max(report.stop - report.start, 0), self.dataset_size)
 
-    def _lease(self, member: _Member, request: Request, num_members: int) -> SampleRange | None:
+    def _lease(
+        self, member: _Member, request: SampleRequest, num_members: int
+    ) -> LedgerRange | None:
         num_samples = request.num_samples
         if num_samples > 0 and member.reserve:
             room = self._share(member, request, num_members) - member.num_held
@@ -282,8 +286,8 @@ class Ledger:
         start, stop = epoch.free.first()
         stop = min(stop, start + min(num_samples, MAX_LEASE_SAMPLES))
         epoch.free.remove(start, stop)
-        member.held.setdefault(epoch.number, Spans()).add(start, stop)
-        return SampleRange(epoch.number, start, stop)
+        member.held.setdefault(epoch.number, IntegerSpans()).add(start, stop)
+        return LedgerRange(epoch.number, start, stop)
 
     def _note_wait(self, member: _Member, waits: bool) -> None:
         self._num_waiting += waits - member.waits
@@ -293,7 +297,7 @@ class Ledger:
         """Maximum to tell the member: a third above its share unless a member lacks samples."""
         return share if self._num_waiting else share + share // 3
 
-    def _share(self, member: _Member, request: Request, num_members: int) -> int:
+    def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
         """Number of samples that the member may hold at present; 0 if it wants no reserve.
 
         Members that have not asked yet are expected to want the same reserve.
@@ -319,7 +323,7 @@ class Ledger:
         number = self._num_closed + len(self._open)
         if number == self.num_epochs or len(self._open) >= self._num_openable:
             return None
-        self._open.append(_Epoch(number, Spans([(0, self.dataset_size)]), Spans(), 0))
+        self._open.append(_Epoch(number, IntegerSpans([(0, self.dataset_size)]), IntegerSpans(), 0))
         return self._open[-1]
 
     def _close_completed(self) -> None:
@@ -364,7 +368,7 @@ class Ledger:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> "Ledger":
+    def from_json(cls, data: Mapping[str, Any]) -> "SampleLedger":
         """Read the books that `to_json` wrote. Raises ValueError if they do not add up, and
         KeyError, TypeError or AttributeError if the data has another shape."""
         _check_numbers(data)
@@ -388,7 +392,10 @@ class Ledger:
 
     def _epoch_from_json(self, entry: Mapping[str, Any]) -> _Epoch:
         # Completed positions are neither free nor held. Not stored, so they cannot disagree.
-        free, completed = Spans(map(tuple, entry["free"])), Spans([(0, self.dataset_size)])
+        free, completed = (
+            IntegerSpans(map(tuple, entry["free"])),
+            IntegerSpans([(0, self.dataset_size)]),
+        )
         held = [s for m in self._members.values() for s in m.held.get(entry["epoch"], ())]
         for start, stop in [*free, *held]:
             if completed.within(start, stop) != [(start, stop)]:
@@ -412,16 +419,20 @@ def _check_numbers(data: object) -> None:
         raise ValueError(f"sample ledger with {data!r} in it; expected integers from 0 to 2^63")
 
 
-def _taken(held: Mapping[int, Spans], ranges: Iterable[SampleRange]) -> Iterator[SampleRange]:
+def _taken(
+    held: Mapping[int, IntegerSpans], ranges: Iterable[LedgerRange]
+) -> Iterator[LedgerRange]:
     """Remove the parts of `ranges` that are held, and yield them."""
     for r in ranges:
-        for start, stop in held.get(r.epoch, Spans()).within(r.start, r.stop):
+        for start, stop in held.get(r.epoch, IntegerSpans()).within(r.start, r.stop):
             held[r.epoch].remove(start, stop)
-            yield SampleRange(r.epoch, start, stop)
+            yield LedgerRange(r.epoch, start, stop)
 
 
-def _without(held: Mapping[int, Spans], kept: Mapping[int, Spans]) -> dict[int, Spans]:
-    rest = {number: Spans(spans) for number, spans in held.items()}
+def _without(
+    held: Mapping[int, IntegerSpans], kept: Mapping[int, IntegerSpans]
+) -> dict[int, IntegerSpans]:
+    rest = {number: IntegerSpans(spans) for number, spans in held.items()}
     for number, spans in kept.items():
         for start, stop in spans:
             rest[number].remove(start, stop)
@@ -441,7 +452,7 @@ def _member_to_json(member: _Member) -> dict[str, Any]:
 def _member_from_json(data: Mapping[str, Any]) -> _Member:
     member = _Member(data["incarnation"])
     member.sequence = data["sequence"]
-    member.answer = SampleRange(*data["answer"]) if data["answer"] else None
+    member.answer = LedgerRange(*data["answer"]) if data["answer"] else None
     for number, start, stop in data["held"]:
-        member.held.setdefault(number, Spans()).add(start, stop)
+        member.held.setdefault(number, IntegerSpans()).add(start, stop)
     return member

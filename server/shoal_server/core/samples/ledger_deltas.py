@@ -256,7 +256,7 @@ class _Reader:
 
     def end(self) -> None:
         if self._at != len(self._data):
-            raise ValueError(f"{len(self._data) - self._at} bytes behind the end of a delta")
+            raise ValueError(f"{len(self._data) - self._at} bytes after the end of a delta")
 
     def _take(self, length: int) -> bytes:
         found = self._data[self._at : self._at + length]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class SampleRange:
+class LedgerRange:
     """Positions [start, stop) of one epoch's permutation."""
 
     epoch: int
@@ -14,15 +14,15 @@ class SampleRange:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class SampleRequest:
     """One member's report of completed samples, and its request for more."""
 
     member_id: str
     incarnation: str
     sequence: int
     """Rises with each request; the same number again is a retry."""
-    completed: Sequence[SampleRange] = ()
-    held: Sequence[SampleRange] = ()
+    completed: Sequence[LedgerRange] = ()
+    held: Sequence[LedgerRange] = ()
     """Ranges that the member still works at. Others that it holds in the books are freed."""
     num_samples: int = 0
     """Samples wanted; 0: report only. The leased range may be shorter, never longer."""
@@ -30,9 +30,9 @@ class Request:
     """Samples that the member wants to hold in all, to train on while no coordinator answers."""
     step_samples: int = 1
     """Samples of one step: leases are multiples of it, unless an epoch ends."""
-    given_back: Sequence[SampleRange] = ()
+    given_back: Sequence[LedgerRange] = ()
     """Ranges that the member held and never began."""
-    completed_before: Sequence[SampleRange] = ()
+    completed_before: Sequence[LedgerRange] = ()
     """Ranges reported before, maybe to books that were lost. Those booked already do not count."""
     begun: int = 0
     """Samples that the member, if it has a reserve, holds and has begun ..."""
@@ -41,14 +41,14 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class SampleAnswer:
     """Answer to a request. With no range and not `exhausted`, other members hold the rest."""
 
-    range: SampleRange | None
+    range: LedgerRange | None
     exhausted: bool
     reserve_max: int = 0
     """Samples that the member may hold in all, so that others have a share. 0: any number."""
-    not_held: Sequence[SampleRange] = ()
+    not_held: Sequence[LedgerRange] = ()
     """Ranges that the member claimed and does not hold, and so must not begin."""
     is_news: bool = True
     """True if anything was booked."""

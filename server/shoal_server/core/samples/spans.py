@@ -4,7 +4,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 
 
-class Spans:
+class IntegerSpans:
     """A set of integers whose cost grows with its gaps, not with its size."""
 
     __slots__ = ("_starts", "_stops")
@@ -23,7 +23,7 @@ class Spans:
         return len(self._starts)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Spans) and list(self) == list(other)
+        return isinstance(other, IntegerSpans) and list(self) == list(other)
 
     __hash__ = None  # type: ignore[assignment]  # it changes
 

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 Who = TypeVar("Who")
 
 
-class Absences(Generic[Who]):
+class ServerAbsences(Generic[Who]):
     """Absences of servers, updated at each call of `away_s`. One that is back, or no longer named,
     is forgotten: a later absence begins anew."""
 

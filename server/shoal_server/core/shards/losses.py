@@ -19,7 +19,7 @@ MAX_SNAPSHOT_TEXT = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
+class LossExplanation:
     """Reason why a lost shard is unavailable, in the parts of an error."""
 
     what: str
@@ -138,7 +138,7 @@ def given_up(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
     """Let a lost shard begin anew: any worker may create it. The epoch rises, so that the new shard
-    is not taken for the old one. The record names no disk, so no journal brings the old one
+    is not mistaken for the old one. The record names no disk, so no journal brings the old one
     back."""
     if shard.content is not ShardContent.LOST:
         return shard
@@ -198,7 +198,7 @@ def cure(job: str, shard: ShardAssignment) -> str:
     )
 
 
-def explained(job: str, shard: ShardAssignment) -> Explanation:
+def explained(job: str, shard: ShardAssignment) -> LossExplanation:
     """Explain why a lost shard is unavailable, with all that is known of it."""
     loss = shard.loss
     held_by = f" on {', '.join(loss.servers)}" if loss and loss.servers else ""
@@ -217,7 +217,7 @@ def explained(job: str, shard: ShardAssignment) -> Explanation:
         details["found_foreign"] = "true"
     elif shard.found_version:
         details["found_version"] = str(shard.found_version)
-    return Explanation(
+    return LossExplanation(
         what=f"shard {shard.shard_id} of job {job} was lost with every server that had it",
         seen=f"{known_version(loss)}{held_by}; epoch {shard.epoch} is led by server"
         f" {shard.primary.server_id}, which has nothing of it{found}",

@@ -14,7 +14,7 @@ Moves = Counter[tuple[str, str]]
 """Number of shards moved, by (from server, to server)."""
 
 
-def told(
+def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
     """Kinds and texts of all changes except moves. `present`: the servers that exist now.

@@ -98,7 +98,7 @@ class SchemaProblem(ValueError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference:
+class SchemaDifference:
     """A parameter in which two schemas differ; "(absent)" if one has none of that name."""
 
     parameter: str
@@ -141,12 +141,12 @@ def schema_digest(parameters: Iterable[Parameter]) -> str:
 
 def find_differences(
     seen: Iterable[Parameter], expected: Iterable[Parameter]
-) -> tuple[Difference, ...]:
+) -> tuple[SchemaDifference, ...]:
     """Differences of two schemas, in order of parameter names."""
     of_seen = {p.name: _describe(p) for p in seen}
     of_expected = {p.name: _describe(p) for p in expected}
     return tuple(
-        Difference(
+        SchemaDifference(
             parameter=name,
             seen=of_seen.get(name, "(absent)"),
             expected=of_expected.get(name, "(absent)"),

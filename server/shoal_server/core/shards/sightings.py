@@ -4,7 +4,7 @@ that etcd lists and the time are arguments."""
 from collections.abc import Mapping
 from dataclasses import replace
 
-from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import Holder, JobAssignments
 from shoal_server.core.shards.rebalance import Servers, gone_on_without
 
@@ -21,8 +21,8 @@ class Sightings:
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
         """See `ReplicationLimits`."""
         self._dead_after_s = dead_after_s
-        self._gone = Absences[Holder](longest_gap_s)
-        self._gone_disks = Absences[str](longest_gap_s)
+        self._gone = ServerAbsences[Holder](longest_gap_s)
+        self._gone_disks = ServerAbsences[str](longest_gap_s)
         self._suspect_until_s: dict[Holder, float] = {}
         self._away_s: Mapping[Holder, float] = {}
         self._last: JobAssignments | None = None

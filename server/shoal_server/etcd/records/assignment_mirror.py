@@ -7,22 +7,23 @@ from shoal_proto.errors import ShoalError
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Get, Keyspace, KeyValue
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records.assignments import Change, JobHead, StoredShard
 from shoal_server.serving.tasks import gather_bounded
 
 NO_SHARDS: Mapping[int, ShardAssignment] = MappingProxyType({})
 Run = tuple[str, str]
-"""A job, and the run of it."""
+"""A job, and one of its runs."""
 
 
 class AssignmentMirror:
-    """Lives on the event loop, and follows etcd while its block runs.
+    """Mirror of all shard assignments. Use it on one event loop; it follows etcd during its
+    `async with` block.
 
-    `on_change` is called with a job and those of its shards whose records are new, once for all
-    that etcd told at once; `on_gone` with a job whose head was taken away, or is of another run by
-    now. A record that cannot be read is logged, and its shard stays as it was known.
+    `on_change` is called with a job and its shards whose records changed, once for each batch from
+    etcd; `on_gone` with a job whose head was deleted, or replaced by that of another run. An
+    unreadable record is logged, and the known assignment of its shard is kept.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class AssignmentMirror:
 
     @property
     def is_in_sync(self) -> bool:
-        """True if all that was listed last has been applied, and the watch continues from there."""
+        """True if the last listing has been applied, and the watch continues from it."""
         return self._records.is_in_sync
 
     async def wait_failed(self) -> None:
-        """Return never; raise what ended the watch."""
+        """Wait until the mirror ends, and raise its error. Never returns."""
         await self._records.wait_failed()
 
     @property
@@ -95,8 +96,9 @@ class AssignmentMirror:
         return None if head is None else records.assembled(head, self.of_job(job))
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
-        """Read the records of these shards anew, or of all. Raises what the store raises."""
-        # That one is gone, the watch tells: until then what it told before must not come back.
+        """Read the records of these shards again, or of all. Raises what the store raises."""
+        # Only the watch deletes records: after a deletion here, an older put that the watch still
+        # has to deliver would bring the record back.
         head = self._heads.get(job)
         if head is not None and shard_ids is not None:
             wanted = [keys.shard_assignment(job, head.run, shard_id) for shard_id in shard_ids]
@@ -109,13 +111,14 @@ class AssignmentMirror:
         self._records.note_all((await self._store.range(keys.assignments(job))).items)
 
     async def change(self, job: str, shard_ids: Collection[int], wanted: Change) -> bool:
-        """Replace the records of these shards by `wanted` of each; whether the job still has any.
+        """Replace the records of these shards by `wanted` of each; False if the job's records are
+        gone or replaced.
 
-        `wanted` gives back its argument where nothing is to be changed (any more), and is called
-        again for a record that somebody else wrote meanwhile. Many go in one transaction; those of
-        one that fails go by fewer, and in the end each by itself: whoever writes one often does not
-        hold up the others. Raises what the store raises; then some may have been changed. What came
-        of that is found out before `wanted` is called for them again.
+        `wanted` returns its argument to change nothing, and is called again for a record that
+        another process wrote meanwhile. Many records share a transaction; after a conflict, those
+        in question are retried in smaller transactions, in the end one by one, so that a record
+        that is written often does not hold up the others. Raises what the store raises; some
+        records may then have been changed, which the next call finds out before it calls `wanted`.
         """
         head = self._heads.get(job)
         left, size = list(shard_ids), records.SHARDS_A_TRANSACTION
@@ -140,12 +143,13 @@ class AssignmentMirror:
     async def _write(
         self, wishes: Sequence[tuple[StoredShard, ShardAssignment]]
     ) -> list[int] | None:
-        """The shards that somebody else wrote meanwhile; None if records are gone altogether."""
+        """Write records; return the shards that another process wrote meanwhile, or None if
+        records are gone."""
         shards, targets = [shard for shard, _ in wishes], [target for _, target in wishes]
         try:
             is_done, found = await records.change(self._store, shards, targets)
         except BaseException as error:
-            # Whoever is cancelled in the midst of it does not know either.
+            # A cancelled call does not know its outcome either.
             if not isinstance(error, ShoalError) or error.details.get("outcome") == "unknown":
                 self._unsettled |= {shard.key: shard for shard in shards}
             raise
@@ -154,7 +158,8 @@ class AssignmentMirror:
             return []
         if len(found) < len(shards):
             return None
-        # One that cannot be read is not known any newer, and would be tried for ever.
+        # Without unreadable records: their new revisions never become known, so a retry would
+        # never end.
         return [
             s.assignment.shard_id
             for s, item in zip(shards, found, strict=True)
@@ -162,7 +167,8 @@ class AssignmentMirror:
         ]
 
     async def _settle(self, job: str, run: str, shard_ids: Collection[int]) -> None:
-        """Know what came of earlier writes to these shards. Raises what the store raises."""
+        """Find out unknown outcomes of earlier writes to these shards. Raises what the store
+        raises."""
         if not self._unsettled:
             return
         known = self._shards.get((job, run), {})
@@ -174,19 +180,18 @@ class AssignmentMirror:
                 self._records.note_all(await records.settled(self._store, [shard]))
             self._unsettled.pop(shard.key, None)
 
-    def _is_known(self, shard: StoredShard, item: Item | KeyValue) -> bool:
+    def _is_known(self, shard: StoredShard, item: MirroredKey | KeyValue) -> bool:
         known = self._shards.get((shard.job, shard.run), {}).get(shard.assignment.shard_id)
         return known is not None and known.revision >= item.mod_revision
 
-    # What the mirror tells, record by record.
+    # Callbacks of the mirror, one record each.
 
     def _put(
         self, name: str, new: JobHead | StoredShard, old: JobHead | StoredShard | None
     ) -> None:
         if isinstance(new, JobHead):
             if isinstance(old, JobHead) and old.run != new.run:
-                # The job was begun anew, and word of the end of its last run may still be on its
-                # way.
+                # The job was started over; the records of its last run may be deleted later.
                 self._forget(new.job)
             self._heads[new.job] = new
             self._changed[new.job] = set(self.of_job(new.job))

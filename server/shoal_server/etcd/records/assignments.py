@@ -1,8 +1,8 @@
 """Shard assignments of a job in etcd: one record a shard, replaced by compare-and-swap.
 
 The job's head, common to all shards, is written once, after the records of all shards; the
-transaction that writes it decides the placement. Until then the records count for nobody, and the
-next placement deletes them. Keys contain the run of the job, so no two placements collide, and
+transaction that writes it decides the placement. Until then the shards' records have no effect, and
+the next placement deletes them. Keys contain the run of the job, so no two placements collide, and
 records of another run are never mistaken for this one's.
 """
 
@@ -37,7 +37,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.mirror import Item
+from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.serving.tasks import gather_bounded
 
 log = structlog.get_logger(__name__)
@@ -47,7 +47,7 @@ Change = Callable[[ShardAssignment], ShardAssignment]
 
 FORMAT = 1
 SHARDS_A_TRANSACTION = 100
-"""etcd takes 128 operations, as many comparisons, and 1.5 MiB."""
+"""etcd's own limits are 128 operations, 128 comparisons, and 1.5 MiB."""
 TRANSACTIONS_AT_ONCE = 4
 
 _CONTENTS = {
@@ -72,7 +72,7 @@ class JobHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
-    """A shard's record as it lies in etcd."""
+    """A shard's record as stored in etcd."""
 
     job: str
     run: str
@@ -87,12 +87,12 @@ class StoredShard:
         return keys.shard_assignment(self.job, self.run, self.assignment.shard_id)
 
     def replaced(self, assignment: ShardAssignment) -> Put:
-        """The write that has the shard held like this."""
+        """Write that replaces this record by that of another assignment of the shard."""
         return Put(self.key, encode_shard(self.run, assignment, self.value))
 
     @property
     def is_unchanged(self) -> Compare:
-        """Condition that the record was not written since."""
+        """Condition that the record was not written since it was read."""
         return unchanged_since(self.key, self.revision)
 
 
@@ -108,7 +108,8 @@ class StoredAssignments:
 
 
 async def read(store: Keyspace, job: str) -> StoredAssignments | None:
-    """Raises InternalError for a job of which a record is missing or does not parse."""
+    """Read all assignments of a job; None if its shards are not placed. Raises InternalError if a
+    record is missing or does not parse."""
     listed = await store.range(keys.assignments(job))
     found = parse_all(job, listed.items)
     return None if found is None else StoredAssignments(found, listed.revision)
@@ -133,7 +134,7 @@ async def jobs(store: Keyspace) -> list[str]:
 
 
 def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssignments:
-    """Raises InternalError where a shard has no record that can be read."""
+    """All assignments of a job. Raises InternalError if a shard has no readable record."""
     if len(shards) != head.num_shards:
         raise InternalError(
             f"not every shard of job {head.job} has a record of its holders that can be read",
@@ -150,12 +151,12 @@ def assembled(head: JobHead, shards: Mapping[int, ShardAssignment]) -> JobAssign
     )
 
 
-def parse(entry: Item | KeyValue) -> JobHead | StoredShard:
-    """The record of a key below `keys.ASSIGNMENTS`. Raises InternalError for what is none."""
+def parse(entry: MirroredKey | KeyValue) -> JobHead | StoredShard:
+    """Parse the record of a key below `keys.ASSIGNMENTS`. Raises InternalError if it is none."""
     return parse_head(entry) if entry.key.endswith("/head") else parse_shard(entry)
 
 
-def parse_head(entry: Item | KeyValue) -> JobHead:
+def parse_head(entry: MirroredKey | KeyValue) -> JobHead:
     """Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.JobHoldings, entry)
     expected = keys.assignments_head(message.job)
@@ -170,7 +171,7 @@ def parse_head(entry: Item | KeyValue) -> JobHead:
     )
 
 
-def parse_shard(entry: Item | KeyValue) -> StoredShard:
+def parse_shard(entry: MirroredKey | KeyValue) -> StoredShard:
     """Raises InternalError for bytes that are no such record."""
     message = _parsed(pb.ShardHolding, entry)
     job = entry.key.removeprefix(keys.ASSIGNMENTS).partition("/")[0]
@@ -218,7 +219,8 @@ def encode_head(assignments: JobAssignments) -> bytes:
 
 
 def encode_shard(run: str, assignment: ShardAssignment, before: bytes = b"") -> bytes:
-    """The record of a shard, with those fields of the one before that are not known here."""
+    """Encode the record of a shard. Fields of the previous record (`before`) that this release does
+    not know are kept."""
     message = pb.ShardHolding.FromString(before)
     for field in ("backups", "joining", "successor", "loss", "accepted_loss"):
         message.ClearField(field)
@@ -276,7 +278,7 @@ async def read_shards(
     return {assignment.shard_id: assignment for assignment in shards}
 
 
-# --- placing and taking away ---
+# --- placing and deleting ---
 
 
 async def place(
@@ -290,9 +292,9 @@ async def place(
     """Write the records of a run that has none yet: those of the shards first, then the head and
     `operations` in one transaction that decides.
 
-    `compares` must hold for the deciding one. Where they do not hold any more, nothing is placed,
-    what was written is taken away, and the result has the answers to `otherwise`. Raises what the
-    store raises; after an unknown outcome of the deciding transaction, the caller reads back.
+    `compares` are conditions of that transaction. If they fail, nothing is placed, the shards'
+    records are deleted, and the result has the answers to `otherwise`. Raises what the store
+    raises; after an unknown outcome of the deciding transaction, the caller reads back.
     """
     assert assignments.run, "records of a run without a name would be mistaken for another's"
     shards, size = assignments.shards, SHARDS_A_TRANSACTION
@@ -301,8 +303,8 @@ async def place(
     async def write(batch: Sequence[ShardAssignment]) -> Compare:
         return await _write(store, assignments, batch)
 
-    # All records of a run go at once, whoever takes them away. So those that come after the first
-    # are all there if that one still is.
+    # The records of a run are always deleted together. So if the first one still exists at the
+    # end, all that were written after it exist too.
     still_there = await write(first)
     await gather_bounded(write, rest, TRANSACTIONS_AT_ONCE)
     head = Put(keys.assignments_head(assignments.job), encode_head(assignments))
@@ -316,7 +318,7 @@ async def place(
 
 
 def taken_away(job: str) -> Delete:
-    """The write after which nobody holds anything of the job."""
+    """Write that deletes all shard assignments of the job."""
     return Delete(keys.assignments(job), prefix=True)
 
 
@@ -325,7 +327,7 @@ async def _write(
     assignments: JobAssignments,
     batch: Sequence[ShardAssignment],
 ) -> Compare:
-    """Write some shards' records; what holds for as long as the first of them is there."""
+    """Write some shards' records; return the condition that the first of them still exists."""
     run = assignments.run
     puts = [
         Put(keys.shard_assignment(assignments.job, run, h.shard_id), encode_shard(run, h))
@@ -337,13 +339,12 @@ async def _write(
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
-            continue  # Nobody else writes these keys: once more does no harm.
+            continue  # No other process writes these keys: repeating is harmless.
         return created_at(puts[0].key, result.reads[0][0].create_revision)
 
 
 async def _take_others_away(store: Keyspace, placed: JobAssignments, decided_at: Revision) -> None:
-    """Delete the records of unfinished placements: with this one decided, they never take
-    effect."""
+    """Delete the records of unfinished placements, which cannot take effect any more."""
     prefix = keys.assignments(placed.job)
     still_decided = unchanged_since(keys.assignments_head(placed.job), decided_at)
     try:
@@ -365,14 +366,14 @@ async def change(
     shards: Sequence[StoredShard],
     targets: Sequence[ShardAssignment],
     operations: Sequence[Operation] = (),
-) -> tuple[bool, list[KeyValue | Item]]:
-    """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if all of them are
-    as they were read. `operations`, which read nothing, are made with it or not at all.
+) -> tuple[bool, list[KeyValue | MirroredKey]]:
+    """Replace these records, at most SHARDS_A_TRANSACTION, in one transaction if none was written
+    since it was read. `operations`, which must not read, are part of the transaction.
 
-    Whether they were replaced, and the records that stand now; those that are gone are not among
-    them. After an unknown outcome they count as not replaced, and the records tell; it is not made
-    later. Raises what the store raises; then the change was not made, but for an error with
-    `details["outcome"]` "unknown": it may have been, or may still be until `settled` was asked.
+    Returns True if they were replaced, and the current records, without those that are gone. After
+    an unknown outcome it returns False and the current records; the write cannot take effect later.
+    Raises what the store raises. The change was then not made, unless `details["outcome"]` is
+    "unknown": it may have been made, or may still be made until `settled` returns.
     """
     puts = [stored.replaced(target) for stored, target in zip(shards, targets, strict=True)]
     gets = [Get(stored.key) for stored in shards]
@@ -383,13 +384,13 @@ async def change(
             raise
         return False, await settled(store, shards)
     if result.succeeded:
-        return True, [Item(put.key, put.value, result.revision) for put in puts]
+        return True, [MirroredKey(put.key, put.value, result.revision) for put in puts]
     return False, [item for found in result.reads for item in found]
 
 
-async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | Item]:
-    """The records, as far as they are there, once a write of unknown outcome was made, or can be
-    made no more. Raises what the store raises; the outcome is as unknown as before then."""
+async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyValue | MirroredKey]:
+    """Settle a write of unknown outcome: return the records that exist once it was made or can no
+    longer be made. Raises what the store raises; the outcome is then still unknown."""
     try:
         return [item for stored in shards for item in await _settled(store, stored)]
     except ShoalError as error:
@@ -398,8 +399,8 @@ async def settled(store: Keyspace, shards: Iterable[StoredShard]) -> list[KeyVal
 
 
 async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
-    """A write compares the revision that it read, which the same content, written once more,
-    replaces."""
+    """Write the record once more, unchanged: the write of unknown outcome compares the earlier
+    revision, and fails from then on."""
     while True:
         try:
             result = await store.transact(
@@ -410,11 +411,11 @@ async def _settled(store: Keyspace, stored: StoredShard) -> Sequence[KeyValue]:
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
-            continue  # Once more does no harm.
+            continue  # Repeating is harmless.
         return result.reads[0]
 
 
-def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
+def _parsed(kind: type[M], entry: MirroredKey | KeyValue) -> M:
     try:
         return kind.FromString(entry.value)
     except DecodeError as error:
@@ -423,7 +424,9 @@ def _parsed(kind: type[M], entry: Item | KeyValue) -> M:
         ) from error
 
 
-def _foreign(entry: Item | KeyValue, message: pb.JobHoldings | pb.ShardHolding) -> InternalError:
+def _foreign(
+    entry: MirroredKey | KeyValue, message: pb.JobHoldings | pb.ShardHolding
+) -> InternalError:
     return InternalError(
         f"the record of shard holders at {entry.key} does not match its key, or is of a "
         "later release",

@@ -1,5 +1,5 @@
-"""Processes of parameter servers that are known to have ended: nothing they held is acknowledged
-by them any more. Of all others that are gone, only time tells."""
+"""Parameter server processes that are known to have ended, and so acknowledge nothing any more.
+Others whose lease ran out count as dead only after a time."""
 
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S
 from shoal_server.core.shards.assignments import Holder
@@ -7,7 +7,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""Time after which an ended server is taken for dead anyway."""
+"""Time that the record is kept; a server without a lease counts as dead earlier anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:

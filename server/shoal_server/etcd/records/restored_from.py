@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from shoal_proto.errors import InternalError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, Put
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ async def read(store: Keyspace, job: str) -> RestoredFrom | None:
     try:
         fields = Fields.parsed(found.value)
         return RestoredFrom(url=fields.text("url"), number=fields.count("number"))
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
             f"the record of what job {job} was restored from does not parse",
             seen=f"{found.value[:80]!r}, {error}",

@@ -1,7 +1,7 @@
 """Series of published weights in etcd: a head, and a record of each version that it names.
 
-The leading coordinator writes them, parameter servers follow them: they hold what a version's
-segments name them for, and refuse what is sent to them under an earlier epoch than the head's.
+The leading coordinator writes them, and parameter servers follow them: a server keeps the segments
+that name it as a holder, and refuses what is sent to it under an epoch before the head's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -29,8 +29,8 @@ FORMAT = 1
 
 
 def split_name(name: str) -> tuple[str, str] | None:
-    """The series and the rest of a key under `keys.SERIES`, without that prefix: `head`, or the
-    digits of a version behind `versions/`; None for a key of no series."""
+    """Split a key under `keys.SERIES`, given without that prefix, into the series and the rest:
+    `head`, or `versions/` and digits. None for a key of no series."""
     job, _, rest = name.partition("/")
     short, _, rest = rest.partition("/")
     series = f"{job}/{short}"
@@ -80,7 +80,7 @@ def encode_version(version: PublishedVersion) -> bytes:
 
 
 def parse_version(series: str, value: bytes) -> PublishedVersion:
-    """Raises InternalError for bytes that are no version, or whose digest is another one's."""
+    """Raises InternalError for bytes that are no version, or whose digest is not its own."""
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:
@@ -89,7 +89,7 @@ def parse_version(series: str, value: bytes) -> PublishedVersion:
 
 
 def version_to_pb(version: PublishedVersion) -> pb.VersionRecord:
-    """Message about a version for readers."""
+    """A version as a message: its record, and what readers get."""
     return pb.VersionRecord(
         number=version.number,
         epoch=version.epoch,
@@ -135,8 +135,8 @@ def segment_from_pb(segment: pb.Segment) -> PublishedSegment:
 
 
 def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | None:
-    """The series in what lies at these keys, those of other series among them; None if it has no
-    head. Raises InternalError for records that cannot be read, or that the head misses."""
+    """The series, from records by key, which may include those of other series; None if it has no
+    head. Raises InternalError if a record is unreadable, or one that the head names is missing."""
     value = values.get(keys.series_head(series))
     if value is None:
         return None
@@ -151,7 +151,7 @@ def parse_series(series: str, values: Mapping[str, bytes]) -> StoredSeries | Non
 
 
 def names_in(found: Iterable[str]) -> list[str]:
-    """The series that keys under `keys.SERIES` are of, each once."""
+    """Names of the series to which these keys under `keys.SERIES` belong, each once."""
     split = (split_name(key.removeprefix(keys.SERIES)) for key in found)
     return list(dict.fromkeys(each[0] for each in split if each is not None))
 

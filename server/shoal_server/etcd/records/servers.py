@@ -1,4 +1,4 @@
-"""The parameter servers that are registered: a record of each, under a lease of its own."""
+"""Registered parameter servers: one record each, under its own lease."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from shoal_proto.errors import InternalError
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 log = structlog.get_logger(__name__)
 
@@ -22,13 +22,13 @@ class Server:
     address: str
     """host:port under which workers and other servers reach it."""
     is_leaving: bool = False
-    """True if the server hands over what it holds."""
+    """True if the server is handing over its shards, and ends then."""
     torch_version: str = ""
     """The server's torch version; empty if it did not state one."""
 
 
 def parse(key: str, value: bytes) -> Server:
-    """The server of a key below `keys.SERVERS`. Raises InternalError for what is no record."""
+    """Parse the record of a key below `keys.SERVERS`. Raises InternalError if it is none."""
     try:
         record = Fields.parsed(value)
         return Server(
@@ -37,7 +37,7 @@ def parse(key: str, value: bytes) -> Server:
             is_leaving=record.has("leaving") and record.flag("leaving"),
             torch_version=record.text("torch", ""),
         )
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
             f"the record of parameter server {key.removeprefix(keys.SERVERS)} does not parse",
             seen=f"{value[:80]!r}, {error}",

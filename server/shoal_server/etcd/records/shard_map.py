@@ -1,8 +1,9 @@
-"""A job's shards as they are held now: the layout, who leads each, and where that server is.
+"""A job's shard map: the layout, the primary of each shard, and that server's address.
 
-Layout and holders are apart. The layout is written once; the holders change with every failover and
-move. The layout of a large model is larger than a request to etcd may be: it lies there in chunks,
-compressed, whose keys name its digest, and a small record that names it too decides that it counts.
+Layout and holders are stored apart: the layout is written once, holders change with every failover
+and move. A large model's layout exceeds the size of a request to etcd, so it is compressed and
+stored in chunks, whose keys contain its digest. A small head record with that digest, written last,
+makes it the job's layout.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from shoal_server.etcd.api import (
     created_at,
     unchanged_since,
 )
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.records import assignments
 from shoal_server.etcd.records import servers as registered
 
@@ -79,10 +80,10 @@ def stored(layout: ShardMap) -> StoredLayout:
 
 
 async def write_chunks(store: Keyspace, layout: StoredLayout) -> Compare:
-    """Write what does not decide yet; what holds for as long as it is all there. Raises what the
-    store raises."""
+    """Write the chunks of a layout; return the condition that all of them still exist. Raises what
+    the store raises."""
     conditions = [await _write_chunk(store, chunk) for chunk in layout.chunks]
-    # All of them go at once, whoever takes them away: the first was there throughout.
+    # Chunks are always deleted together: if the first still exists, all do.
     return conditions[0]
 
 
@@ -93,7 +94,7 @@ async def _write_chunk(store: Keyspace, chunk: Put) -> Compare:
         except RetryError as error:
             if error.details.get("outcome") != "unknown":
                 raise
-            continue  # Its key says what is in it: once more does no harm.
+            continue  # Its key contains the digest of the content: repeating is harmless.
         return created_at(chunk.key, result.reads[0][0].create_revision)
 
 
@@ -114,26 +115,27 @@ async def take_others_away(store: Keyspace, decided: StoredLayout, decided_at: R
 
 
 async def servers(store: Keyspace) -> dict[Holder, str]:
-    """The parameter servers present: their addresses."""
+    """Addresses of the registered parameter servers."""
     return {server.holder: server.address for server in await registered.read(store)}
 
 
 async def takers(store: Keyspace) -> dict[Holder, str]:
-    """The addresses of those that a job's shards may be given to at once: a server that leaves ends
-    as soon as it has none, so it gets some only where there is no other."""
+    """Addresses of the servers on which shards may be placed: those that stay, or all if every
+    server is leaving. A leaving server ends as soon as it holds no shard."""
     found = await registered.read(store)
     staying = [server for server in found if not server.is_leaving]
     return {server.holder: server.address for server in staying or found}
 
 
 async def read(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout as it was written, without holders. Raises InternalError for what is none."""
+    """The layout as written, without holders; None if there is none. Raises InternalError if it
+    does not parse."""
     return parse(job, (await store.range(keys.shard_map(job))).items)
 
 
 async def read_current(store: Keyspace, job: str) -> ShardMap | None:
-    """The layout with each shard's primary, its epoch and its address. The address is the last one
-    known, or empty, while that server is not registered."""
+    """The layout with each shard's primary, epoch and address. While that server is not registered,
+    the address is the last one known, or empty."""
     found = await read(store, job)
     return None if found is None else await fill(store, found)
 
@@ -145,14 +147,14 @@ async def read_held(store: Keyspace, job: str) -> tuple[ShardMap, JobAssignments
 
 
 async def fill(store: Keyspace, layout: ShardMap) -> ShardMap:
-    """A layout with who holds its shards now."""
+    """A copy of the layout with the current primaries, their epochs and addresses."""
     return (await _held(store, layout))[0]
 
 
 async def _held(store: Keyspace, layout: ShardMap) -> tuple[ShardMap, JobAssignments | None]:
     listed = (await store.range(keys.assignments(layout.job))).items
     addresses = {holder.server_id: a for holder, a in (await servers(store)).items()}
-    # Thousands of records, for a large model: nobody else on the event loop is to wait for them.
+    # A large model has thousands of records: parsing them must not hold up the event loop.
     return await asyncio.to_thread(_filled, layout, listed, addresses)
 
 
@@ -170,8 +172,7 @@ def _filled(
         assignment = holders.get(shard.shard_id)
         if assignment is None:
             raise InternalError(
-                f"the records of who holds the shards of job {layout.job} have no shard"
-                f" {shard.shard_id}",
+                f"the shard assignments of job {layout.job} have no shard {shard.shard_id}",
                 seen=f"{len(holders)} shards",
                 expected=f"all {len(layout.shards)} of the shard map",
             )
@@ -183,8 +184,8 @@ def _filled(
 
 
 def parse(job: str, items: Collection[KeyValue]) -> ShardMap | None:
-    """The layout in what lies below `keys.shard_map` of the job. Raises InternalError for what is
-    no shard map."""
+    """The layout in these items, from below `keys.shard_map` of the job; None if there is none.
+    Raises InternalError if they do not parse."""
     values = {item.key: item.value for item in items}
     head = values.get(keys.shard_map(job))
     if head is None:
@@ -210,15 +211,15 @@ def from_bytes(job: str, serialized: bytes) -> ShardMap:
 
 
 class ShardMapReader:
-    """Reads layouts, which hardly ever change, and keeps the last few: to be asked again costs one
-    small read. What it gives is shared, and not to be changed."""
+    """Reads layouts, which hardly ever change, and caches the last few: reading one again costs one
+    small read of etcd. Returned layouts are shared and must not be changed."""
 
     def __init__(self, store: Keyspace) -> None:
         self._store = store
         self._kept: OrderedDict[str, tuple[bytes, ShardMap]] = OrderedDict()
 
     async def read(self, job: str) -> ShardMap | None:
-        """The layout as of now, without holders. Raises as `read` does."""
+        """The current layout, without holders. Raises as `read` does."""
         head = await self._store.get(keys.shard_map(job))
         kept = self._kept.pop(job, None)
         if head is None:
@@ -241,7 +242,7 @@ def _parse_head(job: str, value: bytes) -> tuple[str, int]:
         record = Fields.parsed(value)
         found = record.text("digest"), record.count("num_chunks", most=MAX_BYTES // CHUNK_BYTES)
         later = record.count("format") > FORMAT
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise _unreadable(job, f"{value[:80]!r}, {error}") from error
     if later:
         raise _unreadable(job, "one of a later release")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from shoal_proto.errors import InternalError
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, Put
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 
 
 async def write(store: Keyspace, urls: Sequence[str]) -> None:
@@ -20,13 +20,14 @@ async def write(store: Keyspace, urls: Sequence[str]) -> None:
 
 
 async def read(store: Keyspace) -> Sequence[str]:
-    """Empty before a coordinator has led. Raises InternalError for what is no record."""
+    """The allowed roots; empty before a coordinator has led. Raises InternalError if they do not
+    parse."""
     found = await store.get(keys.SNAPSHOT_ROOTS)
     if found is None:
         return ()
     try:
         return Fields.parsed(found.value).texts("urls")
-    except Unreadable as error:
+    except UnreadableRecord as error:
         raise InternalError(
             "the roots of snapshots in etcd do not parse",
             seen=f"{found.value[:80]!r}, {error}",

@@ -2,8 +2,8 @@
 
 Dead peers. A peer that no longer acknowledges TCP data is noticed by TCP_USER_TIMEOUT, which gRPC
 sets to the keepalive timeout. A peer whose kernel lives but whose process hangs (SIGSTOP) is
-noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's own questions. etcd
-allows one ping in 5 s and none on an idle connection; more and it hangs up (GOAWAY).
+noticed by HTTP/2 pings, by the time limit of an attempt, and by a watch's progress requests. etcd
+allows one ping in 5 s and none on an idle connection, and closes it (GOAWAY) after more.
 """
 
 import grpc
@@ -22,7 +22,7 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
-    # Also the time limit for a connection to come about.
+    # Also the time limit for establishing a connection.
     ("grpc.min_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.max_send_message_length", -1),
@@ -30,8 +30,8 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-class Connection:
-    """One endpoint's channel and stubs. It connects by itself, and again when it breaks."""
+class EtcdConnection:
+    """One endpoint's channel and stubs. Connects by itself, and again after a break."""
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
@@ -44,10 +44,10 @@ class Connection:
         self.closed = False
 
     async def close(self) -> None:
-        """End its calls, by CancelledError (see `Connections.blaming`)."""
+        """Close the channel. Its calls end by CancelledError (see `Connections.blaming`)."""
         self.closed = True
         await self.channel.close()
 
     @property
-    def stands(self) -> bool:
+    def is_connected(self) -> bool:
         return self.channel.get_state() is grpc.ChannelConnectivity.READY

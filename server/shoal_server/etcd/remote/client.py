@@ -1,4 +1,4 @@
-"""The store on a real etcd cluster. See docs/decisions/0001-etcd-client.md for why it is ours."""
+"""Client of an etcd cluster. docs/decisions/0001-etcd-client.md says why Shoal has its own."""
 
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -37,13 +37,13 @@ KEYS_A_PAGE = 5000
 
 @asynccontextmanager
 async def opened(config: EtcdConfig) -> AsyncIterator[KeyValueStore]:
-    """The store that the config names, at its prefix; closed at the end of the block."""
+    """The configured store, below its prefix; closed at the end of the block."""
     async with EtcdClient(config) as client:
         yield PrefixedStore(client, config.prefix) if config.prefix else client
 
 
 class EtcdClient:
-    """`api.KeyValueStore` on etcd 3.4 or later. Connects at the first call, and by itself again.
+    """`api.KeyValueStore` on etcd 3.4 or later. Connects at the first call, and reconnects itself.
 
     `async with EtcdClient(config) as store:` closes it at the end. Use it on one event loop.
     """

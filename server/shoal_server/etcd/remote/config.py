@@ -44,7 +44,7 @@ def _option(name: str, metavar: str) -> Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdConfig:
-    """Where etcd is, who we are to it, and how long we wait for it."""
+    """Endpoints of etcd, credentials, and time limits."""
 
     endpoints: Annotated[
         tuple[str, ...],
@@ -72,9 +72,10 @@ class EtcdConfig:
     timeout_s: Annotated[float, INTERNAL] = 10.0
     """A call raises if no endpoint has answered it for this long."""
     attempt_timeout_s: Annotated[float, INTERNAL] = 2.5
-    """An endpoint that has not answered a repeatable call for this long is taken for dead."""
+    """A repeatable call that is not answered for this long goes to the next endpoint."""
     silence_s: Annotated[float, INTERNAL] = 3.0
-    """A watch that heard nothing for this long, although it asked, goes to the next endpoint."""
+    """A watch that receives nothing for this long, despite progress requests, goes to the next
+    endpoint."""
 
     def __post_init__(self) -> None:
         if not self.endpoints:

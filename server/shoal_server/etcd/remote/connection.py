@@ -1,7 +1,7 @@
 """Connections to etcd's endpoints, and the two ways to call: repeatable, and at most once.
 
 A repeatable call goes from endpoint to endpoint until one answers or the time is up. A call that
-must not run twice is sent only over a connection that stands, and once.
+must not run twice is sent once, over a connection that is established.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec, RefusedError, ShoalError
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.traces import tracing
 from shoal_server.etcd import keys
-from shoal_server.etcd.remote.channel import Connection
+from shoal_server.etcd.remote.channel import EtcdConnection
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.etcd.remote.failures import Failure, Remedy, classify, unreachable
 from shoal_server.serving.tasks import SupervisedTasks
@@ -29,7 +29,8 @@ log = structlog.get_logger(__name__)
 T = TypeVar("T")
 Metadata = tuple[tuple[str, str], ...]
 
-# A member that is cut off from its cluster refuses at once instead of leaving us waiting.
+# A member of etcd that is cut off from its cluster refuses the call at once, and does not let it
+# wait.
 REQUIRE_LEADER: Metadata = (("hasleader", "true"),)
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 0.5
@@ -40,7 +41,7 @@ MAX_LOGINS = 3
 class Attempt:
     """Arguments of one attempt of a call."""
 
-    connection: Connection
+    connection: EtcdConnection
     metadata: Metadata
     timeout_s: float
 
@@ -50,7 +51,7 @@ class Connections:
 
     def __init__(self, config: EtcdConfig) -> None:
         self.config = config
-        self._open: dict[str, Connection] = {}
+        self._open: dict[str, EtcdConnection] = {}
         self._index = 0
         self._credentials: grpc.ChannelCredentials | None = None
         self._stamps: list[tuple[int, int]] = []
@@ -62,36 +63,36 @@ class Connections:
         self._closed = False
 
     @property
-    def current(self) -> Connection:
+    def current(self) -> EtcdConnection:
         """The endpoint that calls go to now. Raises RefusedError after `close`."""
         if self._closed:
             raise _closed()
         address = self.config.endpoints[self._index]
         credentials = self.load_credentials()
         found = self._open.get(address)
-        if found is not None and found.credentials is not credentials and not found.stands:
-            # It would show the certificate of before its renewal for as long as it lives.
+        if found is not None and found.credentials is not credentials and not found.is_connected:
+            # It would present the former certificate for as long as it exists.
             self.replace(found)
             found = None
         if found is None:
-            found = self._open[address] = Connection(address, credentials)
+            found = self._open[address] = EtcdConnection(address, credentials)
         return found
 
     def move_on(self, failed: str) -> None:
-        """Take the endpoint after the failed one, unless somebody already has."""
+        """Switch to the endpoint after the failed one, unless another call already has."""
         if self.config.endpoints[self._index] == failed:
             self._index = (self._index + 1) % len(self.config.endpoints)
 
-    def replace(self, connection: Connection) -> None:
-        """Give a connection up: the next call to its endpoint makes a new one.
+    def replace(self, connection: EtcdConnection) -> None:
+        """Drop a connection, so that the next call to its endpoint opens a new one.
 
-        For one that is open but carries nothing. What still runs on it gets a moment to end.
+        For a connection that is open but carries nothing. Its calls get `attempt_timeout_s` to end.
         """
         if self._open.get(connection.address) is connection:
             del self._open[connection.address]
             self._closing.start(self._close_later(connection))
 
-    async def _close_later(self, connection: Connection) -> None:
+    async def _close_later(self, connection: EtcdConnection) -> None:
         try:
             await asyncio.sleep(self.config.attempt_timeout_s)
         finally:
@@ -105,11 +106,11 @@ class Connections:
             await connection.close()
 
     @contextmanager
-    def blaming(self, connection: Connection) -> Iterator[None]:
-        """Turns the end of a call that nobody has cancelled into an error.
+    def blaming(self, connection: EtcdConnection) -> Iterator[None]:
+        """Turn a CancelledError into an error of the call if the caller's task was not cancelled.
 
-        gRPC ends calls by CancelledError, as if the caller's own task were cancelled, where we
-        close their channel, and where it gives a stream up since a request could not be written.
+        gRPC raises CancelledError, as if the caller's own task were cancelled, when we close the
+        channel, and when it ends a stream because a request could not be written.
         """
         try:
             yield
@@ -125,7 +126,7 @@ class Connections:
     async def call(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         """Repeat the attempt, at one endpoint after the other, until one answers.
 
-        Raises what etcd refused it with, or Unavailable when `timeout_s` is over.
+        Raises etcd's refusal, or Unavailable after `timeout_s`.
         """
         with tracing.part("etcd"):
             return await self._repeated(attempt)
@@ -144,9 +145,9 @@ class Connections:
                 await retry.after(connection, classify(error, connection.address), token)
 
     async def call_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
-        """Send a request at most once, unless etcd surely did not carry it out.
+        """Send a request once; again only if etcd certainly did not carry it out.
 
-        Where the outcome is unknown, the error's `details["outcome"]` is "unknown".
+        If the outcome is unknown, the error's `details["outcome"]` is "unknown".
         """
         with tracing.part("etcd, once"):
             return await self._at_most_once(attempt)
@@ -154,7 +155,7 @@ class Connections:
     async def _at_most_once(self, attempt: Callable[[Attempt], Awaitable[T]]) -> T:
         retry = _Retry(self)
         while True:
-            if not self.current.stands:
+            if not self.current.is_connected:
                 await self.call(_probe)
             connection = self.current
             try:
@@ -174,7 +175,7 @@ class Connections:
                     raise _unknown_outcome(failure.error) from error
                 await retry.after(connection, failure, token)
 
-    async def metadata(self, connection: Connection) -> Metadata:
+    async def metadata(self, connection: EtcdConnection) -> Metadata:
         """Metadata of each call; logs in if needed. Raises grpc.RpcError."""
         if not self.config.user:
             return REQUIRE_LEADER
@@ -184,7 +185,8 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", self.token)) if self.token else REQUIRE_LEADER
 
     def known_metadata(self) -> Metadata | None:
-        """The same without a login; None where there was none yet. Any thread."""
+        """Metadata of each call, without a login; None before the first one. Call it from any
+        thread."""
         token = self.token
         if not self.config.user:
             return REQUIRE_LEADER
@@ -193,11 +195,11 @@ class Connections:
         return (*REQUIRE_LEADER, ("token", token)) if token else REQUIRE_LEADER
 
     def forget(self, token: str | None) -> None:
-        """Log in anew before the next call, unless somebody already has."""
+        """Discard a token, so that the next call logs in; nothing if it was replaced already."""
         if self.token == token:
             self.token = None
 
-    async def _login(self, connection: Connection) -> str:
+    async def _login(self, connection: EtcdConnection) -> str:
         request = pb.AuthenticateRequest(name=self.config.user, password=self.config.password)
         try:
             reply = await connection.auth.Authenticate(
@@ -233,7 +235,7 @@ class Connections:
 
 
 class _Retry:
-    """The patience of one call: how long, how often, and what each endpoint said."""
+    """Retries of one call: its deadline, its pauses, and the last failure of each endpoint."""
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
@@ -248,8 +250,8 @@ class _Retry:
     def left_s(self) -> float:
         return max(self._deadline_s - self._clock(), 0.001)
 
-    async def after(self, connection: Connection, failure: Failure, token: str | None) -> None:
-        """Prepare the next attempt, or raise when there is to be none. `token`: the one used."""
+    async def after(self, connection: EtcdConnection, failure: Failure, token: str | None) -> None:
+        """Prepare the next attempt, or raise if there is none. `token`: of the failed attempt."""
         if failure.remedy is Remedy.NONE:
             raise failure.error
         if failure.remedy is Remedy.LOGIN:
@@ -261,7 +263,7 @@ class _Retry:
         self._seen[connection.address] = failure.error.seen or failure.error.what
         self._connections.move_on(connection.address)
         self._failures += 1
-        # All have failed once more: etcd is electing or down, and a pause spares both of us.
+        # Pause once every endpoint has failed again: etcd is electing a leader, or down.
         all_failed = self._failures % len(self._config.endpoints) == 0
         pause_s = self._pauses.pause_s() if all_failed else 0.0
         if self._clock() + pause_s >= self._deadline_s:
@@ -274,7 +276,7 @@ class _Retry:
 
 
 async def _probe(attempt: Attempt) -> None:
-    """A read that changes nothing: it makes the connection stand."""
+    """Make a call without effect, which establishes the connection."""
     request = pb.RangeRequest(key=keys.LEADER.encode(), count_only=True)
     await attempt.connection.kv.Range(request, timeout=attempt.timeout_s, metadata=attempt.metadata)
 

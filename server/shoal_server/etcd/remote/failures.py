@@ -25,7 +25,7 @@ from shoal_server.etcd import keys
 
 class Remedy(Enum):
     ELSEWHERE = auto()
-    """The same call may pass at another endpoint, or here a little later."""
+    """The same call may succeed at another endpoint, or at this one a little later."""
     LOGIN = auto()
     """Get a new token, then repeat."""
     NONE = auto()
@@ -36,7 +36,7 @@ class Remedy(Enum):
 class Failure:
     remedy: Remedy
     untouched: bool
-    """True where etcd surely did not carry out the request."""
+    """True if etcd certainly did not carry out the request."""
     error: ShoalError
     """Error to raise if no remedy helps."""
 
@@ -56,7 +56,7 @@ _RETRY_CODES = (
 
 
 def classify(error: grpc.RpcError, address: str) -> Failure:
-    """Read the failure of one call to the etcd at `address`."""
+    """Classify the failure of one call to the etcd at `address`."""
     code, text = error.code(), error.details() or ""
     if code is Code.UNAUTHENTICATED or any(known in text for known in _LOGIN):
         return Failure(Remedy.LOGIN, True, _denied(address, text))
@@ -121,7 +121,7 @@ def unreachable(seen: dict[str, str], *, tls: bool, timeout_s: float) -> Unavail
             " our own certificate."
         )
     elif not tls and any(word in lowered for word in ("socket closed", "reset", "broken pipe")):
-        fix = "It hung up at once: it may expect TLS; give the CA file with --etcd-ca."
+        fix = "It closed the connection at once. If it expects TLS, give --etcd-ca, the CA file."
     return Unavailable(
         "no etcd answered",
         seen=texts,

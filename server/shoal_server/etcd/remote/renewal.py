@@ -1,9 +1,9 @@
-"""Renews a lease on a thread of its own, however long the event loop takes for a turn.
+"""Renewal of a lease on a thread of its own, independent of the event loop.
 
-A call of the loop's takes several turns. Where thousands of members attend at once on a machine
-that has little time for this process, they take longer than a lease, and whoever leads would lose
-its term to work that it could have done. But a loop that stands still for good is to have a
-successor: so it says again and again that it lives.
+A call on the event loop takes several of its turns. When thousands of members attend at once on a
+busy machine, that is longer than a lease lasts, and a leader that is merely slow would lose its
+term. A leader whose loop is stuck for good has to lose it: so the loop reports again and again that
+it runs (`lives`), and without these reports renewals stop.
 """
 
 import threading
@@ -16,7 +16,7 @@ import structlog
 from shoal_proto.etcd import etcd_pb2 as pb
 from shoal_proto.etcd import etcd_pb2_grpc as stubs
 from shoal_proto.tls.channels import direct_channel
-from shoal_server.etcd.api import Confirmed, LeaseId
+from shoal_server.etcd.api import ConfirmedRenewal, LeaseId
 from shoal_server.etcd.remote.channel import CHANNEL_OPTIONS
 from shoal_server.etcd.remote.connection import Connections
 
@@ -34,7 +34,7 @@ class LeaseThread:
         self._connections = connections
         self._request = pb.LeaseKeepAliveRequest(ID=lease)
         self._ttl_s = ttl_s
-        self._confirmed: Confirmed | None = None
+        self._confirmed: ConfirmedRenewal | None = None
         self._over = threading.Event()
         self._lock = threading.Lock()
         self._call: grpc.Call | None = None
@@ -42,16 +42,16 @@ class LeaseThread:
         threading.Thread(target=self._run, name="lease", daemon=True).start()
 
     def lives(self) -> None:
-        """The event loop gets on."""
+        """Record that the event loop runs."""
         self._trusted_until_s = time.monotonic() + TRUSTED_TTLS * self._ttl_s
 
     @property
-    def confirmed(self) -> Confirmed | None:
+    def confirmed(self) -> ConfirmedRenewal | None:
         """See `api.Renewal`."""
         return self._confirmed
 
     def end(self) -> None:
-        """Renew no more."""
+        """Stop renewing."""
         self._over.set()
         with self._lock:
             call = self._call
@@ -67,7 +67,7 @@ class LeaseThread:
                 return
 
     def _renew_at(self, stub: stubs.LeaseStub) -> None:
-        """Return once it is over, or the endpoint did not renew the lease."""
+        """Renew the lease at one endpoint; return on `end`, if the lease is gone, or on failure."""
         while not self._over.wait(self._ttl_s / RENEWALS_A_TTL):
             metadata = self._connections.known_metadata()
             if metadata is None or time.monotonic() >= self._trusted_until_s:
@@ -76,13 +76,13 @@ class LeaseThread:
             try:
                 ttl_s = self._renewed(stub, metadata)
             except grpc.RpcError as error:
-                # The loop's own renewals say so, and log in where that is what is wanted.
+                # The loop's own renewals log the failure, and log in if etcd asks for that.
                 log.debug("lease_not_renewed_aside", reason=str(error))
                 return
             if ttl_s <= 0:
                 self._over.set()
                 return
-            self._confirmed = Confirmed(sent_s=sent_s, ttl_s=ttl_s)
+            self._confirmed = ConfirmedRenewal(sent_s=sent_s, ttl_s=ttl_s)
 
     def _renewed(self, stub: stubs.LeaseStub, metadata: tuple[tuple[str, str], ...]) -> float:
         timeout_s = self._connections.config.attempt_timeout_s

@@ -1,9 +1,9 @@
-"""A watch that goes on: over restarts of etcd, over dead endpoints, over compacted history.
+"""A watch that survives restarts of etcd, dead endpoints and compacted history.
 
-The stream to etcd may break at any moment; what must not break is the sequence of revisions. The
-tracker knows the next revision to tell, every new stream asks for exactly that one, and etcd
-sends history from its log. An answer that etcd cuts into fragments is put together again before
-any of it is told, so a break in between repeats the whole revision and loses nothing.
+The stream to etcd may break at any moment; the sequence of revisions must not. The tracker knows
+the next revision to deliver, every new stream asks for exactly that one, and etcd sends it from its
+history. An answer in fragments is assembled before any of it is delivered: after a break in
+between, the whole revision is sent again.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ Stream = grpc.aio.StreamStreamCall[pb.WatchRequest, pb.WatchResponse]
 
 
 class _Compacted(Exception):
-    """etcd no longer has the revision that the watch must go on from."""
+    """etcd no longer has the revision from which the watch must continue."""
 
 
 async def read_snapshot(connections: Connections, prefix: str, revision: int = 0) -> RangeResult:
     """All keys under a prefix as of a revision (0: now). Linearizable.
 
-    Raises _Compacted for a revision that etcd has forgotten.
+    Raises _Compacted for a revision that etcd has compacted.
     """
     request = wire.range_request(prefix, prefix=True, revision=revision)
 
@@ -62,7 +62,7 @@ async def read_snapshot(connections: Connections, prefix: str, revision: int = 0
 async def watch(
     connections: Connections, prefix: str, start: Revision
 ) -> AsyncGenerator[WatchBatch, None]:
-    """See `KeyValueStore.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
+    """See `Keyspace.watch`. Raises AccessDenied, and CorruptError if etcd lost history."""
     tracker = WatchTracker(start)
     pauses = BackOff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     interrupted = False
@@ -82,7 +82,7 @@ async def watch(
             log.warning("watch_reset", prefix=prefix, revision=batch.revision)
             yield batch
         except Unavailable as error:
-            # Once per outage; the attempts that follow are the same news again.
+            # Logged once per outage, not at each attempt.
             if not interrupted:
                 log.warning(
                     "watch_interrupted", prefix=prefix, next=tracker.next, reason=str(error)
@@ -102,7 +102,7 @@ async def _read_patiently(connections: Connections, prefix: str) -> RangeResult:
 async def _follow(
     connections: Connections, prefix: str, tracker: WatchTracker
 ) -> AsyncGenerator[WatchBatch, None]:
-    """One stream's life. Ends by Unavailable, by _Compacted or by a refusal."""
+    """Yield the batches of one stream. Ends by raising Unavailable, _Compacted or a refusal."""
     connection, token = connections.current, connections.token
     try:
         with connections.blaming(connection):
@@ -126,7 +126,7 @@ async def _follow(
         connections.replace(connection)
         connections.move_on(connection.address)
         raise Unavailable(
-            f"etcd at {connection.address}", seen=f"no word for {silence_s:g} s"
+            f"etcd at {connection.address}", seen=f"nothing received for {silence_s:g} s"
         ) from error
     finally:
         call.cancel()
@@ -138,7 +138,7 @@ async def _whole(
     tracker: WatchTracker,
     responses: AsyncIterator[pb.WatchResponse],
 ) -> AsyncIterator[list[pb.Event]]:
-    """The events of whole answers, put together from fragments."""
+    """Yield the events of each complete answer, assembled from its fragments."""
     events: list[pb.Event] = []
     async for response in responses:
         if response.canceled:
@@ -146,7 +146,7 @@ async def _whole(
         if response.created:
             await _check_history(connections, prefix, tracker, response.header.revision)
         events.extend(response.events)
-        # An answer without events is a sign of life, and ends no fragments.
+        # An answer without events is one to a progress request, and may come between fragments.
         if response.events and not response.fragment:
             yield events
             events = []
@@ -155,7 +155,7 @@ async def _whole(
 async def _responses(
     call: Stream, create: pb.WatchRequest, silence_s: float
 ) -> AsyncGenerator[pb.WatchResponse, None]:
-    """Yield the responses of the stream. Asks for a sign of life if none arrive.
+    """Yield the responses of the stream. Requests progress if none arrive.
 
     Raises TimeoutError after `silence_s` without any response, and grpc.RpcError when the call
     ends.
@@ -171,8 +171,8 @@ async def _responses(
             if not done:
                 if clock() - heard_s >= silence_s:
                     raise TimeoutError
-                # Not sooner: some versions never answer a question that comes before the watch
-                # has caught up with history (etcd-io/etcd#17507).
+                # Not sooner: some versions never answer a progress request that comes before the
+                # watch has caught up with history (etcd-io/etcd#17507).
                 await _send(call, _PROGRESS, silence_s)
                 continue
             response = reading.result()
@@ -180,7 +180,7 @@ async def _responses(
                 raise await _ending(call)
             heard_s = clock()
             yield response
-            # The consumer's time is not the peer's silence.
+            # The time that the consumer took does not count as silence.
             heard_s = clock()
             reading = asyncio.ensure_future(call.read())
     finally:
@@ -196,7 +196,7 @@ async def _send(call: Stream, request: pb.WatchRequest, limit_s: float) -> None:
         async with asyncio.timeout(limit_s):
             await call.write(request)
     except asyncio.InvalidStateError:
-        # The call has ended; how, it tells itself.
+        # The call has ended; its status says how.
         raise await _ending(call) from None
 
 
@@ -225,9 +225,9 @@ def _raise_cancelled(response: pb.WatchResponse) -> None:
 async def _check_history(
     connections: Connections, prefix: str, tracker: WatchTracker, revision: int
 ) -> None:
-    """Raises CorruptError when the store is older than what it has already told.
+    """Raise CorruptError if etcd's revision is below one that this watch has delivered.
 
-    A member may lag; a linearizable read tells a laggard from an etcd that lost its data.
+    A single member may lag; a linearizable read tells that from an etcd that lost its data.
     """
     told = tracker.next - 1
     if revision >= told:
@@ -237,7 +237,7 @@ async def _check_history(
         raise CorruptError(
             "etcd has lost history",
             seen=f"revision {now.revision}",
-            expected=f"at least {told}, which it has already told",
+            expected=f"at least {told}, which it has already sent",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
             " found through it, those in journals too. Then restart Shoal's servers.",
         )

@@ -40,7 +40,7 @@ def range_request(key: str, *, prefix: bool, revision: int = 0) -> pb.RangeReque
 
 
 def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
-    """A page of the keys under a prefix: those behind `after` (empty: the first)."""
+    """Request a page of the keys under a prefix: those after `after` (empty: the first page)."""
     start, end = key_range(prefix, prefix=True)
     if after:
         start = after + b"\x00"
@@ -48,7 +48,7 @@ def keys_request(prefix: str, *, after: bytes, limit: int) -> pb.RangeRequest:
 
 
 def key_text(key: bytes) -> str:
-    """Shoal's keys are text; of one that is not, which is somebody else's, what can be shown."""
+    """A key as text. Shoal's keys are UTF-8; in a foreign key, bytes that are not are escaped."""
     return key.decode(errors="backslashreplace")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.checksum import crc32
 from shoal_proto.errors import MalformedMessage
 from shoal_server.parameters.shard.reply_writer import CopyOut, cut
@@ -59,7 +59,7 @@ def in_place(room: memoryview, at: int) -> CopyOut:
             size += len(buffer)
         if not size:
             return []
-        return [bulk.header(Kind.PLACED, shard_id=shard_id, num_bytes=size, at=at)]
+        return [bulk.header(FrameKind.PLACED, shard_id=shard_id, num_bytes=size, at=at)]
 
     return write
 
@@ -78,7 +78,7 @@ def in_frames(shard_id: int, *values: memoryview) -> Sequence[bytes]:
     for start, piece in cut(values):
         data = bytes(piece)
         head = bulk.header(
-            Kind.PIECE,
+            FrameKind.PIECE,
             shard_id=shard_id,
             offset_bytes=start,
             num_bytes=len(data),

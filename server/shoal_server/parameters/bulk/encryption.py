@@ -18,7 +18,7 @@ AT_A_TIME_BYTES = 256 * 1024
 Result = TypeVar("Result")
 
 
-class Bytes(Protocol):
+class ByteChannel(Protocol):
     """A connected socket that does not block. One task reads; one task at a time writes."""
 
     async def receive_into(self, space: memoryview) -> int:
@@ -30,7 +30,7 @@ class Bytes(Protocol):
         ...
 
     async def send_file(self, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send part of a file that nobody changes any more. Raises OSError."""
+        """Send part of a file that no longer changes. Raises OSError."""
         ...
 
     def send_some(self, data: bytes) -> int:
@@ -142,7 +142,7 @@ def _wake(waiting: "set[asyncio.Future[None]]") -> None:
             each.set_result(None)
 
 
-def bytes_of(connected: socket.socket) -> Bytes:
+def bytes_of(connected: socket.socket) -> ByteChannel:
     """Return the reader and writer of a connection, on the running loop."""
     return TlsBytes(connected) if isinstance(connected, ssl.SSLSocket) else PlainBytes(connected)
 

@@ -1,4 +1,4 @@
-"""Frames that nobody waits for: they are sent together, as each wakes the other end."""
+"""Frames that may wait: they are sent together, as each send wakes the other end."""
 
 import asyncio
 from collections.abc import Hashable
@@ -9,7 +9,7 @@ WITHIN_S = 0.005
 
 
 class LateFrames:
-    """Sends frames within WITHIN_S, and before any that is sent by `send_now`. Lives on the event
+    """Sends queued frames within WITHIN_S, and before any frame of `send_now`. Lives on the event
     loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
@@ -35,7 +35,7 @@ class LateFrames:
             self._send()
 
     def send_now(self, frame: bytes) -> bool:
-        """Send a frame after all that waits; see `FrameConnection.send_now`."""
+        """Send all queued frames, then this one; see `FrameConnection.send_now`."""
         before = self._take()
         if self._wire.send_now(before + frame):
             return True
@@ -44,7 +44,7 @@ class LateFrames:
         return False
 
     def close(self) -> None:
-        """Stop the timer: what waits is not sent by itself."""
+        """Stop the timer: queued frames are sent only with a later one."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -53,8 +53,8 @@ class LateFrames:
         self._wire.send_soon(self._take())
 
     def _take(self) -> bytes:
-        """Take all that waits. Frames of `put` come first: they acknowledge the data in the freed
-        places."""
+        """Return all queued frames, and empty the queues. Frames of `put` come first: they
+        acknowledge the data in the freed places."""
         self.close()
         waiting = b"".join([*self._newest.values(), *self._freed])
         self._newest.clear()

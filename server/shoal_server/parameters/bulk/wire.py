@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, FrameReader, Kind
+from shoal_proto.bulk import Frame, FrameKind, FrameReader
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import Buffer
 from shoal_proto.segments.descriptors import receive_into
@@ -24,7 +24,7 @@ TakeFrame = Callable[[Frame], bool]
 """Handles a frame without waiting, if possible. Returns True if it did."""
 
 
-class HungUp(Exception):
+class PeerHungUp(Exception):
     """The other end has closed the connection, or it broke."""
 
 
@@ -32,7 +32,7 @@ class FrameConnection:
     """A connection that one task may read and any number may write. The socket does not block.
     Lives on the event loop."""
 
-    def __init__(self, connected: socket.socket, *, first: Kind | None = None) -> None:
+    def __init__(self, connected: socket.socket, *, first: FrameKind | None = None) -> None:
         """`first`: the kind that the first frame of the other end must have."""
         self.socket = connected
         self._bytes = bytes_of(connected)
@@ -56,7 +56,7 @@ class FrameConnection:
     async def next_frame(self) -> Frame:
         """Return the next frame that the function given to `deliver` does not take.
 
-        Raises HungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
+        Raises PeerHungUp, MalformedMessage or ChecksumMismatch: nothing can be read afterwards.
         """
         while (frame := self._next_untaken()) is None:
             if self._take is not None and isinstance(self._bytes, PlainBytes):
@@ -64,9 +64,9 @@ class FrameConnection:
             try:
                 count = await self._bytes.receive_into(self._reader.space())
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
         return frame
 
@@ -80,16 +80,16 @@ class FrameConnection:
 
     async def next_descriptor(self) -> int:
         """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.
-        The other end sends it only when asked. It must be read here: another read would lose the
-        descriptor.
+        The other end sends such a frame only when asked. Read it only by this method: any other
+        read would lose the descriptor.
 
-        Raises HungUp, MalformedMessage or ChecksumMismatch.
+        Raises PeerHungUp, MalformedMessage or ChecksumMismatch.
         """
         descriptors: list[int] = []
         try:
             while (frame := self._reader.next()) is None:
                 descriptors += await self._receive_descriptors()
-            if frame.kind is not Kind.DESCRIPTOR or len(descriptors) != 1:
+            if frame.kind is not FrameKind.DESCRIPTOR or len(descriptors) != 1:
                 raise MalformedMessage(
                     "a segment was to come as a descriptor",
                     seen=f"{frame.kind.name} with {len(descriptors)} descriptors",
@@ -108,9 +108,9 @@ class FrameConnection:
                 await self._readiness(self._loop.add_reader, self._loop.remove_reader)
                 continue
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
             return descriptors
 
@@ -154,14 +154,14 @@ class FrameConnection:
         try:
             count = self.socket.recv_into(self._reader.space())
             if not count:
-                raise HungUp("closed by the other end")
+                raise PeerHungUp("closed by the other end")
             self._reader.received(count)
             frame = self._next_untaken()
         except BlockingIOError:
             return
         except OSError as error:
-            awaited.set_exception(HungUp(repr(error)))
-        except Exception as error:  # noqa: BLE001 - whoever waits for a frame is to have it
+            awaited.set_exception(PeerHungUp(repr(error)))
+        except Exception as error:  # noqa: BLE001 - raised in the task that waits for a frame
             awaited.set_exception(error)
         else:
             if frame is not None:
@@ -186,8 +186,8 @@ class FrameConnection:
         self._end_pause()
 
     async def send(self, *parts: Buffer) -> None:
-        """Send a frame. Raises HungUp. If this is cancelled, half a frame may have been sent: close
-        the socket."""
+        """Send a frame. Raises PeerHungUp. If this is cancelled, half a frame may have been sent:
+        close the socket."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
@@ -195,15 +195,15 @@ class FrameConnection:
                 for run in _runs([rest, *parts] if rest else parts):
                     await self._bytes.send_all(run)
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     async def send_descriptor(self, descriptor: int) -> None:
         """Send a frame DESCRIPTOR with the descriptor of a file, over a Unix socket. Raises
-        HungUp."""
+        PeerHungUp."""
         async with self._writing:
             self._sent_s = self._loop.time()
             rest, self._rest = self._rest, b""
-            head = bulk.header(Kind.DESCRIPTOR)
+            head = bulk.header(FrameKind.DESCRIPTOR)
             try:
                 if rest:
                     await self._bytes.send_all(rest)
@@ -216,10 +216,10 @@ class FrameConnection:
                 if count < len(head):
                     await self._bytes.send_all(head[count:])
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     async def send_file(self, head: bytes, descriptor: int, start: int, num_bytes: int) -> None:
-        """Send a frame whose body is part of a file that nobody changes any more; else like
+        """Send a frame whose body is part of a file that no longer changes; otherwise like
         `send`."""
         async with self._writing:
             self._sent_s = self._loop.time()
@@ -228,7 +228,7 @@ class FrameConnection:
                 await self._bytes.send_all(b"".join((rest, head)))
                 await self._bytes.send_file(descriptor, start, num_bytes)
             except OSError as error:
-                raise HungUp(repr(error)) from error
+                raise PeerHungUp(repr(error)) from error
 
     def send_now(self, frame: bytes) -> bool:
         """Send a frame without a turn of the event loop. False, with nothing sent, while another
@@ -252,8 +252,8 @@ class FrameConnection:
             self._flush(frame)
 
     def end_reading(self) -> None:
-        """Keep the other end from sending more; what it has sent can still be read, followed by
-        HungUp. See unix(7): the kernel decides both under one lock."""
+        """Keep the other end from sending more. Data already sent can still be read, followed by
+        PeerHungUp. See unix(7): the kernel decides both under one lock."""
         self._end_pauses()
         try:
             self.socket.shutdown(socket.SHUT_RD)
@@ -261,11 +261,11 @@ class FrameConnection:
             log.debug("reading_ended_already", reason=str(error))
 
     def end_sending(self) -> None:
-        """End both directions. A waiting send raises HungUp, even if the other end does not read.
-        What has come can still be read."""
+        """End both directions. A waiting send raises PeerHungUp, even if the other end does not
+        read. Data already received can still be read."""
         self._end_pauses()
         try:
-            # For TLS too: the shutdown of SSLSocket would end the decryption of what still comes.
+            # For TLS too: SSLSocket.shutdown would end the decryption of data yet to be read.
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
         except OSError as error:
             log.debug("sending_ended_already", reason=str(error))
@@ -283,7 +283,7 @@ class FrameConnection:
     async def _send_rest(self, *frames: bytes) -> None:
         try:
             await self.send(*frames)
-        except HungUp as hung_up:
+        except PeerHungUp as hung_up:
             log.debug("frame_not_flushed", reason=str(hung_up))
 
     @property

@@ -17,7 +17,7 @@ RETRY_PAUSE_S = 0.1
 
 class AssignmentTable:
     """Follows every job's records. `on_change` is called with a job and its shards that have a
-    newer record, and `on_gone` with a job whose shards nobody holds any more, or that is in another
+    newer record, `on_gone` with a job whose shards have no holder any more, or that is in another
     run by now."""
 
     def __init__(
@@ -75,7 +75,8 @@ class AssignmentTable:
         if the job's shards are still placed.
 
         Returns once each record was written, or the change does not apply: then `change` returns
-        its argument. If somebody else writes a record meanwhile, only that record is decided again.
+        its argument. If another process writes a record meanwhile, only that record is decided
+        again.
         """
         while True:
             try:

@@ -12,13 +12,13 @@ from shoal_proto.names import NAME_RULE, is_name
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.serving.tasks import SupervisedTasks
 
 log = structlog.get_logger(__name__)
 
 
-class Runs(Protocol):
+class JobRuns(Protocol):
     """The runs that jobs are in."""
 
     def job_run(self, job: str) -> str:
@@ -42,7 +42,7 @@ class Fence:
         self,
         store: KeyValueStore,
         on_finished: Callable[[str], object] = lambda job: None,
-        runs: Runs | None = None,
+        runs: JobRuns | None = None,
     ) -> None:
         """`runs`: if None, tokens of any run are accepted."""
         self._store = store
@@ -98,7 +98,7 @@ class Fence:
         expected = runs.job_run(token.job)
         if expected and token.run != expected:
             raise Fenced(
-                f"member {token.member_id} goes by the shards of another run of job {token.job}",
+                f"member {token.member_id} uses the shard map of another run of job {token.job}",
                 seen=f"a call for shards of run {token.run}",
                 expected=f"run {expected}",
                 fix="Join again to continue.",
@@ -142,7 +142,7 @@ class Fence:
         return any(name.startswith(f"{job}/") for name in self._incarnations.records)
 
 
-def _incarnation_of(item: Item) -> str | None:
+def _incarnation_of(item: MirroredKey) -> str | None:
     incarnation = _text(item.value, "incarnation")
     if not incarnation:
         log.error("member_record_unreadable", key=item.key)

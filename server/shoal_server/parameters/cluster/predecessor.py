@@ -1,7 +1,8 @@
 """The previous process with this server's id: it may be partitioned from etcd and still serve.
 
-Its successor waits until it can no longer acknowledge anything, unless it is known to have ended:
-it said so itself, its process is gone from this machine, or its journal's lock was free.
+This process waits until the previous one can no longer acknowledge pushes, unless that one is known
+to have ended: it recorded its end in etcd, is gone from this machine, or had released the lock of
+the journal.
 """
 
 import json
@@ -14,7 +15,7 @@ import structlog
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.json_fields import Fields, Unreadable
+from shoal_server.etcd.json_fields import Fields, UnreadableRecord
 from shoal_server.etcd.records import ended_servers
 
 log = structlog.get_logger(__name__)
@@ -45,7 +46,7 @@ class ProcessRecord:
 
     @classmethod
     def parsed(cls, value: bytes) -> "ProcessRecord":
-        """Parse a record. Raises Unreadable."""
+        """Parse a record. Raises UnreadableRecord."""
         fields = Fields.parsed(value)
         return cls(
             incarnation=fields.text("incarnation"),
@@ -93,6 +94,6 @@ async def succeed(store: KeyValueStore, me: Holder, *, released: str = "") -> No
 def _parsed(key: str, value: bytes) -> ProcessRecord | None:
     try:
         return ProcessRecord.parsed(value)
-    except Unreadable as error:
+    except UnreadableRecord as error:
         log.error("process_record_unreadable", key=key, reason=str(error))
         return None

@@ -48,8 +48,8 @@ class Registration:
     """Registers on entry, renews the lease in the background, removes the key on exit.
 
     If the lease is lost, for instance because etcd was unreachable for long, the server registers
-    again with a new one. Two servers never hold one id: the second waits until the first one's
-    lease has ended, and gives up after three times its length.
+    again with a new one. Two servers never hold one id: the second waits until the lease of the
+    first has ended, and gives up after three times the lease's length.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Registration:
         on_end: Callable[[], None],
     ) -> None:
         """`on_renewed` is called with the time at which a successful renewal was sent, on the
-        loop's clock; `on_end` is called before the registration is removed: from then on nothing is
+        loop's clock; `on_end` is called before the registration is removed: from then on no push is
         acknowledged."""
         self._store = store
         self._on_renewed = on_renewed
@@ -93,7 +93,8 @@ class Registration:
         """Ask the coordinator to move this server's shards to others. Raises RetryError."""
         self._leaving = True
         key = keys.server(self._identity.server_id)
-        # If the registration was lost, a later process of this id may have one: leave that alone.
+        # If the registration was lost, a later process may be registered under this id: its record
+        # must not be replaced.
         is_mine = value_is(key, self._identity.record())
         put = Put(key, self._identity.record(leaving=True), self._lease)
         await self._store.transact([is_mine], [put])
@@ -124,7 +125,7 @@ class Registration:
         except TimeoutError:
             holder = await self._store.get(key)
         if holder is None or holder.value in self._own_records:
-            # etcd took so long, and answers again: it was unreachable, or restarted.
+            # No other server has the key: etcd was unreachable or restarted, and answers again.
             return False
         raise AddressInUse(
             f"another parameter server holds the id {self._identity.server_id}",
@@ -143,7 +144,7 @@ class Registration:
             self._lease = await self._store.grant(self._lease_ttl_s)
         put = Put(key, self._identity.record(leaving=self._leaving), self._lease)
         result = await self._store.transact([is_absent(key)], [put], [Get(key)])
-        # Ours already, if the answer to an earlier attempt was lost.
+        # The key is ours already if the answer to an earlier attempt was lost.
         is_ours = result.succeeded or any(item.lease == self._lease for item in result.reads[0])
         if is_ours:
             self._on_renewed(sent_s)

@@ -18,7 +18,7 @@ class Silence:
         """Expect a message of the other server from now on, if not before."""
         self._is_expected = True
 
-    def heard(self) -> None:
+    def note_message(self) -> None:
         """Note a message of the other server."""
         self._is_expected = False
         self._silent_s = 0.0

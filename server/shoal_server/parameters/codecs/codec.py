@@ -18,7 +18,7 @@ from shoal_server.parameters.codecs.quantised import Int8Decoder, OneBitDecoder
 from shoal_server.parameters.codecs.sparse import SparseDecoder
 
 
-class Decoder(Protocol):
+class GradientDecoder(Protocol):
     """Decodes the gradient of one push to one shard. Used from any thread."""
 
     @property
@@ -34,7 +34,7 @@ class Decoder(Protocol):
         ...
 
 
-_DECODERS: Mapping[str, Callable[[GradientCodec, Sequence[int]], Decoder]] = {
+_DECODERS: Mapping[str, Callable[[GradientCodec, Sequence[int]], GradientDecoder]] = {
     "fp16": half_decoder,
     "bf16": half_decoder,
     "int8": Int8Decoder,
@@ -47,7 +47,7 @@ CODECS = tuple(_DECODERS)
 
 def new_decoder(
     codec: GradientCodec, sizes: Sequence[int], *, plain_bytes: int, shard_id: int
-) -> Decoder:
+) -> GradientDecoder:
     """Make the decoder for a gradient of blocks of these sizes, which has `plain_bytes`
     uncompressed.
 
@@ -60,11 +60,11 @@ def new_decoder(
     decoder = make(codec, sizes)
     if codec.num_bytes != decoder.num_bytes or not codec.num_bytes < plain_bytes:
         raise ShapeMismatch(
-            f"the compressed gradient for shard {shard_id} has another length than its blocks say",
+            f"the compressed gradient for shard {shard_id} does not fit its blocks in length",
             seen=f"{codec.num_bytes} bytes of {codec.kind}",
             expected=f"{decoder.num_bytes} bytes, and fewer than the {plain_bytes} without it",
-            fix="Compare shape and dtype with the job's shard map; send uncompressed what a codec "
-            "does not make smaller.",
+            fix="Compare shape and dtype with the job's shard map; send a gradient uncompressed if "
+            "the codec does not make it smaller.",
         )
     return decoder
 

@@ -26,7 +26,7 @@ class LowRankDecoder:
             raise ShapeMismatch(
                 "a compressed gradient has another number of blocks",
                 seen=f"rows of {len(codec.low_rank)} blocks",
-                expected=f"{len(sizes)}, with no rows for a block that is as it is",
+                expected=f"{len(sizes)}, with no rows for a block that is not compressed",
             )
         for part, size in zip(codec.low_rank, sizes, strict=True):
             _check(part, codec.columns, size)
@@ -99,6 +99,6 @@ def _check(part: LowRankRows, columns: Sequence[int], size: int) -> None:
     if part.lead + part.rows * columns[part.matrix] > size:
         raise ShapeMismatch(
             "rows of a compressed gradient do not lie in their block",
-            seen=f"{part.rows} x {columns[part.matrix]} values behind {part.lead}",
+            seen=f"{part.rows} x {columns[part.matrix]} values after {part.lead}",
             expected=f"at most {size} values in all",
         )

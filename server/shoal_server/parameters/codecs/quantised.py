@@ -66,7 +66,7 @@ class OneBitDecoder(_Scaled):
 
 
 def _signs() -> Tensor:
-    """Return the eight signs of each byte, of its highest bit first."""
+    """Return the eight signs of each byte, highest bit first."""
     bits = (torch.arange(256).unsqueeze(1) >> torch.arange(BITS - 1, -1, -1)) & 1
     return bits.to(torch.float32) * 2 - 1
 

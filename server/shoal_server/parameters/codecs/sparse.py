@@ -34,8 +34,8 @@ class SparseDecoder:
         is_rising = bool((places[1:] > places[:-1]).all())
         if first < 0 or last >= self._num_values or not is_rising:
             raise MalformedMessage(
-                "the places of a compressed gradient's values are out of range or order",
-                seen=f"{len(places)} places from {first} to {last},"
+                "the positions of a compressed gradient's values are out of range or order",
+                seen=f"{len(places)} positions from {first} to {last},"
                 f" {'rising' if is_rising else 'not rising'}",
                 expected=f"rising ones from 0 to {self._num_values - 1}",
             )

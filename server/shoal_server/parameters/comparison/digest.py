@@ -31,7 +31,7 @@ from shoal_server.parameters.shard.versioned import AnyShard
 PIECE_BYTES = 1024 * 1024
 SESSIONS_A_PIECE = 32
 SESSIONS, ROWS = "sessions", "rows"
-"""Names of the parts that are no tensors of fixed order; no tensor has such a name."""
+"""Names of the parts that are not tensors, or have no fixed order; no tensor has such a name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class DigestRange:
     part: str
     """A tensor's name, SESSIONS or ROWS."""
     start: int = 0
-    """Start of the range: in a tensor, in bytes; in sessions, their number before it."""
+    """Start of the range: a byte of a tensor, or an index of a session."""
     stop: int = 0
     row_ids: bytes = b""
     """Ids of rows, as int64."""
@@ -105,7 +105,7 @@ class PieceWalk:
             row_ids, self._at = shard.body.row_ids(start, self._piece_bytes)
             return DigestRange(part=part, row_ids=row_ids) if self._at > start else None
         if part == SESSIONS:
-            # One more than there are, so that a backup with more sessions is detected.
+            # One more than the number of sessions, so that a backup with more is detected.
             size, step = len(shard.sessions) + 1, SESSIONS_A_PIECE
         else:
             size, step = shard.body.flat_tensors()[part].nbytes, self._piece_bytes

@@ -32,8 +32,8 @@ CHUNK_BYTES = 2 * 1024 * 1024
 
 
 class Locked(Protocol):
-    """Does work under the lock of a shard's content; raises unless the cut is open before and after
-    it."""
+    """Does work under the lock of a shard's content; raises InternalError unless the cut is open
+    before and after it."""
 
     def __call__(self, work: Callable[[], T]) -> T: ...
 
@@ -270,5 +270,5 @@ def rest_of(sessions: Sequence[SessionImage], tensors: Mapping[str, Tensor]) -> 
 def released(index: int) -> InternalError:
     """Return the error for a read of a released chunk."""
     return InternalError(
-        "a chunk of a cut is asked for that was released", seen=f"chunk {index} of its content"
+        "a released chunk of a cut was requested", seen=f"chunk {index} of its content"
     )

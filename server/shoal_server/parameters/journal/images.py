@@ -20,7 +20,7 @@ _NAME = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)-([0-9a-f]{64})\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredImage:
     """A shard's image: its position among the shard's records, and its file."""
 
     job: str
@@ -51,7 +51,7 @@ class JournalImages:
     def __init__(self, directory: Path) -> None:
         self._files = Storage(Location.of_directory(directory))
 
-    def list(self) -> list[Kept]:
+    def list(self) -> list[StoredImage]:
         kept = []
         for path in self._files.sizes(""):
             job, _, name = path.rpartition("/")
@@ -61,23 +61,23 @@ class JournalImages:
                 self._files.remove([path])
                 continue
             shard_id, epoch, version, number = map(int, found.groups()[:4])
-            kept.append(Kept(job, shard_id, epoch, version, number, found[5]))
+            kept.append(StoredImage(job, shard_id, epoch, version, number, found[5]))
         return kept
 
     def write(
         self, job: str, epoch: int, number: int, image: Image | ShardCut, run: str = ""
-    ) -> Kept:
+    ) -> StoredImage:
         """Write an image; it is on disk on return. `run`: the job's run. Raises Unavailable."""
-        file = image_file.Digested(image_file.pieces(image, run))
+        file = image_file.DigestingReader(image_file.pieces(image, run))
         shard_id, version = image.shard_id, image.version
 
-        def kept() -> Kept:
-            return Kept(job, shard_id, epoch, version, number, file.sha256)
+        def kept() -> StoredImage:
+            return StoredImage(job, shard_id, epoch, version, number, file.sha256)
 
         self._files.write_pieces(job, lambda: kept().name, file)
         return kept()
 
-    def read(self, kept: Kept) -> Image:
+    def read(self, kept: StoredImage) -> Image:
         """Read an image. Raises JournalDamaged, naming the file, if it is not what was written."""
         data = self._files.read(kept.path) or b""
         try:
@@ -89,5 +89,5 @@ class JournalImages:
                 error.what, seen=error.seen, expected=error.expected, details=error.details
             ) from error
 
-    def remove(self, images: Sequence[Kept]) -> None:
+    def remove(self, images: Sequence[StoredImage]) -> None:
         self._files.remove([kept.path for kept in images])

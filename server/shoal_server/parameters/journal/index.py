@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from shoal_server.parameters.journal.images import Kept
+from shoal_server.parameters.journal.images import StoredImage
 from shoal_server.parameters.journal.segment_format import JournalEntry
 
 Key = tuple[str, int]
@@ -40,13 +40,13 @@ class JournalIndex:
 
     def __init__(self) -> None:
         self.segments: list[JournalSegment] = []
-        self._images: dict[Key, Kept] = {}
+        self._images: dict[Key, StoredImage] = {}
         self._ended: dict[Key, int] = {}
         self._only: Key | None = None
         """The only shard of this index; None: all shards."""
 
     @property
-    def images(self) -> Mapping[Key, Kept]:
+    def images(self) -> Mapping[Key, StoredImage]:
         """The newest images, by shard."""
         return self._images
 
@@ -63,7 +63,7 @@ class JournalIndex:
     def num_bytes(self) -> int:
         return sum(segment.num_bytes for segment in self.segments)
 
-    def note(self, number: int, entry: JournalEntry) -> Kept | None:
+    def note(self, number: int, entry: JournalEntry) -> StoredImage | None:
         """Add an entry of the newest segment. Returns the image that it made superfluous, if
         any."""
         version = 0 if entry.record is None else entry.record.push.version
@@ -76,7 +76,7 @@ class JournalIndex:
             return None
         return self._images.pop(entry.key)
 
-    def put(self, image: Kept) -> Kept | None:
+    def put(self, image: StoredImage) -> StoredImage | None:
         """Add an image. Returns the image that is superfluous now, which may be this one."""
         before = self._images.get(image.key)
         if image.number <= self._ended.get(image.key, 0):
@@ -87,15 +87,14 @@ class JournalIndex:
         return before if before != image else None
 
     def is_needed(self, key: Key, place: EntryLocation) -> bool:
-        """True if the entry at that place is not contained in its shard's image."""
+        """True if neither the shard's image nor an end entry replaces the entry at `place`."""
         if self._only not in (None, key) or place.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
         return image is None or (place.epoch, place.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
-        """Remove the oldest segments of which nothing is needed, and return them; never the
-        newest."""
+        """Remove and return the oldest segments without a needed entry; never the newest."""
         removable = []
         while len(self.segments) > 1 and not self.overdue():
             removable.append(self.segments.pop(0))
@@ -111,5 +110,5 @@ class JournalIndex:
         return [key for key, place in oldest.last.items() if self.is_needed(key, place)]
 
 
-def _order(image: Kept) -> tuple[int, int]:
+def _order(image: StoredImage) -> tuple[int, int]:
     return image.epoch, image.version

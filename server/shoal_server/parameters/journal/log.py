@@ -2,13 +2,13 @@
 
     journal = Journal(JournalConfig(directory=...))
     with journal:
-        for shard in journal.recover(make): ...     what the last process left
+        for shard in journal.recover(make): ...     shards of the previous process
         journal.put_image(job, epoch, image)        before a shard's first record
         journal.append(job, shard_id, epoch, record).result()
 
-Records are written in groups: all that came while the disk was busy share the next `fsync`. A
-shard's image, written from time to time, replaces all of its records up to the image's version;
-segments of which nothing is needed are removed.
+Records are written in groups: all records appended during one `fsync` share the next. A shard's
+image, written from time to time, replaces all of its records up to the image's version; segments
+without a needed entry are removed.
 
 While the disk fails or is full, no new records are accepted. Records appended before stay in
 memory, and are written as soon as that succeeds. `failure` has the error.
@@ -39,9 +39,9 @@ from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure
-from shoal_server.parameters.journal.images import JournalImages, Kept
+from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import JournalSegment, Key
-from shoal_server.parameters.journal.replay import Recovered, read_index, replay
+from shoal_server.parameters.journal.replay import RecoveredShard, read_index, replay
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import num_bytes_of
@@ -90,10 +90,10 @@ class Journal:
 
     def own(self, owner: Holder) -> str:
         """Set the owner, and return the incarnation of the previous owner; empty if there was none.
-        That process has ended, or closed the journal, as it had the lock.
+        That process has ended or closed the journal: otherwise it would still hold the lock.
 
-        Raises InvalidSpec if it is the journal of a server with another id: it may have that
-        server's only copies, and this server would drop them.
+        Raises InvalidSpec if the journal belongs to a server with another id: it may have that
+        server's only copies, which this server would drop.
         """
         self._claim.seek(0)
         before = self._claim.read(MAX_OWNER_BYTES).decode(errors="replace")
@@ -120,17 +120,17 @@ class Journal:
             fix = "Make room there, or mend the disk, and start this server again."
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
-    def recover(self, make: Callable[[Image], State]) -> Sequence[Recovered[State]]:
-        """Return every shard as it was when the last process ended. Call this before `append`.
+    def recover(self, make: Callable[[Image], State]) -> Sequence[RecoveredShard[State]]:
+        """Return every shard as it was when the previous process ended. Call this before `append`.
         `make` makes the shard of an image. Raises JournalDamaged, naming the file.
         """
         return replay(self._config.directory, self._images, self._index, make)
 
     def read(
         self, job: str, shard_id: int, make: Callable[[Image], State]
-    ) -> Recovered[State] | None:
-        """Read one shard from disk, to which nothing is appended meanwhile; None: it is not there.
-        Blocks. Raises JournalDamaged, naming the file."""
+    ) -> RecoveredShard[State] | None:
+        """Read one shard from disk; None if the journal does not have it. No records of the shard
+        may be appended meanwhile. Blocks. Raises JournalDamaged, naming the file."""
         with self._wake:
             index = self._index.of((job, shard_id))
         found = replay(self._config.directory, self._images, index, make)
@@ -138,7 +138,7 @@ class Journal:
 
     def __enter__(self) -> "Journal":
         """Start the writer. Raises Unavailable if nothing can be written. If the disk is full, the
-        writer waits for room: the journal can be read, and only durable pushes fail."""
+        writer waits for space: the journal can be read, and only durable pushes fail."""
         try:
             self._begin_segment(self._first_number)
         except OSError as error:
@@ -186,7 +186,7 @@ class Journal:
             return
         if pending_bytes > self._config.max_pending_bytes:
             raise Overloaded(
-                "the disk of the journal is behind",
+                "the disk of the journal is too slow",
                 seen=f"{pending_bytes} bytes waiting for it",
                 expected=f"at most {self._config.max_pending_bytes}",
                 fix="Retry a little later; give the journal a faster disk.",
@@ -202,9 +202,9 @@ class Journal:
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
         """Append a push; the future is done once it is on disk. Call this in the order of versions.
 
-        It has no bound, as the push is applied already: call `check_room` before the push. The
-        future fails with DiskFull or Unavailable if the disk fails. Then the push may be on disk or
-        not, and later pushes of the shard are kept only after a new image of it.
+        The queue has no bound here, as the push is applied already: call `check_room` before the
+        push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may be
+        on disk or not, and later pushes of the shard are kept only after a new image of it.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 
@@ -215,7 +215,7 @@ class Journal:
 
     def put_image(self, job: str, epoch: int, image: Image | ShardCut, *, run: str = "") -> None:
         """Begin to keep a shard, or replace its records up to the image's version. `run`: the job's
-        run, to tell the shard from those of other runs.
+        run, to tell the shard from the same shard of another run.
 
         The image is on disk on return. Blocks. Raises DiskFull or Unavailable, without a change.
         """
@@ -232,8 +232,8 @@ class Journal:
         self._remove([superfluous], removable)
 
     def overdue(self) -> Sequence[Key]:
-        """Return the keys of the shards that need the oldest segment, once half of the room is
-        used. Put images of these, so that the segment can be removed.
+        """Return the keys of the shards that need the oldest segment, once half of `max_bytes` is
+        used. Write images of these shards, so that the segment can be removed.
         """
         with self._wake:
             if self._index.num_bytes <= self._config.max_bytes // 2:
@@ -244,7 +244,7 @@ class Journal:
         done: Future[None] = Future()
         with self._wake:
             failure = self._failure
-            # An end entry is small, and would not be appended again.
+            # An end entry is queued even then: it is small, and would not be appended again.
             if failure is None or entry.record is None:
                 self._queue.append(_Waiting(self._next_number, entry, done))
                 self._next_number += 1
@@ -272,8 +272,8 @@ class Journal:
             self._tidy(superfluous, batch[-1].number + 1)
 
     def _begin_with_retries(self) -> bool:
-        """Begin a segment as soon as the disk has room for it. False: the journal was closed
-        before."""
+        """Begin a segment as soon as the disk has space for it. False if the journal is closed
+        first."""
         while self._file is None:
             with self._wake:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
@@ -286,9 +286,9 @@ class Journal:
                 self._clear_failure()
         return True
 
-    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None] | None:
-        """Write a batch, with retries; return the images that it made superfluous. None: the
-        journal was closed before the batch could be written."""
+    def _write_with_retries(self, batch: Sequence[_Waiting]) -> Sequence[StoredImage | None] | None:
+        """Write a batch, with retries; return the images that it made superfluous. None if the
+        journal is closed before the batch could be written."""
         while True:
             try:
                 superfluous = self._write(batch)
@@ -301,7 +301,7 @@ class Journal:
                 if self._wake.wait_for(lambda: self._closing, RETRY_EACH_S):
                     return None
 
-    def _write(self, batch: Sequence[_Waiting]) -> Sequence[Kept | None]:
+    def _write(self, batch: Sequence[_Waiting]) -> Sequence[StoredImage | None]:
         assert self._file is not None
         segment = self._index.segments[-1]
         synced_bytes = segment.num_bytes
@@ -319,7 +319,7 @@ class Journal:
             self._pending_bytes -= sum(_num_bytes(entry) for _, entry, _ in batch)
             return [self._index.note(number, entry) for number, entry, _ in batch]
 
-    def _tidy(self, superfluous: Sequence[Kept | None], next_number: int) -> None:
+    def _tidy(self, superfluous: Sequence[StoredImage | None], next_number: int) -> None:
         """Remove superfluous files, and begin a new segment if this one is full. If the disk
         refuses, this segment keeps growing, and superfluous files stay."""
         try:
@@ -352,7 +352,9 @@ class Journal:
             last.close()
         self._remove((), removable)
 
-    def _remove(self, images: Sequence[Kept | None], segments: Sequence[JournalSegment]) -> None:
+    def _remove(
+        self, images: Sequence[StoredImage | None], segments: Sequence[JournalSegment]
+    ) -> None:
         for segment in segments:
             (self._config.directory / segment.file).unlink(missing_ok=True)
         self._images.remove([kept for kept in images if kept is not None])

@@ -11,7 +11,7 @@ import structlog
 
 from shoal_proto.errors import JournalDamaged, MalformedMessage, ShoalError
 from shoal_server.parameters.journal.config import START_BYTES
-from shoal_server.parameters.journal.images import JournalImages, Kept
+from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
 from shoal_server.parameters.shard.image import Image
@@ -24,7 +24,7 @@ State = TypeVar("State", bound=AnyShard)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recovered(Generic[State]):
+class RecoveredShard(Generic[State]):
     """A shard as it was after its last record on disk."""
 
     job: str
@@ -41,8 +41,8 @@ class Recovered(Generic[State]):
 
 
 def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, int]:
-    """Read the index of a directory, and cut off a torn end; return it with the log number of the
-    next entry.
+    """Read a directory, and cut off a torn end; return its index and the log number of the next
+    entry.
 
     Raises JournalDamaged, naming the file, for any other damage.
     """
@@ -70,7 +70,7 @@ def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, in
 
 def replay(
     directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
-) -> Sequence[Recovered[State]]:
+) -> Sequence[RecoveredShard[State]]:
     """Make each shard from its image, and apply the later records."""
     runs: dict[tuple[str, int], str] = {}
 
@@ -103,14 +103,14 @@ def replay(
         epochs[key] = entry.epoch
         counts[key] += 1
     return [
-        Recovered(
+        RecoveredShard(
             job=key[0], epoch=epochs[key], state=state, num_replayed=counts[key], run=runs[key]
         )
         for key, state in states.items()
     ]
 
 
-def _made(images: JournalImages, kept: Kept, make: Callable[[Image], State]) -> State:
+def _made(images: JournalImages, kept: StoredImage, make: Callable[[Image], State]) -> State:
     try:
         return make(images.read(kept))
     except MalformedMessage as error:

@@ -4,8 +4,8 @@
     entry     head: magic, bytes of the header, bytes of the data, log number,
                     bytes of this segment that were synced when it was written
               CRC-32 of head, header and data
-              header: a RecordStart without `num_bytes`; without `record`, it says that the shard
-                      is not kept here any more
+              header: a RecordStart without `num_bytes`; without `record`, it ends the shard in
+                      this journal
               data
 
 A write that a crash interrupted leaves a torn end, of which any bytes may be on disk. Each entry's
@@ -152,7 +152,8 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 
 
 def _witness(data: bytes, at: int) -> int | None:
-    """Return the start of a later entry that was written when the byte at `at` was synced."""
+    """Return the start of a later entry that proves the byte at `at` was synced; None if there is
+    none."""
     for place in _places(data, at + 1):
         found = _entry_at(data, place)
         if found is not None and found.synced_bytes > at:

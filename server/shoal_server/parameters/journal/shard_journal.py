@@ -1,12 +1,12 @@
-"""Journaling of the shards that this server leads, from the start of its leadership on.
+"""Journaling of the shards of which this server is the primary.
 
-Updates count as durable once the journal has an image of the shard and what follows it, and the
-shard's assignment names this server's disk (`ShardAssignment.on_disk`), which the replication core
-writes. A shard that is led elsewhere by now stays in the journal until its assignment names another
-disk: until then this disk is the only one that has it.
+Updates count as durable once the journal has an image of the shard and the records after it, and
+the shard's assignment names this server's disk (`ShardAssignment.on_disk`, which the replication
+core writes). A shard with another primary by now stays in the journal until its assignment names
+another disk: until then no other disk has it.
 
-While the disk cannot be written, durable pushes fail; a shard is kept again, beginning with a new
-image, as soon as the disk works.
+While the disk cannot be written, durable pushes fail; as soon as it works, journaling of a shard
+resumes with a new image.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.shard.image import Image, UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
-"""Longest time between two attempts to put an image of a shard that is not kept."""
+"""Longest time between two attempts to resume the journaling of a shard."""
 
 Take = Callable[[ShardReplica], Awaitable[ShardCut]]
 OnDisk = Callable[[ShardReplica, int], None]
@@ -41,24 +41,26 @@ Key = tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class _Led:
-    """One period of journaling of a shard: from the start of leading it, or of keeping it again."""
+    """One period of journaling of a shard: since this server became its primary, or since
+    journaling resumed."""
 
     replica: ShardReplica
     run: str
     """The job's run."""
     pauses: BackOff
     kept: list[UpdateRecord] | None = field(default_factory=list)
-    """Records after the image; None once the image is on disk, and while nothing is kept."""
+    """Records that wait until the image is on disk; None after that, and while journaling is
+    interrupted."""
     why_not: ShoalError | None = None
-    """Why nothing is kept for now."""
+    """The error that interrupted journaling; None if it is not interrupted."""
     again_s: float = 0.0
     """Time of the next attempt, on the event loop's clock."""
 
 
 class ShardJournal:
     """Keeps shards in a journal. `take` makes a cut through a shard; `on_disk` is called with the
-    version up to which a shard is on disk, `on_failure` if it is not kept for now. Lives on the
-    event loop; files are written in `pool`."""
+    version up to which a shard is on disk, `on_failure` when its journaling is interrupted. Lives
+    on the event loop; files are written in `pool`."""
 
     def __init__(
         self,
@@ -87,11 +89,11 @@ class ShardJournal:
     async def __aexit__(self, *exc: object) -> None:
         await self._tasks.close()
 
-    # --- shards that are led here ---
+    # --- shards of which this server is the primary ---
 
     def lead(self, replica: ShardReplica, run: str = "") -> None:
-        """Keep a shard of that run of its job from now on. Updates that are applied before its
-        image is on disk are held back, and written after it."""
+        """Keep a shard from now on; `run`: the run of its job. Records of updates that are applied
+        before its image is on disk are held back, and written after it."""
         self._keep_from_here(_Led(replica, run, _new_pauses()))
 
     def _keep_from_here(self, led: _Led) -> None:
@@ -102,8 +104,8 @@ class ShardJournal:
         replica.check_disk = self._journal.check_room
         self._tasks.start(self._begin(led))
 
-    def tell(self, replica: ShardReplica, record: UpdateRecord) -> None:
-        """Keep an applied push. Call this for each push, in order."""
+    def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:
+        """Append the record of an applied push. Call this for each push, in order."""
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica or led.why_not is not None:
             return
@@ -113,7 +115,7 @@ class ShardJournal:
             self._append(replica, record)
 
     def end(self, replica: ShardReplica) -> None:
-        """End the keeping of a shard that is no longer led here."""
+        """End the journaling of a shard of which this server is no longer the primary."""
         key = _key(replica)
         led = self._led.get(key)
         if led is not None and led.replica is replica:
@@ -146,7 +148,7 @@ class ShardJournal:
                 self._append(led.replica, record)
 
     def _interrupt(self, led: _Led, error: ShoalError) -> None:
-        """Keep nothing of a shard for now, and report the failure."""
+        """Interrupt the journaling of a shard, and report the failure."""
         replica = led.replica
         if self._led.get(_key(replica)) is not led or led.why_not is not None:
             return
@@ -159,7 +161,7 @@ class ShardJournal:
         self._on_failure(replica)
 
     def _resume(self) -> None:
-        """Keep shards again, as if they were led from now on."""
+        """Start interrupted journaling anew, as in `lead`, for shards whose pause is over."""
         now_s = asyncio.get_running_loop().time()
         for led in tuple(self._led.values()):
             if led.why_not is not None and now_s >= led.again_s:
@@ -213,8 +215,8 @@ class ShardJournal:
             self._interrupt(led, error)
 
     async def _look_for_ever(self) -> None:
-        """Put new images of shards whose old records fill the disk, and of those whose keeping
-        failed."""
+        """Write new images of shards whose old records fill the disk, and of shards whose
+        journaling was interrupted."""
         while True:
             await asyncio.sleep(LOOK_EACH_S)
             if self._journal.failure is None:
@@ -245,7 +247,7 @@ class ShardJournal:
             # once more.
             self._for_others.add(key)
 
-    # --- shards that others lead ---
+    # --- shards with another primary ---
 
     @property
     def all_keys(self) -> Collection[Key]:
@@ -259,22 +261,22 @@ class ShardJournal:
 
     @property
     def keeps_for_others(self) -> bool:
-        """True if this disk may have the only copy on disk of a shard that others lead."""
+        """True if this disk may have the only copy on disk of a shard with another primary."""
         return bool(self._for_others)
 
     def keeps(self, job: str, shard_id: int) -> bool:
-        """True if this disk may have a shard that is not led here."""
+        """True if this disk may have a shard of which this server is not the primary."""
         return (job, shard_id) in self._for_others
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """Note the shards that the last process of this server left in the journal."""
+        """Note the shards that the previous process of this server left in the journal."""
         self._for_others.update(keys)
 
     async def read(
         self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
-    ) -> Recovered[AnyShard] | None:
-        """Read a shard that is not led here from the journal; None if it is not there, or cannot be
-        read."""
+    ) -> RecoveredShard[AnyShard] | None:
+        """Read a shard of which this server is not the primary from the journal; None if it is not
+        there, or cannot be read."""
         loop = asyncio.get_running_loop()
         read = partial(self._journal.read, job, shard_id, make)
         try:
@@ -283,8 +285,9 @@ class ShardJournal:
             log.error("journal_not_read", job=job, shard_id=shard_id, reason=str(error))
             return None
 
-    def let_go(self, job: str, but: Collection[int]) -> None:
-        """Forget the job's shards that are not led here, except these."""
+    def release_job(self, job: str, but: Collection[int]) -> None:
+        """Forget the job's shards of which this server is not the primary, except those in
+        `but`."""
         for key in [k for k in self._for_others if k[0] == job and k[1] not in but]:
             self._for_others.discard(key)
             self._ends[key] = self._journal.forget(*key)

@@ -37,7 +37,7 @@ class ShardOptimizer(StatefulRule, Protocol):
 
 
 @runtime_checkable
-class StepsWhole(Protocol):
+class WholeStepOptimizer(Protocol):
     """An optimizer that can update all blocks at once, with fewer calls of its kernel and the same
     result to the last bit."""
 

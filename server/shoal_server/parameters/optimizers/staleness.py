@@ -1,4 +1,4 @@
-"""Staleness policies: treatment of gradients whose base values others have changed since.
+"""Staleness policies: treatment of gradients whose base values have been updated since.
 
 Staleness is the number of updates applied since the values that a gradient was computed on. A
 policy may ignore it, divide the learning rate by it, damp the optimizer (`damping`), refuse

@@ -50,8 +50,8 @@ class StepCounts:
 
 
 def in_runs(blocks: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Join blocks, which lie one after the other, to as few tensors as possible with equal results:
-    a vector kernel rounds only elements beyond the last whole vector differently."""
+    """Join blocks, which lie one after the other in memory, into as few tensors as give equal
+    results: a vector kernel rounds only elements beyond the last whole vector differently."""
     runs: list[Tensor] = []
     start = num_elements = 0
     for i, block in enumerate(blocks):

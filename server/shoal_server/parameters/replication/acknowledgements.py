@@ -6,14 +6,18 @@ from typing import Any, TypeVar
 
 from shoal_proto.errors import ShoalError, Unavailable
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
-from shoal_server.core.replication.protocol.effects import Acknowledge, Refusal, Refuse
-from shoal_server.core.replication.protocol.events import Abandoned, Asked, Level
+from shoal_server.core.replication.protocol.effects import (
+    AcknowledgeVersion,
+    AckRefusalReason,
+    RefuseVersion,
+)
+from shoal_server.core.replication.protocol.events import AckAbandoned, AckLevel, AckRequested
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.shard.replica import ShardReplica
 
 _LEVELS = {
-    Acknowledgement.ACKNOWLEDGEMENT_APPLIED: Level.APPLIED,
-    Acknowledgement.ACKNOWLEDGEMENT_DURABLE: Level.DURABLE,
+    Acknowledgement.ACKNOWLEDGEMENT_APPLIED: AckLevel.APPLIED,
+    Acknowledgement.ACKNOWLEDGEMENT_DURABLE: AckLevel.DURABLE,
 }
 
 AnswerT = TypeVar("AnswerT")
@@ -35,7 +39,7 @@ class Acknowledgements:
     def __init__(self, driver: CoreDriver) -> None:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        driver.carry_out({Acknowledge: self._acknowledge, Refuse: self._refuse})
+        driver.carry_out({AcknowledgeVersion: self._acknowledge, RefuseVersion: self._refuse})
 
     def is_there(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
@@ -48,7 +52,7 @@ class Acknowledgements:
             and replica.is_led
             and led.epoch == replica.epoch
             and core.may_acknowledge(self._loop.time())
-            and led.is_as_safe(version, _LEVELS.get(level, Level.REPLICATED))
+            and led.is_as_safe(version, _LEVELS.get(level, AckLevel.REPLICATED))
         )
 
     async def wait(
@@ -60,7 +64,7 @@ class Acknowledgements:
         try:
             outcome = await waiter.answered
         except asyncio.CancelledError:
-            self._driver.tell(Abandoned(waiter, (replica.job, replica.shard_id)))
+            self._driver.submit_event(AckAbandoned(waiter, (replica.job, replica.shard_id)))
             raise
         if isinstance(outcome, ShoalError):
             raise outcome
@@ -83,9 +87,9 @@ class Acknowledgements:
         if not replica.is_led:
             waiter.answered.set_result(replica.deposed())
             return waiter
-        wanted = _LEVELS.get(level, Level.REPLICATED)
+        wanted = _LEVELS.get(level, AckLevel.REPLICATED)
         key = replica.job, replica.shard_id
-        self._driver.tell(Asked(waiter, key, replica.epoch, version, wanted))
+        self._driver.submit_event(AckRequested(waiter, key, replica.epoch, version, wanted))
         return waiter
 
     def check_lease(self) -> None:
@@ -93,27 +97,27 @@ class Acknowledgements:
         if not self._driver.core.may_acknowledge(self._loop.time()):
             raise self._fenced()
 
-    def _acknowledge(self, effect: Acknowledge) -> None:
+    def _acknowledge(self, effect: AcknowledgeVersion) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
             waiter.answered.set_result(waiter.answer)
 
-    def _refuse(self, effect: Refuse) -> None:
+    def _refuse(self, effect: RefuseVersion) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
             waiter.answered.set_result(self._error(waiter.replica, effect.why))
 
-    def _error(self, replica: ShardReplica, why: Refusal) -> ShoalError:
-        if why is Refusal.DEPOSED:
+    def _error(self, replica: ShardReplica, why: AckRefusalReason) -> ShoalError:
+        if why is AckRefusalReason.DEPOSED:
             return replica.deposed()
-        if why is Refusal.FENCED:
+        if why is AckRefusalReason.FENCED:
             return self._fenced()
         return replica.why_no_disk or replica.on_no_disk()
 
     def _fenced(self) -> Unavailable:
         server_id = self._driver.core.me.server_id
         return Unavailable(
-            f"server {server_id} acknowledges nothing: it may have been taken for dead",
+            f"server {server_id} acknowledges nothing: the coordinator may have given it up",
             seen="its registration in etcd was not renewed for so long that its shards may have "
             "been given to others",
             expected="a registration that etcd has renewed",

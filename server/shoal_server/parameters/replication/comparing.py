@@ -1,4 +1,4 @@
-"""Comparison of backups with the shards that this server leads, piece by piece, all the time."""
+"""Comparison of backups with their primaries on this server, piece by piece, all the time."""
 
 import asyncio
 from collections.abc import Iterator
@@ -7,8 +7,8 @@ import structlog
 
 from shoal_proto.errors import ShoalError
 from shoal_server.parameters.comparison.digest import PieceWalk
-from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
+from shoal_server.parameters.replication.run_and_rest import LARGE
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.workers import Runner
@@ -20,8 +20,8 @@ COMPARE_EACH_S = 0.25
 
 
 class Comparing:
-    """Has followers compare pieces. Digests are taken between two pushes. Lives on the event
-    loop."""
+    """Sends digests of pieces to the backups, which compare them. A digest is computed between two
+    pushes. Lives on the event loop."""
 
     def __init__(self, catalog: Catalog, links: OutgoingLinks, run: Runner) -> None:
         self._catalog = catalog

@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from shoal_server.core.replication.protocol.effects import Effect
-from shoal_server.core.replication.protocol.events import Event, Woken
+from shoal_server.core.replication.protocol.events import Event, WakeTimeReached
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.parameters.replication.wire.frames import Arrived
+from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 TIMED_WITHIN_S = 0.002
-"""Most delay of a timer that an event has just set: the timer is set once for many events."""
+"""Delay before the timer is set after an event: it is set once for many events."""
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """The handler of each kind of effect. It returns at once; the result of longer work is an event."""
@@ -23,11 +23,11 @@ class CoreDriver:
 
     def __init__(self, core: ReplicationCore) -> None:
         self.core = core
-        self.arrived: Arrived | None = None
+        self.arrived: ArrivedRequest | None = None
         """The request that is being handled, with its data; None: the event is no request."""
         self._loop = asyncio.get_running_loop()
         self._handlers: dict[type, Callable[[Any], None]] = {}
-        self._waiting: deque[tuple[Event, Arrived | None]] = deque()
+        self._waiting: deque[tuple[Event, ArrivedRequest | None]] = deque()
         self._is_stepping = False
         self._is_closed = False
         self._is_timer_due = False
@@ -44,7 +44,7 @@ class CoreDriver:
         if self._timer is not None:
             self._timer.cancel()
 
-    def tell(self, event: Event, arrived: Arrived | None = None) -> None:
+    def submit_event(self, event: Event, arrived: ArrivedRequest | None = None) -> None:
         """Handle an event. If called from a handler, the event is handled right after the current
         one."""
         self._waiting.append((event, arrived))
@@ -61,7 +61,7 @@ class CoreDriver:
             self._is_timer_due = True
             self._loop.call_later(TIMED_WITHIN_S, self._set_timer)
 
-    def _step(self, event: Event, arrived: Arrived | None) -> None:
+    def _step(self, event: Event, arrived: ArrivedRequest | None) -> None:
         effects: list[Effect] = self.core.step(event, self._loop.time())
         self.arrived = arrived
         try:
@@ -86,4 +86,4 @@ class CoreDriver:
 
     def _wake(self) -> None:
         self._timer = None
-        self.tell(Woken())
+        self.submit_event(WakeTimeReached())

@@ -1,4 +1,4 @@
-"""Incoming images: shards that are built from their chunks as these come in."""
+"""Incoming images: shards that are built from their chunks as these arrive."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -8,12 +8,17 @@ import structlog
 
 from shoal_proto.errors import InternalError, Overloaded, ShoalError
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.effects import Adopt, BeginImage, DropImage, StoreChunk
+from shoal_server.core.replication.protocol.effects import (
+    AdoptImage,
+    BeginImage,
+    DropImage,
+    StoreChunk,
+)
 from shoal_server.core.replication.protocol.events import ChunkStored, ImageFailed, ImageRestored
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE, giving_way
-from shoal_server.parameters.replication.wire.frames import Arrived
+from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
+from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
@@ -30,7 +35,7 @@ class _Incoming:
     key: Key
     image: int
     header: pb.CutHeader
-    chunks: "asyncio.Queue[Arrived]" = field(default_factory=asyncio.Queue)
+    chunks: "asyncio.Queue[ArrivedRequest]" = field(default_factory=asyncio.Queue)
     state: AnyShard | None = None
     """The shard, once all chunks have come."""
     is_adopted: bool = False
@@ -92,7 +97,7 @@ class IncomingImages:
     def _failed(self, coming: _Incoming, detail: str, *, is_full: bool) -> None:
         if self._coming.get(coming.key) is coming:
             del self._coming[coming.key]
-            self._driver.tell(ImageFailed(coming.key, coming.image, is_full, detail))
+            self._driver.submit_event(ImageFailed(coming.key, coming.image, is_full, detail))
 
     async def _build(self, coming: _Incoming) -> None:
         job, shard_id = coming.key
@@ -105,23 +110,23 @@ class IncomingImages:
             while not builder.is_whole:
                 arrived = await coming.chunks.get()
                 index = builder.next_chunk
-                await giving_way(self._run, partial(_add, builder, arrived))
+                await run_and_rest(self._run, partial(_add, builder, arrived))
                 if not builder.is_whole:
-                    self._driver.tell(ChunkStored(coming.key, coming.image, index))
+                    self._driver.submit_event(ChunkStored(coming.key, coming.image, index))
             coming.state = await self._run(LARGE, builder.finish)
-            self._driver.tell(ImageRestored(coming.key, coming.image))
+            self._driver.submit_event(ImageRestored(coming.key, coming.image))
             if coming.is_adopted:
                 claim.became(more_bytes)
 
-    def take(self, effect: Adopt) -> ShardReplica:
-        """Return the shard that a complete image has become, as a backup."""
+    def take(self, effect: AdoptImage) -> ShardReplica:
+        """Return the shard made from a complete image, as a backup."""
         coming = self._coming.pop(effect.key)
         if coming.state is None:
-            raise InternalError("an image is adopted that is not complete", seen=str(effect))
+            raise InternalError("an incomplete image is to be adopted", seen=str(effect))
         coming.is_adopted = True
         return ShardReplica(effect.key[0], coming.state, ReplicaRole.BACKUP, effect.epoch)
 
 
-def _add(builder: ShardBuilder, arrived: Arrived) -> None:
+def _add(builder: ShardBuilder, arrived: ArrivedRequest) -> None:
     parts = arrived.parts
     builder.add(parts[0] if len(parts) == 1 else b"".join(parts))

@@ -15,8 +15,8 @@ class IncomingLinks:
     def read_by(
         self, task: "asyncio.Task[None]", peer: Holder, end_reading: Callable[[], None]
     ) -> None:
-        """Register the task that reads what `peer` sends, to its end. `end_reading` keeps the peer
-        from sending more."""
+        """Register the task that reads all that `peer` sends. `end_reading` keeps the peer from
+        sending more."""
         self._reading[task] = peer, end_reading
         task.add_done_callback(self._reading.pop)
 

@@ -1,7 +1,8 @@
-"""Recovery after a crash: leads shards from this server's journal that no server has in memory.
+"""Recovery after a crash: this server becomes primary of shards in its journal that no server has
+in memory.
 
-The replication core decides what is claimed, and when (its `journal_claims.py`); this module reads
-from etcd what the core has to know.
+The replication core decides which shards to claim, and when (its `journal_claims.py`); this module
+reads from etcd what the core needs for that.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import ended_servers, shard_map
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.replication.shard_replicas import ShardReplicas
 from shoal_server.parameters.shard.versioned import AnyShard
 
@@ -28,7 +29,7 @@ LOOK_LATER_EACH_S = 1.0
 
 
 class JournalRecovery:
-    """Feeds the core's claims. Lives on the event loop."""
+    """Gives the core what it needs to claim shards. Lives on the event loop."""
 
     def __init__(
         self, store: KeyValueStore, replicas: ShardReplicas, limits: ReplicationLimits
@@ -37,12 +38,12 @@ class JournalRecovery:
         self._replicas = replicas
         self._disowning = DiskDisowning(store, replicas, limits)
 
-    async def at_once(self, found: Sequence[Recovered[AnyShard]], within_s: float) -> None:
-        """Lead the shards that this server's last process led and of which no backup in step is
-        left. Such a backup would have more, and takes over by itself.
+    async def at_once(self, found: Sequence[RecoveredShard[AnyShard]], within_s: float) -> None:
+        """Become primary of the shards of which this server's previous process was the primary and
+        no backup in step is left. Such a backup would have more, and takes over by itself.
 
-        Call this before the server is registered: then others see a shard that is back, not one
-        that nobody has. Backups that etcd still lists may be dead as well: this waits for their
+        Call this before the server is registered: then other servers see the shards recovered, not
+        without a holder. Backups that etcd still lists may be dead as well: this waits for their
         leases to end, `within_s` at most.
         """
         loop = asyncio.get_running_loop()
@@ -62,8 +63,8 @@ class JournalRecovery:
         log.info("journal_recovered", num_led=num_led, num_open=num_open)
 
     async def later(self) -> None:
-        """Go on as long as this server runs: other servers that had a shard may turn out to be
-        dead, and this journal may have that shard."""
+        """Continue as long as this server runs: a shard in this journal is claimed once all other
+        servers that had it are known to be dead."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -87,7 +88,7 @@ class JournalRecovery:
 
 
 class DiskDisowning:
-    """Corrects records that say that this server's disk has a shard which it has not. Lives on the
+    """Corrects assignments that name this server's disk for a shard that is not on it. Lives on the
     event loop."""
 
     def __init__(
@@ -98,7 +99,7 @@ class DiskDisowning:
         self._decision = Disowning(replicas.me, limits)
 
     async def look(self, on_disk: Collection[Key] = ()) -> None:
-        """Compare the records with the journal. Raises what the store raises."""
+        """Compare the assignments with the journal. Raises what the store raises."""
         replicas, loop = self._replicas, asyncio.get_running_loop()
         asked_s = loop.time()
         missing = {
@@ -123,8 +124,8 @@ class DiskDisowning:
                 await replicas.change_assignments(job, gone, partial(_unless_changed, gone))
 
     async def look_for_ever(self) -> None:
-        """Repeat `look` as long as the server runs, if it has no journal: an earlier process with
-        its id may be alive at first, and be known to be dead later."""
+        """Repeat `look` as long as the server runs, if it has no journal: the previous process with
+        its id may be alive at first, and known to be dead later."""
         while True:
             await asyncio.sleep(LOOK_LATER_EACH_S)
             try:
@@ -136,7 +137,7 @@ class DiskDisowning:
 def _unless_changed(
     wanted: Mapping[int, tuple[ShardAssignment, ShardAssignment]], found: ShardAssignment
 ) -> ShardAssignment:
-    """Return the corrected record, unless somebody has written it since it was read: then the disk
-    may have the shard by now, and the next `look` decides."""
+    """Return the corrected assignment, unless it was written since it was read: then the disk may
+    have the shard by now, and the next `look` decides."""
     before, after = wanted[found.shard_id]
     return after if found == before else found

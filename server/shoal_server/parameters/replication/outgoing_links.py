@@ -17,15 +17,15 @@ from shoal_server.core.replication.protocol.effects import (
     CutImage,
     OpenLink,
     ReleaseChunks,
-    Send,
+    SendRequest,
 )
 from shoal_server.core.replication.protocol.events import (
-    Held,
     ImageCut,
     ImageNotCut,
-    LinkBroke,
+    LinkBroken,
     LinkOpened,
-    Replied,
+    RecordDelivered,
+    ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.assignments import Holder
@@ -34,12 +34,12 @@ from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE, giving_way
 from shoal_server.parameters.replication.peer_link import PeerLink
+from shoal_server.parameters.replication.run_and_rest import LARGE, run_and_rest
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.replica import RecordLog, ShardReplica
+from shoal_server.parameters.shard.replica import ShardReplica, UpdateLog
 from shoal_server.parameters.shard.workers import Runner
 from shoal_server.serving.tasks import SupervisedTasks
 
@@ -78,7 +78,7 @@ class OutgoingLinks:
             {
                 OpenLink: self._open,
                 CloseLink: self._close,
-                Send: self._send,
+                SendRequest: self._send,
                 CutImage: self._cut,
                 ReleaseChunks: self._release,
                 CloseImage: self._close_image,
@@ -105,7 +105,7 @@ class OutgoingLinks:
         if link is not None:
             self._tasks.start(link.close())
 
-    def _send(self, effect: Send) -> None:
+    def _send(self, effect: SendRequest) -> None:
         link = self._links.get((effect.peer, effect.link))
         if link is not None:
             link.send(effect.request)
@@ -144,7 +144,7 @@ class OutgoingLinks:
                 found.append(self._links[peer, link.number])
         return found
 
-    # --- what a link asks ---
+    # --- called by links: see `LinkOwner` ---
 
     async def reach(self, holder: Holder) -> str | None:
         return await self._directory.reach(holder)
@@ -157,7 +157,7 @@ class OutgoingLinks:
         log = self._log_of(request)
         return None if log is None else log.owned(request.version)
 
-    def _log_of(self, request: UpdateMessage) -> RecordLog | None:
+    def _log_of(self, request: UpdateMessage) -> UpdateLog | None:
         replica = self._catalog.find(*request.key)
         if replica is None or replica.epoch != request.epoch:
             return None
@@ -179,12 +179,14 @@ class OutgoingLinks:
             raise InternalError(
                 "an image was closed before all of it was sent", seen=f"image {request.image}"
             )
-        return await giving_way(self._run, partial(kept.cut.chunk, request.index))
+        return await run_and_rest(self._run, partial(kept.cut.chunk, request.index))
 
-    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None:
-        if isinstance(event, LinkBroke):
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None:
+        if isinstance(event, LinkBroken):
             self._links.pop((event.peer, event.link), None)
-        self._driver.tell(event)
+        self._driver.submit_event(event)
 
     # --- images ---
 
@@ -199,18 +201,20 @@ class OutgoingLinks:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
             cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
         except Exception as error:
-            # This includes a lack of memory: other images to the same server wait for this one.
+            # Even a lack of memory is reported: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
             self._cuts.pop(effect.image, None)
-            self._driver.tell(ImageNotCut(effect.key, effect.image, str(error) or repr(error)))
+            self._driver.submit_event(
+                ImageNotCut(effect.key, effect.image, str(error) or repr(error))
+            )
             return
         kept = self._cuts.get(effect.image)
         if kept is None:
             cut.close()
             return
         kept.cut = cut
-        self._driver.tell(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
+        self._driver.submit_event(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
 
     def _release(self, effect: ReleaseChunks) -> None:
         kept = self._cuts.get(effect.image)

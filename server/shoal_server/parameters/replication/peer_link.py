@@ -1,7 +1,7 @@
 """One link from this server to a server with backups of its shards, from its opening to its end.
 
-It consists of two streams: one for pushes, and one for images, opened with the first image. A shard
-may have gigabytes, and no push waits until they are sent.
+A link consists of two streams: one for pushes, and one for images, opened with the first image. So
+no push waits for an image, which may have gigabytes.
 """
 
 import asyncio
@@ -19,9 +19,14 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.events import Held, LinkBroke, LinkOpened, Replied
+from shoal_server.core.replication.protocol.events import (
+    LinkBroken,
+    LinkOpened,
+    RecordDelivered,
+    ReplyReceived,
+)
 from shoal_server.core.replication.protocol.messages import (
-    Continue,
+    CopyUpToDate,
     ImageChunk,
     ImageStart,
     Offer,
@@ -39,11 +44,11 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 REFUSAL_S = 0.2
-"""Time within which a machine refuses a connection, if it is up and nobody listens."""
+"""Time within which a machine refuses a connection, if it is up and no process listens."""
 
 
 class LinkOwner(Protocol):
-    """The owner of links, which has the shards and hears of events."""
+    """The owner of a link: it has the shards, and receives the link's events."""
 
     async def reach(self, holder: Holder) -> str | None:
         """Return the address of that process; None if it is dead."""
@@ -51,7 +56,8 @@ class LinkOwner(Protocol):
 
     def record(self, request: UpdateMessage) -> UpdateRecord | None:
         """Return the push, valid for this turn of the event loop: afterwards its memory may be used
-        for another push. None if the shard is no longer led here, or nobody needs the push."""
+        for another push. None if this server is no longer the primary, or no backup needs the push
+        any more."""
         ...
 
     def owned_record(self, request: UpdateMessage) -> UpdateRecord | None:
@@ -59,8 +65,8 @@ class LinkOwner(Protocol):
         ...
 
     def lies_at(self, request: UpdateMessage, data: memoryview) -> Callable[[], None]:
-        """Note that the data of this push lie in `data` too. Returns the function to call before
-        that memory is used for anything else."""
+        """Note that `data` has a copy of this push's data. Returns the function to call before that
+        memory is used for anything else."""
         ...
 
     def header(self, image: int) -> pb.CutHeader | None:
@@ -71,7 +77,9 @@ class LinkOwner(Protocol):
         """Return the data of a chunk. Raises InternalError if the image is closed."""
         ...
 
-    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None: ...
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None: ...
 
 
 class PeerLink:
@@ -131,41 +139,41 @@ class PeerLink:
             return False
         if is_received and stream.is_received:
             key, epoch, version = request.key, request.epoch, request.version
-            self._owner.tell(Held(self._to, self._number, key, epoch, version))
+            self._owner.submit_event(RecordDelivered(self._to, self._number, key, epoch, version))
         return True
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the push that may be sent next to memory that is shared with the other
+        """Copy the data of the push that may be sent next, to memory that is shared with the other
         end. None if that cannot be done. The data stay there until the next draft."""
         return self._idle.draft(data) if self._idle is not None and not self._pushes else None
 
     def compare(self, digest: pb.FollowRequest) -> None:
-        """Send a digest, after what was sent before."""
+        """Send a digest, after all earlier requests."""
         self._pushes.append(digest)
         self._wake.set()
 
     async def _run(self) -> None:
-        """Run until the link breaks. The core is told whatever the reason: it opens another link,
-        and pushes do not wait forever."""
+        """Run until the link breaks, and report that to the core, whatever the reason: it opens
+        another link, and no push waits forever."""
         try:
             broke = await self._carried()
         except Exception:
             log.exception("replication_link_failed", to=self._to.server_id)
-            broke = LinkBroke(self._to, self._number, is_gone=False)
-        self._owner.tell(broke)
+            broke = LinkBroken(self._to, self._number, is_gone=False)
+        self._owner.submit_event(broke)
 
-    async def _carried(self) -> LinkBroke:
+    async def _carried(self) -> LinkBroken:
         """Run the link, and return how it broke."""
         address = await self._owner.reach(self._to)
         if address is None:
-            return LinkBroke(self._to, self._number, is_gone=True)
+            return LinkBroken(self._to, self._number, is_gone=True)
         heard, reason = False, f"{address} ended the stream"
         try:
             async with open_stream(address) as opened:
                 stream = WatchedStream(opened, address, self._timeouts)
                 try:
                     await stream.greet(self._hello(for_images=False))
-                    self._owner.tell(LinkOpened(self._to, self._number))
+                    self._owner.submit_event(LinkOpened(self._to, self._number))
                     stream.deliver(self._replied)
                     images = self._carry_images(address)
                     await stream.carry(self._write(stream), self._read(stream), images)
@@ -177,7 +185,7 @@ class PeerLink:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
         gone = await _refuses(address)
-        return LinkBroke(self._to, self._number, is_gone=gone, was_heard=heard)
+        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=heard)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(
@@ -206,7 +214,7 @@ class PeerLink:
             yield request
         elif isinstance(request, Offer):
             yield frames.of_offer(request)
-        elif isinstance(request, Continue):
+        elif isinstance(request, CopyUpToDate):
             yield frames.of_continue(request)
         elif isinstance(request, UpdateMessage):
             # Sending may have to wait. Meanwhile another follower may free the memory in which the
@@ -227,7 +235,7 @@ class PeerLink:
             self._replied(message)
 
     def _replied(self, message: pb.FollowReply) -> None:
-        self._owner.tell(Replied(self._to, self._number, replies.decode(message)))
+        self._owner.submit_event(ReplyReceived(self._to, self._number, replies.decode(message)))
 
     # --- images ---
 

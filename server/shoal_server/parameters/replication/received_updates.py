@@ -9,15 +9,15 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import Overloaded
-from shoal_server.core.replication.protocol.effects import Replay, Settle
-from shoal_server.core.replication.protocol.events import CopyFailed, Settled
+from shoal_server.core.replication.protocol.effects import ReplayRecord, SettleCopy
+from shoal_server.core.replication.protocol.events import CopyFailed, CopySettled
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
-from shoal_server.parameters.replication.giving_way import LARGE
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
-from shoal_server.parameters.replication.wire.frames import Arrived, Assembly
+from shoal_server.parameters.replication.run_and_rest import LARGE
+from shoal_server.parameters.replication.wire.frames import ArrivedRequest, RequestAssembler
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica, work_bytes_of
@@ -38,7 +38,7 @@ class _Backlog:
     """The records received for one backup that are still to be applied, in order."""
 
     replica: ShardReplica
-    records: deque[Arrived | PieceDigest] = field(default_factory=deque)
+    records: deque[ArrivedRequest | PieceDigest] = field(default_factory=deque)
     """Records, and digests to compare with after the record before them."""
     applied: "asyncio.Task[None] | None" = None
 
@@ -69,7 +69,7 @@ class ReceivedUpdates:
         self.num_compared = self.num_different = 0
         """Number of pieces of backups that were compared with their primaries', and of those that
         differed."""
-        driver.carry_out({Replay: self._take, Settle: self._settle})
+        driver.carry_out({ReplayRecord: self._take, SettleCopy: self._settle})
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -81,23 +81,23 @@ class ReceivedUpdates:
 
     @property
     def has_room(self) -> bool:
-        """True if so little waits to be applied that more may be received."""
+        """True if the updates that wait to be applied are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
-    def assembly(self) -> Assembly:
-        """Return the assembly for one stream, to be closed with the stream."""
-        return Assembly(self._memory, self._is_coming)
+    def assembly(self) -> RequestAssembler:
+        """Return a new assembler for one stream, to be closed with the stream."""
+        return RequestAssembler(self._memory, self._is_coming)
 
-    def check_memory(self, arrived: Arrived) -> None:
+    def check_memory(self, arrived: ArrivedRequest) -> None:
         """Raise Overloaded for an update that was dropped for lack of memory, or whose rows would
         not fit. What was acknowledged stays here until the assignment allows dropping it."""
         if arrived.why_dropped:
-            raise Overloaded("an update found no memory", seen=arrived.why_dropped)
+            raise Overloaded("there was no memory for an update", seen=arrived.why_dropped)
         if arrived.push is not None and arrived.push.row_ids:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")
 
-    def _take(self, effect: Replay) -> None:
+    def _take(self, effect: ReplayRecord) -> None:
         arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
         assert arrived is not None and replica is not None
         if not arrived.is_borrowed:
@@ -105,7 +105,7 @@ class ReceivedUpdates:
         elif not self._replayed_now(effect.key, replica, arrived):
             self._put(effect.key, replica, arrived.owned())
 
-    def _replayed_now(self, key: Key, replica: ShardReplica, arrived: Arrived) -> bool:
+    def _replayed_now(self, key: Key, replica: ShardReplica, arrived: ArrivedRequest) -> bool:
         """Apply a small update at once, from the memory that it came in, if no earlier update
         waits. True if that was done."""
         if key in self._backlogs:
@@ -125,7 +125,7 @@ class ReceivedUpdates:
             return
         self._put(key, replica, digest)
 
-    def _put(self, key: Key, replica: ShardReplica, item: Arrived | PieceDigest) -> None:
+    def _put(self, key: Key, replica: ShardReplica, item: ArrivedRequest | PieceDigest) -> None:
         backlog = self._backlogs.get(key)
         if backlog is None or backlog.replica is not replica:
             backlog = self._backlogs[key] = _Backlog(replica)
@@ -160,7 +160,7 @@ class ReceivedUpdates:
     def _give_up(self, key: Key, replica: ShardReplica) -> None:
         """Give up a backup that is not equal to its primary, for whatever reason."""
         if self._catalog.find(*key) is replica:
-            self._driver.tell(CopyFailed(key))
+            self._driver.submit_event(CopyFailed(key))
 
     async def _compare(self, key: Key, replica: ShardReplica, digest: PieceDigest) -> None:
         seen = await replica.in_turn(self._run, LARGE, partial(compared, replica.state, digest))
@@ -179,13 +179,13 @@ class ReceivedUpdates:
             )
             if self._catalog.find(*key) is replica:
                 # The backup is made anew; until then the primary goes on without it.
-                self._driver.tell(CopyFailed(key))
+                self._driver.submit_event(CopyFailed(key))
 
-    async def _replay(self, replica: ShardReplica, arrived: Arrived) -> None:
+    async def _replay(self, replica: ShardReplica, arrived: ArrivedRequest) -> None:
         num_bytes = _work_bytes(replica, arrived)
         await replica.in_turn(self._run, num_bytes, lambda: replica.state.replay(arrived.record()))
 
-    def _settle(self, effect: Settle) -> None:
+    def _settle(self, effect: SettleCopy) -> None:
         replica = self._catalog.find(*effect.key)
         assert replica is not None
         self._tasks.start(self._settled(effect.key, replica, effect.last))
@@ -195,7 +195,7 @@ class ReceivedUpdates:
             await self._links.read_to_end(last)
         await self.settle(replica)
         if self._catalog.find(*key) is replica:
-            self._driver.tell(Settled(key, replica.state.version))
+            self._driver.submit_event(CopySettled(key, replica.state.version))
 
     async def settle(self, replica: ShardReplica) -> None:
         """Return once every update that was received for a backup is applied."""
@@ -207,7 +207,7 @@ class ReceivedUpdates:
             await asyncio.wait({backlog.applied})
 
 
-def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:
+def _work_bytes(replica: ShardReplica, arrived: ArrivedRequest) -> int:
     """Size of the work of applying an update, as `Runner` counts it."""
     assert arrived.push is not None
     num_rows = len(arrived.push.row_ids) // ID_BYTES
@@ -215,7 +215,7 @@ def _work_bytes(replica: ShardReplica, arrived: Arrived) -> int:
     return int(num_bytes + replica.state.body.regrown_bytes(num_rows))
 
 
-def _num_bytes(arrived: Arrived | PieceDigest) -> int:
+def _num_bytes(arrived: ArrivedRequest | PieceDigest) -> int:
     """Size of a record in memory while it waits."""
     if isinstance(arrived, PieceDigest):
         return len(arrived.piece.row_ids)

@@ -1,4 +1,4 @@
-"""The log of pushes to a shard led here that may still have to be sent to a backup."""
+"""The log of pushes to a primary that may still have to be sent to a backup."""
 
 from collections import deque
 
@@ -23,15 +23,15 @@ class RecordLog:
         self.num_bytes += num_bytes_of(record)
 
     def trim(self, version: int) -> None:
-        """Drop the records up to that version: nobody needs them."""
+        """Drop the records up to that version: no backup needs them."""
         while self._records and self._trimmed < version:
             self.num_bytes -= num_bytes_of(self._records.popleft())
             self._trimmed += 1
-        # If records were not kept at all.
+        # The log may have no records up to that version.
         self._trimmed = max(self._trimmed, version)
 
     def skip(self, version: int) -> None:
-        """Pass over that version, and drop all before it: nobody needs them."""
+        """Skip that version, and drop all before it: no backup needs them."""
         self._records.clear()
         self.num_bytes = 0
         self._trimmed = version
@@ -65,15 +65,15 @@ class RecordLog:
 
     def get(self, version: int) -> UpdateRecord | None:
         """Return the record of a version. A lent record is valid for this turn of the event loop:
-        afterwards its memory may be used for another push. None if nobody needs the record any
-        more: the follower that it was for has been dropped, and would refuse updates after a gap.
+        afterwards its memory may be used for another push. None if no backup needs the record any
+        more: the backup that it was for has been dropped, and would refuse updates after a gap.
         Raises InternalError if the version was never applied."""
         if version <= self._trimmed:
             return None
         index = self._index(version)
         if index is None:
             raise InternalError(
-                "a push is to be sent to a backup that was not applied here",
+                "a push that was not applied here is to be sent to a backup",
                 seen=f"version {version}",
                 expected=f"at most {self._trimmed + len(self._records)}",
             )

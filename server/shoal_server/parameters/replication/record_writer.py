@@ -1,4 +1,4 @@
-"""Writes the changes of assignments that the core wants; those decided together in one write."""
+"""Writer of the core's changes of assignments; changes decided together are written together."""
 
 import asyncio
 from collections import defaultdict
@@ -7,8 +7,12 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import ShoalError
-from shoal_server.core.replication.protocol.effects import Refresh, Write
-from shoal_server.core.replication.protocol.events import NotWritten, Refreshed, Written
+from shoal_server.core.replication.protocol.effects import RefreshShardRecord, WriteShardRecord
+from shoal_server.core.replication.protocol.events import (
+    ShardRecordNotWritten,
+    ShardRecordRefreshed,
+    ShardRecordWritten,
+)
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
@@ -18,7 +22,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 2.0
-"""Pause after a write that was refused for good."""
+"""Pause after a write that was refused."""
 
 
 class RecordWriter:
@@ -29,15 +33,15 @@ class RecordWriter:
         self._table = table
         self._wanted: defaultdict[str, set[int]] = defaultdict(set)
         self._tasks = SupervisedTasks()
-        driver.carry_out({Write: self._write, Refresh: self._refresh})
+        driver.carry_out({WriteShardRecord: self._write, RefreshShardRecord: self._refresh})
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _write(self, effect: Write) -> None:
+    def _write(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
-            # Those that were decided on together are written together.
+            # Changes decided in this turn of the event loop are written together.
             asyncio.get_running_loop().call_soon(self._start, job)
         self._wanted[job].add(shard_id)
 
@@ -51,16 +55,16 @@ class RecordWriter:
             # Tried again later: an operator may change what etcd allows this server.
             log.error("assignments_not_changed", job=job, reason=str(error))
             for shard_id in sorted(shard_ids):
-                self._driver.tell(NotWritten((job, shard_id)))
+                self._driver.submit_event(ShardRecordNotWritten((job, shard_id)))
             await asyncio.sleep(AGAIN_S)
         for shard_id in sorted(shard_ids):
-            self._driver.tell(Written((job, shard_id)))
+            self._driver.submit_event(ShardRecordWritten((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
         now_s = asyncio.get_running_loop().time()
         return self._driver.core.revised((job, assignment.shard_id), assignment, now_s)
 
-    def _refresh(self, effect: Refresh) -> None:
+    def _refresh(self, effect: RefreshShardRecord) -> None:
         self._tasks.start(self._look(effect.key))
 
     async def _look(self, key: Key) -> None:
@@ -69,4 +73,4 @@ class RecordWriter:
         except ShoalError as error:
             # The core answers waiting calls from what it knows.
             log.warning("assignments_not_read", job=key[0], reason=str(error))
-        self._driver.tell(Refreshed(key))
+        self._driver.submit_event(ShardRecordRefreshed(key))

@@ -8,21 +8,25 @@ from typing import Protocol
 import structlog
 import torch
 
+from shoal_proto.bulk_offers import BulkOffers, Purpose
 from shoal_proto.errors import MalformedMessage, Overloaded, Unavailable
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
-from shoal_server.core.replication.protocol.effects import Answer
-from shoal_server.core.replication.protocol.events import CallerCame, CallerLeft, Requested
+from shoal_server.core.replication.protocol.effects import SendReply
+from shoal_server.core.replication.protocol.events import (
+    IncomingLinkEnded,
+    IncomingLinkOpened,
+    RequestReceived,
+)
 from shoal_server.core.replication.protocol.messages import (
-    Received,
-    Refused,
+    BackupRefusalReason,
+    BackupRefused,
+    RecordsReceived,
     UpdateMessage,
-    Why,
 )
 from shoal_server.core.shards.assignments import Holder
-from shoal_server.parameters.bulk.offers import Offers, Purpose
-from shoal_server.parameters.bulk.wire import HungUp
+from shoal_server.parameters.bulk.wire import PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
 from shoal_server.parameters.replication.core_driver import CoreDriver
@@ -30,7 +34,11 @@ from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.bounded_queue import BoundedQueue
-from shoal_server.parameters.replication.wire.frames import Arrived, Arriving, Assembly
+from shoal_server.parameters.replication.wire.frames import (
+    ArrivedRequest,
+    Arriving,
+    RequestAssembler,
+)
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import cancel
@@ -38,11 +46,10 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_ANSWERS = 4096
-"""Bound on one link's answers that are not sent yet; beyond it the primary's requests are not
-read."""
+"""Bound on one link's answers not sent yet; beyond it the primary's requests are not read."""
 
 SMALL_BYTES = 256 * 1024
-"""Largest push after which reading may pause; what follows a larger one is read at once."""
+"""Size of the largest push after which reading may pause."""
 
 Caller = tuple[Holder, int]
 
@@ -51,7 +58,7 @@ TakeArriving = Callable[[Arriving], bool]
 """Handles a request without waiting, if possible. Returns True if it did."""
 
 
-class DirectWay(Protocol):
+class DirectStream(Protocol):
     """Operations of a link's stream that need no turn of the event loop."""
 
     @property
@@ -64,8 +71,8 @@ class DirectWay(Protocol):
         ...
 
     def send_soon(self, reply: pb.FollowReply) -> bool:
-        """Send an answer that nobody waits for within some milliseconds, and before any other
-        answer. A later one for the same shard replaces it. Returns True if it will be sent."""
+        """Send an answer within some milliseconds, and before any other answer. A later answer for
+        the same shard replaces it. Returns True if it will be sent."""
         ...
 
     def deliver(self, take: TakeArriving | None) -> None:
@@ -73,13 +80,13 @@ class DirectWay(Protocol):
         ...
 
     def has_read(self, *, may_wait: bool) -> None:
-        """Note that the function given to `deliver` took a push. `may_wait`: nobody waits for its
-        answer. As long as that holds for all pushes, requests may stay unread for some
-        milliseconds, until `end_reading` or `end_sending`."""
+        """Note that the function given to `deliver` took a push. `may_wait`: its answer may wait.
+        As long as that holds for all pushes, requests may stay unread for some milliseconds, until
+        `end_reading` or `end_sending`."""
         ...
 
     def end_reading(self) -> None:
-        """Keep the primary from sending more, if all is read."""
+        """Keep the primary from sending more, if `reads_to_end`."""
         ...
 
     def end_sending(self) -> None:
@@ -88,7 +95,7 @@ class DirectWay(Protocol):
 
 
 class _ByGrpc:
-    """The stream of a gRPC call, which can do none of this: requests come one by one."""
+    """The stream of a gRPC call, which supports none of these operations."""
 
     reads_to_end = False
 
@@ -117,7 +124,7 @@ _BY_GRPC = _ByGrpc()
 class _Answers:
     """The answers of one link, in order, until one of its streams is over."""
 
-    def __init__(self, way: DirectWay) -> None:
+    def __init__(self, way: DirectStream) -> None:
         self._send_now, self._send_soon = way.send_now, way.send_soon
         self.queue = BoundedQueue[pb.FollowReply](MAX_ANSWERS)
         self.is_over = asyncio.Event()
@@ -144,7 +151,7 @@ class ReplicationServicer:
         received: ReceivedUpdates,
         links: IncomingLinks,
         timeouts: PeerTimeouts,
-        offers: Offers,
+        offers: BulkOffers,
     ) -> None:
         self._driver = driver
         self._received = received
@@ -153,7 +160,7 @@ class ReplicationServicer:
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
         self._warned_versions: set[str] = set()
-        driver.carry_out({Answer: self._answer})
+        driver.carry_out({SendReply: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         me = self._driver.core.me
@@ -168,10 +175,10 @@ class ReplicationServicer:
         return self.follow(requests)
 
     async def follow(
-        self, requests: AsyncIterator[Arriving], way: DirectWay = _BY_GRPC
+        self, requests: AsyncIterator[Arriving], way: DirectStream = _BY_GRPC
     ) -> AsyncGenerator[pb.FollowReply, None]:
-        """Receive a primary's requests. Answers are yielded, or sent by `way` if it can. Pushes may
-        come by `way` as well as in `requests`."""
+        """Serve one stream of a link. Answers are sent by `way` if possible, otherwise yielded.
+        Pushes may arrive by `way` as well as in `requests`."""
         first = await anext(requests, pb.FollowRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("hello"):
             raise MalformedMessage(
@@ -188,15 +195,15 @@ class ReplicationServicer:
                 yield reply
 
     async def _link(
-        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectWay
+        self, hello: pb.Hello, requests: AsyncIterator[Arriving], way: DirectStream
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Serve a link's first stream; the link ends with it."""
         caller = Holder(hello.primary.server_id, hello.primary.incarnation), hello.link
         self._compare(hello)
-        # The same server may have given up an earlier link: what came over that is read first.
+        # The primary's server may have given up an earlier link: its requests are read first.
         await self._links.read_to_end(caller[0])
         answers = self._callers[caller] = _Answers(way)
-        self._driver.tell(CallerCame(*caller))
+        self._driver.submit_event(IncomingLinkOpened(*caller))
         if way.reads_to_end:
             answers.put(pb.FollowReply(reads_to_end=True))
         reason = "the stream ended"
@@ -215,7 +222,7 @@ class ReplicationServicer:
     def _left(self, caller: Caller, answers: _Answers, *, is_torn: bool = False) -> None:
         if self._callers.get(caller) is answers:
             del self._callers[caller]
-            self._driver.tell(CallerLeft(*caller, is_torn=is_torn))
+            self._driver.submit_event(IncomingLinkEnded(*caller, is_torn=is_torn))
 
     async def _images(
         self, caller: Caller, requests: AsyncIterator[Arriving]
@@ -227,7 +234,7 @@ class ReplicationServicer:
             raise MalformedMessage(
                 "a stream of images that belongs to no link",
                 seen=f"link {caller[1]} of server {caller[0].server_id}",
-                expected="a link whose first stream is open",
+                expected="a link with an open first stream",
             )
         beats = _Answers(_BY_GRPC)
         try:
@@ -255,7 +262,7 @@ class ReplicationServicer:
         caller: Caller,
         answers: _Answers,
         requests: AsyncIterator[Arriving],
-        way: DirectWay,
+        way: DirectStream,
     ) -> AsyncGenerator[pb.FollowReply, None]:
         """Yield the answers, and an empty one after each beat without any, so that the primary
         knows that this server is alive, however busy it is."""
@@ -285,13 +292,13 @@ class ReplicationServicer:
                     yield pb.FollowReply()
             if silent.done():
                 raise Unavailable(
-                    f"the primary {caller[0].server_id} says nothing any more",
+                    f"the primary {caller[0].server_id} has fallen silent",
                     seen=f"nothing for {self._timeouts.silence_s:g} s",
                 )
             if reading.done():
                 reading.result()
         except asyncio.CancelledError:
-            # This server ends: what it has not read is lost with it.
+            # This server ends: unread requests are lost with it.
             await cancel(reading)
             raise
         finally:
@@ -306,7 +313,7 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        way: DirectWay,
+        way: DirectStream,
     ) -> None:
         with closing(self._received.assembly()) as assembly:
 
@@ -314,7 +321,7 @@ class ReplicationServicer:
                 has_room = answers.queue.has_room and self._received.has_room
                 if not (has_room and _is_of_push(request)):
                     return False
-                silence.heard()
+                silence.note_message()
                 arrived = assembly.take(request)
                 if arrived is not None:
                     way.has_read(may_wait=_may_wait(arrived))
@@ -334,14 +341,14 @@ class ReplicationServicer:
         answers: _Answers,
         requests: AsyncIterator[Arriving],
         silence: Silence,
-        assembly: Assembly,
+        assembly: RequestAssembler,
     ) -> None:
         while True:
             # The silence counts from here: while this server did not read, the primary could not
             # send.
             silence.expect()
             request = await anext(requests, None)
-            silence.heard()
+            silence.note_message()
             if request is None:
                 return
             if not isinstance(request, OnlyPiece) and request.HasField("beat"):
@@ -359,23 +366,25 @@ class ReplicationServicer:
                     await self._received.await_room()
                 self._tell(caller, arrived)
 
-    def _tell(self, caller: Caller, arrived: Arrived) -> None:
+    def _tell(self, caller: Caller, arrived: ArrivedRequest) -> None:
         request = arrived.request
         if isinstance(request, UpdateMessage):
             try:
                 self._received.check_memory(arrived)
             except Overloaded as error:
-                refusal = Refused(request.key, request.epoch, Why.FULL, str(error))
-                self._answer(Answer(*caller, refusal))
+                refusal = BackupRefused(
+                    request.key, request.epoch, BackupRefusalReason.FULL, str(error)
+                )
+                self._answer(SendReply(*caller, refusal))
                 return
-        self._driver.tell(Requested(*caller, request), arrived)
+        self._driver.submit_event(RequestReceived(*caller, request), arrived)
 
-    def _answer(self, effect: Answer) -> None:
+    def _answer(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
         if answers is None:
             return
         reply = effect.reply
-        if isinstance(reply, Refused):
+        if isinstance(reply, BackupRefused):
             log.warning(
                 "copy_refused",
                 job=reply.key[0],
@@ -384,24 +393,26 @@ class ReplicationServicer:
                 detail=reply.detail,
             )
         arrived = self._driver.arrived
-        may_wait = isinstance(reply, Received) and arrived is not None and arrived.answer_may_wait
+        may_wait = (
+            isinstance(reply, RecordsReceived) and arrived is not None and arrived.answer_may_wait
+        )
         answers.put(replies.encode(reply), may_wait=may_wait)
 
 
 def _is_of_push(request: Arriving) -> bool:
-    """True if it announces a push, or has data of one."""
+    """True if the message announces a push, or has data of one."""
     return isinstance(request, OnlyPiece) or request.HasField("record")
 
 
-def _may_wait(arrived: Arrived) -> bool:
-    """True if nobody waits for the answer, and the push is small, so that its memory is not
-    missed."""
+def _may_wait(arrived: ArrivedRequest) -> bool:
+    """True if the answer to a push may wait, and the push is so small that its sender does not need
+    its memory back soon."""
     return arrived.answer_may_wait and sum(map(len, arrived.parts)) <= SMALL_BYTES
 
 
 def _is_torn(reading: "asyncio.Task[None]") -> bool:
-    """True if reading ended before the end of what was sent."""
+    """True if reading ended before all sent data were read."""
     if reading.cancelled():
         return True
     error = reading.exception()
-    return error is not None and not isinstance(error, HungUp)
+    return error is not None and not isinstance(error, PeerHungUp)

@@ -1,8 +1,9 @@
 """The shards of this server, kept in accordance with the assignments in etcd.
 
-A job's record has its assignments, which say who holds what (`core/shards/assignments.py`); each
-change of them, whoever made it, is carried out here. The replication core (`core/replication/`)
-decides what to do; this module connects it to the record, the shards, links, disk and clock.
+A job's record has its assignments, which name the holders of each shard
+(`core/shards/assignments.py`). Changes of them, by any process, are carried out here: the
+replication core (`core/replication/`) decides what to do, and this module connects the core to the
+record, the shards, links, disk and clock.
 """
 
 import asyncio
@@ -13,9 +14,10 @@ from functools import partial
 
 import structlog
 
+from shoal_proto.bulk_offers import BulkOffers
 from shoal_proto.routes import Route
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.effects import Note, Probe
+from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -25,13 +27,12 @@ from shoal_server.core.shards.assignments import (
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.parameters.bulk.offers import Offers
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.log import Journal
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.comparing import Comparing
@@ -99,7 +100,7 @@ class ShardReplicas:
         self._tasks = SupervisedTasks()
         writer = RecordWriter(driver, self._record)
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
-        driver.carry_out({Probe: self._probe, Note: _note})
+        driver.carry_out({ProbePeer: self._probe, LogLine: _note})
         catalog.whereabouts = self
         self._empty = asyncio.Event()
 
@@ -116,7 +117,7 @@ class ShardReplicas:
             await part.close()
         await self.directory.__aexit__(*exc)
 
-    def servicer(self, offers: Offers) -> ReplicationServicer:
+    def servicer(self, offers: BulkOffers) -> ReplicationServicer:
         """Return the gRPC service on which other servers replicate to this one."""
         return ReplicationServicer(
             self._driver,
@@ -129,11 +130,11 @@ class ShardReplicas:
     def lease_renewed(self, sent_s: float) -> None:
         """Note that etcd has renewed this server's registration, as requested at `sent_s` on the
         loop's clock."""
-        self._driver.tell(ev.LeaseRenewed(sent_s))
+        self._driver.submit_event(ev.LeaseRenewed(sent_s))
 
     def lease_ended(self) -> None:
         """Acknowledge nothing from now on: the registration is about to be removed."""
-        self._driver.tell(ev.LeaseEnded())
+        self._driver.submit_event(ev.LeaseEnded())
 
     async def wait_failed(self) -> None:
         """Never return; raise what ended the watch of the record."""
@@ -143,7 +144,7 @@ class ShardReplicas:
 
     @property
     def full_peers(self) -> Mapping[Holder, str]:
-        """Servers that have no memory for backups of shards led here, and the reasons that they
+        """Servers without memory for backups of this server's primaries, and the reasons that they
         gave."""
         return self._driver.core.leading.full.reasons
 
@@ -152,7 +153,8 @@ class ShardReplicas:
         return self._record.assignment(job, shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
-        """The newest version that each follower of a shard led here is known to have."""
+        """The newest version that each backup of a shard is known to have; empty if this server is
+        not the shard's primary."""
         led = self._driver.core.led((job, shard_id))
         followers = led.followers if led is not None else {}
         return {holder: follower.confirmed for holder, follower in followers.items()}
@@ -175,7 +177,8 @@ class ShardReplicas:
         return self._record.jobs
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """The route to the server that leads a shard, or is about to; None if it is not known."""
+        """The route to a shard's primary, or to the successor during a handover; None if the
+        address is not known."""
         assignment = self.assignment(job, shard_id)
         if assignment is None:
             return None
@@ -208,19 +211,20 @@ class ShardReplicas:
         await self._record.refresh(job, shard_ids)
 
     async def begin_anew(self, job: str) -> None:
-        """Drop replicas of an earlier epoch than that of the record, which was rewritten. Raises
-        what the store raises.
-        """
+        """Drop replicas of an earlier epoch than that of the rewritten record. Raises what the
+        store raises."""
         await self._record.refresh(job)
         for replica in self._catalog.of_job(job):
             assignment = self.assignment(job, replica.shard_id)
             if assignment is not None and replica.epoch < assignment.epoch:
-                self._driver.tell(ev.Forget((job, replica.shard_id)))
+                self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
 
     def _changed(self, job: str, shard_ids: Collection[int]) -> None:
         for shard_id in shard_ids:
             assignment = self.assignment(job, shard_id)
-            self._driver.tell(ev.Assigned((job, shard_id), assignment, self._record.run(job)))
+            self._driver.submit_event(
+                ev.ShardAssigned((job, shard_id), assignment, self._record.run(job))
+            )
             if assignment is not None and assignment.on_disk == self.me.server_id:
                 _tell_if_older(job, assignment)
         self._trim_journal(job)
@@ -228,20 +232,20 @@ class ShardReplicas:
     def _record_gone(self, job: str) -> None:
         self.drop_job(job)
         for key in self._driver.core.known(job):
-            self._driver.tell(ev.Assigned(key, None))
+            self._driver.submit_event(ev.ShardAssigned(key, None))
         self._trim_journal(job)
 
-    # --- shards that come and go ---
+    # --- creating and dropping shards ---
 
     def created(self, replica: ShardReplica) -> None:
-        """Lead a shard that has got its first values here, or has been loaded. It takes pushes once
-        its backup has the values and the record says that the shard has content."""
+        """Make this server the primary of a shard that was created or loaded here. The shard takes
+        pushes once its backup has the values and the record says that the shard has content."""
         key = replica.job, replica.shard_id
-        self._driver.tell(ev.Created(key, replica.epoch, replica.state.version))
+        self._driver.submit_event(ev.ShardCreated(key, replica.epoch, replica.state.version))
 
     def replace(self, replica: ShardReplica) -> None:
-        """Lead a shard as `created` does, in place of any replica of it."""
-        self._driver.tell(ev.Forget((replica.job, replica.shard_id)))
+        """Do as `created` does, after dropping any other replica of the shard here."""
+        self._driver.submit_event(ev.ShardRetired((replica.job, replica.shard_id)))
         self._catalog.add(replica)
         self.created(replica)
 
@@ -257,7 +261,7 @@ class ShardReplicas:
         """Drop all shards of a job, and return their number."""
         shards = self._catalog.of_job(job)
         for replica in shards:
-            self._driver.tell(ev.Forget((job, replica.shard_id)))
+            self._driver.submit_event(ev.ShardRetired((job, replica.shard_id)))
         log.info("shards_dropped", job=job, num_shards=len(shards))
         return len(shards)
 
@@ -281,7 +285,7 @@ class ShardReplicas:
     def _look_whether_empty(self) -> None:
         shard_journal = self._roles.shard_journal
         is_bare = next(self._catalog.shards(), None) is None
-        # Shards that only this disk has must be on another server's before this one leaves.
+        # Shards that only this disk has must be on another server's disk before this one leaves.
         is_bare = is_bare and (shard_journal is None or not shard_journal.keeps_for_others)
         if is_bare or not self.directory.has_others(self.me):
             self._empty.set()
@@ -292,7 +296,7 @@ class ShardReplicas:
 
     @asynccontextmanager
     async def shard_journal(self, journal: Journal, pool: Executor) -> AsyncIterator[ShardJournal]:
-        """Keep shards led here in a journal too, as long as the block runs."""
+        """Journal the shards of which this server is the primary, as long as the block runs."""
         async with ShardJournal(
             journal, pool, take=self._take, on_disk=self._on_disk, on_failure=self._disk_failed
         ) as shard_journal:
@@ -310,18 +314,18 @@ class ShardReplicas:
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:
             return  # It was dropped while it was written.
-        self._driver.tell(ev.OnDisk((replica.job, replica.shard_id), version))
+        self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
-        self._driver.tell(ev.DiskFailed((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.DiskFailed((replica.job, replica.shard_id)))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard that is not led here."""
+        """True if this server's journal has a shard of which this server is not the primary."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.keeps(job, shard_id)
 
-    def found_in_journal(self, recovered: Mapping[Key, Recovered[AnyShard]]) -> None:
-        """Take over the shards that the last process of this server left in its journal."""
+    def found_in_journal(self, recovered: Mapping[Key, RecoveredShard[AnyShard]]) -> None:
+        """Take over the shards that the previous process of this server left in its journal."""
         shard_journal = self._roles.shard_journal
         assert shard_journal is not None
         shard_journal.keep(recovered)
@@ -334,11 +338,12 @@ class ShardReplicas:
         for key, found in recovered.items():
             if key in foreign:
                 _tell_foreign(key, found.run, self._record.run(key[0]))
-                # This is less than the disk had of this run: the shard waits until the right
-                # journal is back.
-                self._driver.tell(ev.JournalHas(key, 0, 0))
+                # The right journal has more of this run: the shard waits until it is back.
+                self._driver.submit_event(ev.JournalShardFound(key, 0, 0))
             else:
-                self._driver.tell(ev.JournalHas(key, found.epoch, found.state.version))
+                self._driver.submit_event(
+                    ev.JournalShardFound(key, found.epoch, found.state.version)
+                )
         for job in {job for job, _ in recovered}:
             if job in known:
                 self._trim_journal(job)
@@ -348,14 +353,14 @@ class ShardReplicas:
 
     @property
     def in_journal(self) -> Collection[Key]:
-        """All shards in this server's journal, led here or not."""
+        """All shards in this server's journal, with any primary."""
         shard_journal = self._roles.shard_journal
         return () if shard_journal is None else shard_journal.all_keys
 
     @property
     def has_lost_disk(self) -> bool:
         """True if the journal's disk cannot be written now: another process may use it, and have
-        more on it."""
+        written more to it."""
         shard_journal = self._roles.shard_journal
         return shard_journal is not None and shard_journal.failure is not None
 
@@ -369,7 +374,7 @@ class ShardReplicas:
     ) -> None:
         """Note the servers that etcd listed when it was asked at `asked_s`, by the clock of the
         event loop, and the processes that are known to have ended."""
-        self._driver.tell(ev.ServersSeen(present, asked_s, ended))
+        self._driver.submit_event(ev.ServersListed(present, asked_s, ended))
 
     def _trim_journal(self, job: str) -> None:
         """Drop the journal's shards for which the record names another disk, or none."""
@@ -377,7 +382,7 @@ class ShardReplicas:
         if shard_journal is not None and shard_journal.keeps_for_others:
             known = self._record.of_job(job).items()
             mine = {shard_id for shard_id, a in known if may_be_put_on_disk(a, self.me)}
-            shard_journal.let_go(job, but=mine)
+            shard_journal.release_job(job, but=mine)
             claimed = set(self.open_claims)
             for key in [k for k in self._roles.recovered if k not in claimed]:
                 del self._roles.recovered[key]
@@ -385,7 +390,7 @@ class ShardReplicas:
 
     # --- primaries ---
 
-    def _probe(self, effect: Probe) -> None:
+    def _probe(self, effect: ProbePeer) -> None:
         self._tasks.start(self._ask(effect.peer))
 
     async def _ask(self, peer: Holder) -> None:
@@ -393,7 +398,7 @@ class ShardReplicas:
         is_there = address is not None and await answers(
             peer, address, options=PEER_OPTIONS, within_s=self._timeouts.silence_s / 2
         )
-        self._driver.tell(ev.Probed(peer, is_there))
+        self._driver.submit_event(ev.PeerProbed(peer, is_there))
 
 
 def _tell_if_older(job: str, assignment: ShardAssignment) -> None:
@@ -420,7 +425,7 @@ def _tell_foreign(key: Key, seen: str, expected: str) -> None:
     )
 
 
-def _note(note: Note) -> None:
+def _note(note: LogLine) -> None:
     """Log a note of the core."""
     fields: dict[str, object] = {}
     if note.key is not None:

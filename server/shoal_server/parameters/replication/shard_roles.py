@@ -1,4 +1,4 @@
-"""Changes of a replica's role: who may push to it, where pushes are sent, and what is kept."""
+"""Changes of a replica's role: whether it takes pushes, where they are sent, and what is kept."""
 
 import asyncio
 import threading
@@ -13,27 +13,27 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_server.core.replication.protocol.effects import (
-    Adopt,
-    Drop,
+    AdoptImage,
+    DropShard,
     EnterEpoch,
-    Lead,
+    LeadShard,
     LoadJournal,
-    Open,
-    Resume,
+    OpenShard,
+    ResumePushes,
     StepDown,
-    Stop,
-    Trim,
+    StopPushes,
+    TrimRecords,
 )
 from shoal_server.core.replication.protocol.events import (
-    Applied,
-    Created,
-    Forget,
-    NotInJournal,
-    Settled,
-    Stopped,
+    CopySettled,
+    JournalShardMissing,
+    PushApplied,
+    PushesStopped,
+    ShardCreated,
+    ShardRetired,
 )
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.parameters.journal.replay import Recovered
+from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements, AnswerT
 from shoal_server.parameters.replication.core_driver import CoreDriver
@@ -56,7 +56,7 @@ class _Led:
 
     replica: ShardReplica
     acknowledgements: Acknowledgements
-    tell_applied: Callable[[], None]
+    report_applied: Callable[[], None]
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
         return self.acknowledgements.is_there(self.replica, version, level)
@@ -96,19 +96,19 @@ class ShardRoles:
         self._loop_thread = threading.get_ident()
         self._tasks = SupervisedTasks()
         self.shard_journal: ShardJournal | None = None
-        self.recovered: dict[Key, Recovered[AnyShard]] = {}
-        """Shards in the journal that are not led from it yet."""
+        self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
+        """Shards read from the journal that may still be loaded."""
         driver.carry_out(
             {
-                Lead: self._lead,
-                Open: self._open,
-                Stop: self._stop,
-                Resume: self._resume,
+                LeadShard: self._lead,
+                OpenShard: self._open,
+                StopPushes: self._stop,
+                ResumePushes: self._resume,
                 StepDown: self._step_down,
-                Drop: self._drop,
-                Trim: self._trim,
+                DropShard: self._drop,
+                TrimRecords: self._trim,
                 LoadJournal: self._load,
-                Adopt: self._adopt,
+                AdoptImage: self._adopt,
                 EnterEpoch: self._enter_epoch,
             }
         )
@@ -131,7 +131,7 @@ class ShardRoles:
 
     def _keep(self, replica: ShardReplica, data: Buffer) -> Buffer:
         """Decide where a push's data are kept; see `Keep`. On the event loop, the push is passed on
-        right after it is applied, and no follower can come in between; in a thread one can."""
+        right after it is applied, and no backup can join in between; in a thread one can."""
         if threading.get_ident() != self._loop_thread or self._applied:
             return bytes(data)
         if not self._is_needed(replica):
@@ -163,15 +163,15 @@ class ShardRoles:
             else:
                 replica.log.skip(record.push.version)
             if self.shard_journal is not None:
-                self.shard_journal.tell(replica, record)
+                self.shard_journal.append_update(replica, record)
             key, version = (replica.job, replica.shard_id), record.push.version
-            self._driver.tell(Applied(key, version, is_kept))
+            self._driver.submit_event(PushApplied(key, version, is_kept))
             if record.is_lent and replica.log is not None:
                 replica.log.give_back(version, record.data)
 
-    # --- leading ---
+    # --- primaries ---
 
-    def _lead(self, effect: Lead) -> None:
+    def _lead(self, effect: LeadShard) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(effect.epoch)
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
@@ -185,27 +185,27 @@ class ShardRoles:
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 
-    def _open(self, effect: Open) -> None:
+    def _open(self, effect: OpenShard) -> None:
         self._found(effect.key).is_forming = False
         self._notify()
 
     def _notify(self) -> None:
         self._tasks.start(self._catalog.notify(), key="notify")
 
-    def _stop(self, effect: Stop) -> None:
+    def _stop(self, effect: StopPushes) -> None:
         replica = self._found(effect.key)
         replica.is_handing_over = True
         # From here on pushes of this epoch are refused; the next epoch is the successor's.
         replica.state.enter_epoch(replica.epoch + 1)
         self._tell_all()
-        self._driver.tell(Stopped(effect.key, replica.state.version))
+        self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
-    def _resume(self, effect: Resume) -> None:
+    def _resume(self, effect: ResumePushes) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(replica.epoch)
         replica.is_handing_over = False
 
-    def _trim(self, effect: Trim) -> None:
+    def _trim(self, effect: TrimRecords) -> None:
         replica = self._found(effect.key)
         if replica.log is not None:
             replica.log.trim(effect.version)
@@ -219,9 +219,9 @@ class ShardRoles:
         replica.role, replica.epoch = ReplicaRole.BACKUP, effect.epoch
         replica.is_handing_over = False
         log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
-        self._driver.tell(Settled(effect.key, replica.state.version))
+        self._driver.submit_event(CopySettled(effect.key, replica.state.version))
 
-    def _adopt(self, effect: Adopt) -> None:
+    def _adopt(self, effect: AdoptImage) -> None:
         replica = self._images.take(effect)
         before = self._catalog.find(*effect.key)
         if before is not None:
@@ -239,18 +239,18 @@ class ShardRoles:
     async def _made_of_journal(self, effect: LoadJournal) -> None:
         found = self.recovered.pop(effect.key, None)
         if found is None and self.shard_journal is not None:
-            # This process has led it and dropped it since it was started.
+            # This process was the shard's primary, and has dropped it since.
             found = await self.shard_journal.read(*effect.key, restore)
         if found is None:
-            self._driver.tell(NotInJournal(effect.key, effect.epoch))
+            self._driver.submit_event(JournalShardMissing(effect.key, effect.epoch))
             return
         self._load_found(effect, found)
 
-    def _load_found(self, effect: LoadJournal, found: Recovered[AnyShard]) -> None:
+    def _load_found(self, effect: LoadJournal, found: RecoveredShard[AnyShard]) -> None:
         replica = ShardReplica(found.job, found.state, ReplicaRole.PRIMARY, effect.epoch)
         replica.is_forming = True
         found.state.enter_epoch(effect.epoch)
-        self._driver.tell(Forget(effect.key))
+        self._driver.submit_event(ShardRetired(effect.key))
         self._catalog.add(replica)
         log.info(
             "shard_recovered_from_journal",
@@ -259,11 +259,11 @@ class ShardRoles:
             version=found.state.version,
             num_replayed=found.num_replayed,
         )
-        self._driver.tell(Created(effect.key, effect.epoch, found.state.version))
+        self._driver.submit_event(ShardCreated(effect.key, effect.epoch, found.state.version))
 
     # --- the end ---
 
-    def _drop(self, effect: Drop) -> None:
+    def _drop(self, effect: DropShard) -> None:
         replica = self._catalog.find(*effect.key)
         if replica is not None:
             self._remove(replica)
@@ -275,7 +275,7 @@ class ShardRoles:
         self._catalog.remove(replica)
 
     def _end(self, replica: ShardReplica) -> None:
-        """End the leading of a shard, after passing on the pushes that were applied."""
+        """End what a primary does for its shard, after passing on the applied pushes."""
         self._tell_all()
         replica.state.subscribe(None)
         replica.log = None

@@ -11,7 +11,8 @@ import structlog
 from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
-from shoal_proto.bulk import BEAT_S, Frame, Kind
+from shoal_proto.bulk import BEAT_S, Frame, FrameKind
+from shoal_proto.bulk_offers import PermittedUse, Purpose
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.segments.digests import num_chunks
@@ -22,10 +23,9 @@ from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
+from shoal_server.parameters.bulk.arena_slots import PLACE_BYTES
 from shoal_server.parameters.bulk.late_frames import LateFrames
-from shoal_server.parameters.bulk.offers import Purpose, Use
-from shoal_server.parameters.bulk.places import PLACE_BYTES
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving
 from shoal_server.parameters.service.parameters_servicer import ParametersServicer
@@ -50,10 +50,10 @@ class BulkServices:
     weights: WeightsServicer
 
 
-_CALLS: Mapping[Purpose, Sequence[Kind]] = {
-    Purpose.CALLS: (Kind.PUSH, Kind.PULL, Kind.TABLE_PUSH, Kind.TABLE_LOOKUP),
-    Purpose.REPLICATION: (Kind.FOLLOW,),
-    Purpose.SEGMENTS: (Kind.SEGMENT_PUT, Kind.SEGMENT_FETCH),
+_CALLS: Mapping[Purpose, Sequence[FrameKind]] = {
+    Purpose.CALLS: (FrameKind.PUSH, FrameKind.PULL, FrameKind.TABLE_PUSH, FrameKind.TABLE_LOOKUP),
+    Purpose.REPLICATION: (FrameKind.FOLLOW,),
+    Purpose.SEGMENTS: (FrameKind.SEGMENT_PUT, FrameKind.SEGMENT_FETCH),
 }
 """Frames that may begin a call, by the purpose of the connection."""
 
@@ -79,7 +79,7 @@ def _checked(message: M) -> M:
 def _frame(reply: Message | bytes) -> bytes:
     if isinstance(reply, bytes):
         return reply
-    return bulk.message(Kind.MESSAGE, reply.SerializeToString())
+    return bulk.message(FrameKind.MESSAGE, reply.SerializeToString())
 
 
 async def _one_by_one(
@@ -108,9 +108,9 @@ class BulkServerConnection:
         wire: FrameConnection,
         calls: BulkServices,
         arena: SharedArena | None,
-        use: Use,
+        use: PermittedUse,
     ) -> None:
-        """`use`: what the connection's key was given for. Other calls are refused."""
+        """`use`: the permitted use of the connection's key. Other calls are refused."""
         self._wire = wire
         self._calls = calls
         self._arena = arena
@@ -124,7 +124,7 @@ class BulkServerConnection:
         try:
             while True:
                 await self._answer(await self._wire.next_frame())
-        except HungUp as hung_up:
+        except PeerHungUp as hung_up:
             log.debug("bulk_connection_ended", reason=str(hung_up))
         except ShoalError as error:
             log.warning("bulk_connection_ended", kind=type(error).__name__, reason=str(error))
@@ -139,18 +139,18 @@ class BulkServerConnection:
             async with aclosing(self._replies(opening, call)) as replies:
                 async for batch in replies:
                     is_ended = call.ends_now
-                    end = (bulk.header(Kind.END),) if is_ended else ()
+                    end = (bulk.header(FrameKind.END),) if is_ended else ()
                     await self._wire.send(*map(_frame, batch), *end)
             if is_ended:
                 return
             # After this, the next frame may begin a call.
             await call.finish()
-            await self._wire.send(bulk.header(Kind.END))
-        except HungUp:
+            await self._wire.send(bulk.header(FrameKind.END))
+        except PeerHungUp:
             raise
         except Exception as error:
             await self._fail(refusal_of(f"bulk {opening.kind.name}", error))
-            raise HungUp("the call failed") from error
+            raise PeerHungUp("the call failed") from error
         finally:
             self._is_in_call = False
             call.close()
@@ -167,46 +167,48 @@ class BulkServerConnection:
                 )
             if self._use.purpose is Purpose.SEGMENTS:
                 return self._segment_replies(opening, call)
-            if opening.kind is Kind.PUSH:
+            if opening.kind is FrameKind.PUSH:
                 push = self._checked(PushRequest.FromString(bytes(opening.body)))
                 return self._calls.parameters.push(call.requests(push), call)
-            if opening.kind is Kind.PULL:
+            if opening.kind is FrameKind.PULL:
                 return self._calls.parameters.pull(
                     self._checked(PullRequest.FromString(bytes(opening.body))), call
                 )
-            if opening.kind is Kind.TABLE_PUSH:
+            if opening.kind is FrameKind.TABLE_PUSH:
                 rows = self._checked(TablePushRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.push(rows, call.pieces())
-            if opening.kind is Kind.TABLE_LOOKUP:
+            if opening.kind is FrameKind.TABLE_LOOKUP:
                 asked = self._checked(TableLookupRequest.FromString(bytes(opening.body)))
                 return self._calls.tables.look_up(asked, call.pieces(), call)
         except DecodeError as error:
             raise _unreadable(opening, error, f"the request of a {opening.kind.name}") from error
-        assert opening.kind is Kind.FOLLOW
+        assert opening.kind is FrameKind.FOLLOW
         return _one_by_one(self._calls.replication.follow(call.follow_requests(), call))
 
     def _segment_replies(
         self, opening: Frame, call: "_BulkCall"
     ) -> AsyncGenerator[Sequence[Message | bytes], None]:
-        if opening.kind is Kind.SEGMENT_PUT:
+        if opening.kind is FrameKind.SEGMENT_PUT:
             put = self._checked(PutSegmentRequest.FromString(bytes(opening.body)))
             return self._calls.weights.put(put, self._use, call)
         fetch = self._checked(FetchSegmentRequest.FromString(bytes(opening.body)))
         return self._calls.weights.fetch(fetch, self._use, call)
 
     def _checked(self, request: M) -> M:
-        """Check the request that begins a call, and that its caller may make it. Raises
-        AccessDenied too."""
+        """Check the request that begins a call, and that its caller may make it. Raises InvalidSpec
+        or AccessDenied."""
         _checked(request)
         if self._caller is not None:
             check_request(self._caller, request)
         return request
 
     async def _fail(self, error: ShoalError) -> None:
-        """Send the error to the client, if it still listens; nothing more is sent afterwards."""
+        """Send the error to the client, if it is still connected; nothing is sent afterwards."""
         try:
-            await self._wire.send(bulk.message(Kind.ERROR, to_detail(error).SerializeToString()))
-        except HungUp as hung_up:
+            await self._wire.send(
+                bulk.message(FrameKind.ERROR, to_detail(error).SerializeToString())
+            )
+        except PeerHungUp as hung_up:
             log.info("bulk_error_not_sent", error=str(error), reason=str(hung_up))
 
     async def _beat(self) -> None:
@@ -215,12 +217,12 @@ class BulkServerConnection:
         while True:
             await asyncio.sleep(BEAT_S)
             if self._is_in_call and self._wire.silent_s >= BEAT_S:
-                await self._wire.send(bulk.header(Kind.BEAT))
+                await self._wire.send(bulk.header(FrameKind.BEAT))
 
 
 class _BulkCall:
-    """The frames of one call, incoming and outgoing. It serves as the `DirectWay` of a replication
-    call, and as the `SegmentWay` of a call about a segment."""
+    """The frames of one call, incoming and outgoing: the `DirectStream` of a replication call, and
+    the `SegmentTransport` of a call about a segment."""
 
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
@@ -238,12 +240,12 @@ class _BulkCall:
             yield OnlyPiece(piece)
 
     async def pieces(self) -> AsyncIterator[ReadPiece]:
-        """The pieces of the call, until its end."""
+        """Yield the pieces of the call, until its end."""
         while (piece := await self._next_piece()) is not None:
             yield piece
 
     async def follow_requests(self) -> AsyncIterator[Arriving]:
-        """The requests of another server, except those that the function given to `deliver`
+        """Yield the requests of another server, except those that the function given to `deliver`
         takes."""
         while True:
             frame = await self._wire.next_frame()
@@ -269,7 +271,7 @@ class _BulkCall:
         self._wire.deliver(None if take is None else given)
 
     def has_read(self, *, may_wait: bool) -> None:
-        """See `DirectWay`."""
+        """See `DirectStream`."""
         self._wire.pauses.read(may_wait=may_wait, now_s=asyncio.get_running_loop().time())
 
     def send_now(self, reply: FollowReply) -> bool:
@@ -277,7 +279,7 @@ class _BulkCall:
         return self._late.send_now(_frame(reply))
 
     def send_soon(self, reply: FollowReply) -> bool:
-        """See `DirectWay`."""
+        """See `DirectStream`."""
         self._late.put((reply.job, reply.shard_id), _frame(reply))
         return True
 
@@ -287,11 +289,11 @@ class _BulkCall:
 
     @property
     def reads_to_end(self) -> bool:
-        """True if everything that was sent is read, even if the sender dies."""
+        """True if all sent data are read, even if the sender dies."""
         return self._wire.is_local
 
     def end_reading(self) -> None:
-        """Accept nothing that is not sent yet."""
+        """Keep the other end from sending more."""
         self._wire.end_reading()
 
     def end_sending(self) -> None:
@@ -300,13 +302,13 @@ class _BulkCall:
 
     def _arriving(self, frame: Frame) -> Arriving | None:
         """The request that a frame carries, or None if it carries none."""
-        if frame.kind is Kind.PIECE:
+        if frame.kind is FrameKind.PIECE:
             return OnlyPiece(
                 ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
             )
-        if frame.kind is Kind.PLACED:
+        if frame.kind is FrameKind.PLACED:
             return OnlyPiece(self._placed(frame))
-        if frame.kind is not Kind.MESSAGE:
+        if frame.kind is not FrameKind.MESSAGE:
             return None
         try:
             return _checked(FollowRequest.FromString(bytes(frame.body)))
@@ -314,28 +316,28 @@ class _BulkCall:
             raise _unreadable(frame, error, "FollowRequest") from error
 
     def _free_place(self, frame: Frame) -> None:
-        """Free the place of a frame that is applied, or that its receiver has copied."""
-        if frame.kind is Kind.PLACED:
-            self._late.free(bulk.header(Kind.ROOM, at=frame.at))
+        """Free the place of a frame whose data are applied or copied."""
+        if frame.kind is FrameKind.PLACED:
+            self._late.free(bulk.header(FrameKind.ROOM, at=frame.at))
 
     @property
     def is_local(self) -> bool:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         return self._wire.is_local
 
     async def receive_descriptor(self) -> int:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         return await self._wire.next_descriptor()
 
     async def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         try:
             for index in range(num_chunks(writer.num_bytes)):
                 start = index * CHUNK_BYTES
                 room = writer.buffer[start : start + CHUNK_BYTES]
                 self._wire.place_chunks(partial(_exactly, room))
                 frame = await self._wire.next_frame()
-                if frame.kind is not Kind.CHUNK or frame.offset_bytes != start:
+                if frame.kind is not FrameKind.CHUNK or frame.offset_bytes != start:
                     raise MalformedMessage(
                         "a chunk of a segment is not the next one",
                         seen=f"{frame.kind.name} at {frame.offset_bytes}",
@@ -346,18 +348,18 @@ class _BulkCall:
             self._wire.place_chunks(None)
 
     def end(self) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         self._wire.end_sending()
 
     async def send_descriptor(self, segment: Segment) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         await self._wire.send_descriptor(segment.descriptor)
 
     async def send_chunk(self, index: int, segment: Segment) -> None:
-        """See `SegmentWay`."""
+        """See `SegmentTransport`."""
         start = index * CHUNK_BYTES
         size = min(CHUNK_BYTES, segment.num_bytes - start)
-        head = bulk.header(Kind.CHUNK, offset_bytes=start, num_bytes=size)
+        head = bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=size)
         await self._wire.send_file(head, segment.descriptor, start, size)
 
     async def finish(self) -> None:
@@ -372,21 +374,21 @@ class _BulkCall:
         """The next piece, or None at the end. ROOM frames before it are recorded."""
         while not self._is_over:
             frame = await self._wire.next_frame()
-            if frame.kind is Kind.PIECE:
+            if frame.kind is FrameKind.PIECE:
                 return ReadPiece(frame.shard_id, frame.offset_bytes, frame.body, frame.checksum)
-            if frame.kind is Kind.PLACED:
+            if frame.kind is FrameKind.PLACED:
                 return self._placed(frame)
             self._note(frame)
         return None
 
     def _note(self, frame: Frame) -> None:
-        if frame.kind is Kind.ROOM:
+        if frame.kind is FrameKind.ROOM:
             self._rooms[frame.shard_id] = self._view(frame), frame.at
-        elif frame.kind is Kind.END:
+        elif frame.kind is FrameKind.END:
             self._is_over = True
         else:
             raise MalformedMessage(
-                "a frame that does not belong into a call",
+                "a frame that does not belong to a call",
                 seen=frame.kind.name,
                 expected="PIECE, PLACED, ROOM or END",
             )

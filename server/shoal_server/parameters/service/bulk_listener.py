@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto import bulk
-from shoal_proto.bulk import MAX_ARENA_BYTES, Kind
+from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
+from shoal_proto.bulk_offers import BulkOffers, PermittedUse
 from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
 from shoal_server.parameters.bulk.arena import SharedArena
 from shoal_server.parameters.bulk.encryption import encrypted
-from shoal_server.parameters.bulk.offers import Offers, Use
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.serving.admission import descriptors
@@ -31,10 +31,15 @@ KEEPALIVE = ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_K
 
 
 class BulkListener:
-    """Accepts connections from clients that show a key which `offers` gave."""
+    """Accepts connections from clients that present a key from `offers`."""
 
     def __init__(
-        self, calls: BulkServices, offers: Offers, memory: Memory, *, most: int = MAX_CONNECTIONS
+        self,
+        calls: BulkServices,
+        offers: BulkOffers,
+        memory: Memory,
+        *,
+        most: int = MAX_CONNECTIONS,
     ) -> None:
         """`most`: the number of connections that may be open at once."""
         self._most = most
@@ -89,11 +94,11 @@ class BulkListener:
                         _tune(connected)
                         connected = await encrypted(connected)
                         stack.callback(connected.close)
-                    wire = FrameConnection(connected, first=Kind.HELLO)
+                    wire = FrameConnection(connected, first=FrameKind.HELLO)
                     hello = await self._greeted(wire)
                 arena = self._arena(hello, stack) if is_local and hello.arena_bytes else None
                 await _welcome(wire, arena)
-            except (OSError, HungUp, ShoalError) as error:
+            except (OSError, PeerHungUp, ShoalError) as error:
                 log.warning("bulk_connection_refused", reason=repr(error))
                 return
             await BulkServerConnection(wire, self._calls, arena, hello.use).serve()
@@ -128,7 +133,7 @@ class BulkListener:
 class _Hello:
     """The request with which a client connected."""
 
-    use: Use
+    use: PermittedUse
     arena_bytes: int
     """Size of the shared memory that the client wants; 0: none."""
 
@@ -136,14 +141,14 @@ class _Hello:
 async def _welcome(wire: FrameConnection, arena: SharedArena | None) -> None:
     """Answer the hello, and send the descriptor of the shared memory with the answer."""
     if arena is None:
-        await wire.send(bulk.header(Kind.HELLO))
+        await wire.send(bulk.header(FrameKind.HELLO))
         return
     try:
         # A fresh connection has room for these bytes, so this does not block.
-        answer = bulk.header(Kind.HELLO, at=arena.num_bytes)
+        answer = bulk.header(FrameKind.HELLO, at=arena.num_bytes)
         socket.send_fds(wire.socket, [answer], [arena.descriptor])
     except OSError as error:
-        raise HungUp(repr(error)) from error
+        raise PeerHungUp(repr(error)) from error
     finally:
         arena.close_descriptor()
 

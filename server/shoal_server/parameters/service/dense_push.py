@@ -17,11 +17,11 @@ from shoal_proto.v1.parameters_pb2 import (
     PushReply,
     ShardVersion,
 )
-from shoal_server.parameters.codecs.codec import Decoder
+from shoal_server.parameters.codecs.codec import GradientDecoder
 from shoal_server.parameters.service.incoming_push import IncomingPush, check_sequence, guarded
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.chunk_assembler import ChunkAssembler
-from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, is_dense
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, is_dense
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.step_scope import Scope
@@ -34,7 +34,7 @@ class DensePushPart:
     replica: ShardReplica
     shard: DenseShard
     assembler: ChunkAssembler
-    decoder: Decoder | None = None
+    decoder: GradientDecoder | None = None
     """Decodes the gradient; None: it is not compressed."""
     next_address: str = ""
     """Address of the server that the shard is being handed over to; empty: none."""
@@ -58,11 +58,11 @@ class DensePushPart:
 @dataclass(frozen=True, kw_only=True)
 class ShardAnswer:
     outcome: PushOutcome
-    values: Values | None = None
+    values: DenseValues | None = None
 
     @property
     def newest_version(self) -> int:
-        """The newest version that the answer mentions."""
+        """The newest version in the answer."""
         return max(self.outcome.version, self.values.version if self.values else 0)
 
 
@@ -152,7 +152,7 @@ class DensePushKind:
     async def _once_safe(
         self, replica: ShardReplica, applied: Awaitable[ShardAnswer | ShoalError]
     ) -> ShardAnswer | ShoalError:
-        """The answer, once the version that it mentions is as safe as the push asks for."""
+        """Return the answer, once its newest version is as safe as the push asks for."""
         answer = await applied
         if isinstance(answer, ShoalError):
             return answer
@@ -167,7 +167,7 @@ class DensePushKind:
     def _push(self, part: DensePushPart, writer: CopyOut | None) -> ShardAnswer:
         item, group = part.item, part.shard.spec.group
         gradient, body = part.assembler.join(), part.shard.body
-        # Before the shard's lock is taken, so that others can push meanwhile.
+        # Decoded before the shard's lock is taken, so that other pushes can be applied meanwhile.
         batch = None if part.decoder is None else body.decode(part.decoder, gradient)
         push = DensePush(
             session=self._session,
@@ -184,7 +184,7 @@ class DensePushKind:
             scope=self._scope,
         )
         read = None if writer is None else partial(body.values, writer=writer)
-        on_applied = part.replica.leading.tell_applied
+        on_applied = part.replica.leading.report_applied
         applied = part.shard.push(push, self._is_live, on_applied=on_applied, read=read)
         outcome = PushOutcome(
             shard_id=item.shard_id,
@@ -196,8 +196,8 @@ class DensePushKind:
         return ShardAnswer(outcome=outcome, values=applied.values)
 
     def refusal(self, shard_id: int, error: ShoalError) -> ShardAnswer:
-        """Return the answer for a refused shard, with its new route if it moved while its gradient
-        came in."""
+        """Return the answer for a refused shard, with its new route if the shard moved while its
+        gradient was being received."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._catalog.with_route(error, self._header.token.job, shard_id, epoch)
         return ShardAnswer(outcome=PushOutcome(shard_id=shard_id, error=to_detail(error)))
@@ -226,7 +226,7 @@ def dense(replica: ShardReplica) -> DenseShard:
 
 
 def messages(answer: ShardAnswer) -> Iterator[PushReply | bytes]:
-    """The messages that answer one shard's part."""
+    """Yield the messages that answer one shard's part."""
     yield PushReply(outcome=answer.outcome)
     if answer.values is None:
         return

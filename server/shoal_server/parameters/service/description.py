@@ -53,7 +53,7 @@ def add_shard(
     versions: Mapping[Holder, int],
 ) -> None:
     """Describe one shard, or only count it if this server has a copy. `versions`: the newest
-    version that each follower is known to have."""
+    version that each backup is known to have."""
     reply.memory_bytes += replica.state.memory_bytes
     if replica.role is not ReplicaRole.PRIMARY:
         reply.num_copies += 1
@@ -76,7 +76,7 @@ def _add_copies(
         figures.copies.append(
             CopyState(
                 server_id=holder.server_id,
-                # The follower may have more by now than when the shard was described.
+                # The backup may have a newer version by now than the shard's figures.
                 version=min(versions.get(holder, 0), figures.version),
                 joining=assignment is not None and holder == assignment.joining,
             )

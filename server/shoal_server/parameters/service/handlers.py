@@ -43,7 +43,9 @@ def add_parameters(servicer: ParametersServicer, server: grpc.aio.Server) -> Non
     handlers: dict[str, grpc.RpcMethodHandler[Any, Any]] = {
         "Create": grpc.stream_unary_rpc_method_handler(
             servicer.Create,
-            request_deserializer=pieces.Decoder(pieces.CREATE_REQUEST, pb.CreateRequest.FromString),
+            request_deserializer=pieces.PieceDecoder(
+                pieces.CREATE_REQUEST, pb.CreateRequest.FromString
+            ),
             response_serializer=_serialize,
         ),
         "Pull": grpc.unary_stream_rpc_method_handler(
@@ -53,7 +55,9 @@ def add_parameters(servicer: ParametersServicer, server: grpc.aio.Server) -> Non
         ),
         "Push": grpc.stream_stream_rpc_method_handler(
             servicer.Push,
-            request_deserializer=pieces.Decoder(pieces.PUSH_REQUEST, pb.PushRequest.FromString),
+            request_deserializer=pieces.PieceDecoder(
+                pieces.PUSH_REQUEST, pb.PushRequest.FromString
+            ),
             response_serializer=_serialize,
         ),
         "Describe": grpc.unary_unary_rpc_method_handler(

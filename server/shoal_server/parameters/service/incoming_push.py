@@ -14,7 +14,7 @@ from shoal_server.serving.tasks import cancel
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_SHARDS = 8
-"""Shards of one call that are being applied, or whose reply is not sent yet, at a time."""
+"""Most shards of one call that are being applied, or whose replies are not sent yet."""
 
 T = TypeVar("T")
 PieceT_contra = TypeVar("PieceT_contra", contravariant=True)
@@ -48,8 +48,8 @@ class PushKind(Protocol[PartT_contra, PieceT_contra, AnswerT_co]):
     """The part of a push's handling that differs between parameters and tables."""
 
     applies_at_once: bool
-    """True: a part is applied as soon as it is complete. False: it is applied once a piece of
-    another shard, or the end, has come; only then is it known that the part was not too long."""
+    """True: a part is applied as soon as it is complete. False: a part is applied once a piece of
+    another shard or the end follows, which shows that the part was not too long."""
 
     def add(self, part: PartT_contra, piece: PieceT_contra) -> None:
         """Add a piece to a part. Raises a ShoalError if the piece is wrong."""
@@ -79,10 +79,10 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
         self._is_over = False
         self._is_whole = False
         self.is_last = False
-        """True if no answers follow those that were yielded last."""
+        """True if the answers that were yielded last are the last ones."""
 
     def expect(self, shard_id: int, make: Callable[[], PartT]) -> None:
-        """Expect a shard that the header names. A ShoalError from `make` becomes its answer."""
+        """Expect a shard that the header names. A ShoalError from `make` is the shard's answer."""
         try:
             part = make()
         except ShoalError as error:
@@ -96,9 +96,9 @@ class IncomingPush(Generic[PartT, PieceT, AnswerT]):
     async def answers(
         self, pieces: AsyncIterator[tuple[int, PieceT]]
     ) -> AsyncGenerator[Sequence[AnswerT], None]:
-        """Yield the answers in the order in which the shards were started, while later pieces still
-        come in. Answers that are ready are yielded together. Raises an error that concerns the push
-        as a whole."""
+        """Yield the answers in the order in which applying the shards was started, while later
+        pieces are still received. Answers that are ready are yielded together. Raises an error that
+        concerns the push as a whole."""
         taking = asyncio.create_task(self._take_all(pieces), name="push")
         try:
             while self._pending or not self._is_over:

@@ -15,7 +15,7 @@ RowsPiece = RowGradients | AnyPiece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PushedRows:
+class ReceivedRows:
     """All rows of one shard's part. Ids and births are copies that this server owns."""
 
     ids: bytes
@@ -37,7 +37,7 @@ class IncomingRows(Protocol):
         """Return the error for a stream that ended before all rows came."""
         ...
 
-    def joined(self) -> PushedRows: ...
+    def joined(self) -> ReceivedRows: ...
 
 
 class RowMessages:
@@ -77,8 +77,8 @@ class RowMessages:
             expected=f"{self._num_rows} rows",
         )
 
-    def joined(self) -> PushedRows:
-        return PushedRows(
+    def joined(self) -> ReceivedRows:
+        return ReceivedRows(
             ids=b"".join(self._ids),
             births=b"".join(self._births),
             gradient=b"".join(self._gradients),
@@ -111,10 +111,10 @@ class RowPieces:
     def truncated(self) -> ShapeMismatch:
         return self._assembler.truncated()
 
-    def joined(self) -> PushedRows:
+    def joined(self) -> ReceivedRows:
         flat = memoryview(self._assembler.join())
         births_at, gradient_at = self._ids_bytes, 2 * self._ids_bytes
-        return PushedRows(
+        return ReceivedRows(
             ids=bytes(flat[:births_at]),
             births=bytes(flat[births_at:gradient_at]),
             gradient=flat[gradient_at:],

@@ -1,5 +1,5 @@
-"""The Parameters service: create, push and pull shards. Work on small shards runs on the event
-loop, work on big ones in a pool of threads, so that the loop stays free for other calls.
+"""The Parameters service: creates, pushes to and pulls shards. Work on small shards runs on the
+event loop, work on large ones in a pool of threads, so that the loop stays free for other calls.
 """
 
 import time
@@ -9,6 +9,7 @@ from contextlib import aclosing
 from functools import partial
 
 from shoal_proto import routes
+from shoal_proto.bulk_offers import BulkOffers, Purpose
 from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
 from shoal_proto.traces import tracing
@@ -31,7 +32,6 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.bulk.offers import Offers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.codecs.codec import CODECS
 from shoal_server.parameters.optimizers.checks import check_spec
@@ -53,7 +53,12 @@ from shoal_server.parameters.shard.chunk_assembler import (
     Reservation,
     shard_bytes,
 )
-from shoal_server.parameters.shard.dense import DenseShard, Values, bytes_to_make, new_dense_shard
+from shoal_server.parameters.shard.dense import (
+    DenseShard,
+    DenseValues,
+    bytes_to_make,
+    new_dense_shard,
+)
 from shoal_server.parameters.shard.memory import Memory, MemoryClaim
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.reply_writer import PUSH_REPLIES, SHARD_DATA, ReplyWriter
@@ -80,7 +85,7 @@ class ParametersServicer:
         run: Runner,
         budget: Budget,
         memory: Memory,
-        offers: Offers,
+        offers: BulkOffers,
         loop_lag: LoopLag,
     ) -> None:
         self._catalog = catalog
@@ -105,7 +110,7 @@ class ParametersServicer:
         header = first.header
         await self._fence.check(header.token)
         check_spec(header.optimizer, 1 + max((s.group for s in header.shards), default=0))
-        # Read the record anew, as a watch may lag: a new shard must be led as the record says.
+        # Read the record anew, as a watch may lag: only the recorded primary may create a shard.
         await self._replicas.refresh(header.token.job)
         await self._catalog.check_creatable(header.token.job, header.shards, header.optimizer)
         with self._claim(header) as claim, Reservation(self._budget) as reservation:
@@ -141,7 +146,7 @@ class ParametersServicer:
                 shard = await self._run(shard_bytes(spec), make)
                 job = header.token.job
                 replica = ShardReplica(job, shard, ReplicaRole.PRIMARY, spec.epoch)
-                # Check again: the shard may have moved while its values came in.
+                # Check again: the shard may have moved while its values were being received.
                 self._catalog.check_new(job, spec, self._replicas.assignment(job, shard_id))
                 if self._catalog.add(replica):
                     self._replicas.created(replica)
@@ -182,7 +187,7 @@ class ParametersServicer:
             if isinstance(replica, ShardReplica)
         ]
         async for replica, values in self._read_ahead(reads, reply_writer):
-            # A version that no backup has may still be lost: it must not be visible before.
+            # A version may be lost until a backup has it, and must not be visible before.
             await replica.wait_safe(values.version)
             version = ShardVersion(
                 shard_id=replica.shard_id, version=values.version, num_bytes=values.num_bytes
@@ -191,9 +196,9 @@ class ParametersServicer:
 
     async def _read_ahead(
         self, reads: Iterable[tuple[ShardReplica, int]], reply_writer: ReplyWriter
-    ) -> AsyncIterator[tuple[ShardReplica, Values]]:
+    ) -> AsyncIterator[tuple[ShardReplica, DenseValues]]:
         """Yield each shard's values in order; one shard is read while the one before it is sent."""
-        pending: deque[tuple[ShardReplica, Awaitable[Values]]] = deque()
+        pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense(replica)
             await reply_writer.await_room(replica.shard_id)
@@ -219,13 +224,13 @@ class ParametersServicer:
     async def push(
         self, requests: AsyncIterator[PushRequest | OnlyPiece], reply_writer: ReplyWriter
     ) -> AsyncGenerator[Sequence[PushReply | bytes], None]:
-        """Apply a push as it comes in. Yields the outcome of each shard, and its values written by
-        `reply_writer`. Messages that are yielded together are sent together."""
+        """Apply a push while it is being received. Yields the outcome of each shard, and its values
+        written by `reply_writer`. Messages that are yielded together are sent together."""
         first = await anext(requests, PushRequest())
         if isinstance(first, OnlyPiece) or not first.HasField("header"):
             raise no_header("PushHeader")
         header, began_s = first.header, time.perf_counter()
-        with tracing.Ongoing("Parameters/Push", header.token) as whole:
+        with tracing.OngoingSpan("Parameters/Push", header.token) as whole:
             with whole.within():
                 session = await self._fence.check(header.token)
             kind = DensePushKind(

@@ -117,7 +117,7 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         try:
             found = []
             for frozen in self._barriers.taken(request.job, request.cut_id):
-                # As the parts of a publication are numbered: the publisher's own comes first.
+                # Parts of a publication are numbered by rank; rank 0 is the publisher's own part.
                 put.rank = frozen.stamp.shard_id + 1
                 found.append(await self._weights.keep_cut(put, planned(frozen.cut)))
             return pb.PublishCutReply(segments=found)
@@ -171,7 +171,8 @@ class SnapshotsServicer(ShardSnapshotsServicer):
         return assignment.epoch
 
     def _lead(self, job: str, state: AnyShard, epoch: int) -> None:
-        """Lead a loaded shard, instead of one that a member may have created meanwhile."""
+        """Become primary of a loaded shard, in place of one that a member may have created
+        meanwhile."""
         if self._epoch_to_lead(job, state.shard_id) != epoch:
             raise WrongEpoch(
                 f"shard {state.shard_id} of job {job} has another epoch now", seen=str(epoch)
@@ -203,7 +204,7 @@ def _write(
     cut = frozen.cut
     path = part_file(request.number, request.cut_id, cut.shard_id)
     folder, _, name = path.rpartition("/")
-    file = image_file.Digested(image_file.pieces(cut))
+    file = image_file.DigestingReader(image_file.pieces(cut))
     library.storage.write_pieces(f"{request.job}/{folder}", lambda: name, file)
     # Not on the event loop: freeing much memory takes a while.
     cut.close()

@@ -17,7 +17,7 @@ from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.reply_writer import CopyOut, ReplyWriter
 from shoal_server.parameters.shard.workers import ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES
-from shoal_server.parameters.tables.shard import LookedUp, TableShard
+from shoal_server.parameters.tables.shard import LookupResult, TableShard
 
 MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 """Bound on the rows that one message, or one item of a bulk call, asks for."""
@@ -25,11 +25,11 @@ MAX_LOOKUP_BYTES = 4 * 1024 * 1024
 
 async def look_up(
     replica: ShardReplica, shard: TableShard, ids: bytes, num_bytes: int, run: Runner
-) -> LookedUp:
+) -> LookupResult:
     """Look up rows, in the order of `ids`. `num_bytes`: size of their values."""
     work = partial(shard.read, partial(shard.body.look_up, ids))
-    found: LookedUp = await replica.work(run, ROWS_COST * num_bytes, work)
-    # A version that no backup has may still be lost: it must not be visible before.
+    found: LookupResult = await replica.work(run, ROWS_COST * num_bytes, work)
+    # A version may be lost until a backup has it, and must not be visible before.
     await replica.wait_safe(found.version)
     return found
 
@@ -112,14 +112,14 @@ class LookupAnswer:
     rows: FoundRows
     """The answer, without births and values."""
     frames: Sequence[bytes] = ()
-    """Frames that carry births and values, or say where in shared memory they are."""
+    """Frames that carry births and values, or announce their position in shared memory."""
 
 
 IncomingLookup = IncomingPush[LookupPart, AnyPiece, LookupAnswer]
 
 
 class LookupKind:
-    """Bulk lookups: received item by item as a push is, each answered when it is looked up."""
+    """Bulk lookups: received item by item like pushes, each answered once it is looked up."""
 
     applies_at_once = True
 
@@ -180,7 +180,7 @@ class LookupKind:
         if isinstance(answer, ShoalError):
             return answer
         try:
-            # A version that no backup has may still be lost: it must not be visible before.
+            # A version may be lost until a backup has it, and must not be visible before.
             await part.replica.wait_safe(answer.rows.version)
         except ShoalError as error:
             return error

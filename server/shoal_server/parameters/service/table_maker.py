@@ -1,4 +1,4 @@
-"""Creates table shards: the server that first leads one makes it, as it needs no values."""
+"""Creation of table shards: the first primary of a shard makes it, as it needs no values."""
 
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -36,8 +36,8 @@ class TableMaker:
     async def look_up(
         self, job: str, wanted: Iterable[tuple[int, int]]
     ) -> list[tuple[ShardReplica, TableShard] | ShoalError]:
-        """Return, for each (shard id, epoch), the shard that this server leads, made now if it
-        never existed, or the error that explains why there is none."""
+        """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
+        that explains its absence. A shard that never existed is made now."""
         items = list(wanted)
         missing = [
             shard_id
@@ -62,13 +62,13 @@ class TableMaker:
         return self._catalog.with_route(error, job, shard_id, epoch)
 
     async def make_all(self, job: str) -> None:
-        """Make all table shards that this server leads and that never existed, for a snapshot: it
-        has every shard."""
+        """Make the table shards that never existed and have this server as primary: a snapshot has
+        every shard."""
         await self._make(job)
 
     async def _make(self, job: str) -> None:
-        """Make the job's table shards that this server leads and that never existed."""
-        # Read the record anew, as a watch may lag: a new shard must be led as the record says.
+        """Make the job's table shards that never existed and have this server as primary."""
+        # Read the record anew, as a watch may lag: only the recorded primary may make a shard.
         await self._replicas.refresh(job)
         layout = await self._catalog.layout(job)
         if layout is None:
@@ -90,7 +90,8 @@ class TableMaker:
             await self._wait_on_disk(job, made)
 
     def _register(self, job: str, new: Sequence[ShardReplica]) -> list[int]:
-        """Lead new shards, and return their ids. Raises Overloaded, and then leads none of them."""
+        """Become primary of new shards, and return their ids. Raises Overloaded, without a
+        change."""
         num_bytes = sum(replica.state.memory_bytes for replica in new)
         with self._memory.reserve(num_bytes, f"{len(new)} new table shards of job {job}") as claim:
             for replica in new:
@@ -100,9 +101,8 @@ class TableMaker:
         return [replica.shard_id for replica in new]
 
     async def _wait_on_disk(self, job: str, made: Iterable[int]) -> None:
-        """Wait until new shards are in the journal, if there is one, before anybody trains them.
-        Otherwise, if all servers die, a shard would be reported lost although nobody pushed to
-        it."""
+        """Wait until new shards are in the journal, if there is one, before they are trained.
+        Otherwise, if all servers died, a shard would be reported lost without any push to it."""
         for replica in map(partial(self._catalog.find, job), made):
             if replica is None or not replica.is_journaled:
                 continue

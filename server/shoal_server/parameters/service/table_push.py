@@ -25,7 +25,7 @@ from shoal_server.parameters.service.table_maker import TableMaker
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.step_scope import Scope
-from shoal_server.parameters.shard.versioned import PushResult
+from shoal_server.parameters.shard.versioned import ShardPushResult
 from shoal_server.parameters.shard.workers import INLINE_BYTES, ROWS_COST, Runner
 from shoal_server.parameters.tables.batch import ID_BYTES, gradient_row_bytes
 from shoal_server.parameters.tables.shard import TablePush, TableShard
@@ -78,7 +78,7 @@ class TablePushPart:
         return self.incoming.truncated()
 
     def push(self, session: str, sequence: int, at_unix_s: float, scope: Scope | None) -> TablePush:
-        """Make the update that the complete part asks for."""
+        """Make the push of a complete part."""
         rows = self.incoming.joined()
         return TablePush(
             session=session,
@@ -179,7 +179,7 @@ class TablePushKind:
         return asyncio.ensure_future(self._applied(part))
 
     async def _applied(self, part: TablePushPart) -> TablePushOutcome | ShoalError:
-        """Apply the part. Answers once the update is as safe as the push asks for."""
+        """Apply the part, and return its answer once the update is as safe as the push asks for."""
         self._memory.refresh()
         body = part.shard.body
         num_bytes = ROWS_COST * part.num_bytes + body.regrown_bytes(part.item.num_rows)
@@ -206,14 +206,14 @@ class TablePushKind:
             step=part.shard.body.content.table_step,
         )
 
-    def _push(self, part: TablePushPart, at_unix_s: float) -> PushResult[None]:
+    def _push(self, part: TablePushPart, at_unix_s: float) -> ShardPushResult[None]:
         push = part.push(self._session, self._header.sequence, at_unix_s, self.scope)
         what = f"more rows in shard {part.shard_id} of job {part.replica.job}"
         return part.shard.push(push, self._is_live, partial(self._memory.take, what=what))
 
     def refusal(self, shard_id: int, error: ShoalError) -> TablePushOutcome:
-        """Return the answer for a refused shard, with its new route if it moved while its rows came
-        in."""
+        """Return the answer for a refused shard, with its new route if the shard moved while its
+        rows were being received."""
         epoch = next(item.epoch for item in self._header.shards if item.shard_id == shard_id)
         error = self._maker.with_route(error, self._header.token.job, shard_id, epoch)
         return TablePushOutcome(shard_id=shard_id, error=to_detail(error))

@@ -130,7 +130,7 @@ class TablesServicer(Base):
     ) -> AsyncGenerator[TablePushReply, None]:
         if not first.HasField("header"):
             raise no_header("TablePushHeader")
-        with tracing.Ongoing("Tables/Push", first.header.token) as whole:
+        with tracing.OngoingSpan("Tables/Push", first.header.token) as whole:
             with whole.within():
                 session = await self._fence.check(first.header.token)
             replies = self._passed(first.header, session, pieces, is_in_pieces)

@@ -6,10 +6,10 @@ from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 
 def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> ShoalError:
-    """Return the error for a shard that its primary does not hold. `is_kept`: that server's journal
-    has it.
+    """Return the error for a shard that its primary does not hold. `is_kept`: the primary's journal
+    has the shard.
 
-    StateLost if the shard was trained and nobody is known to have it any more, else ShardNotReady.
+    StateLost if the shard was trained and no server is known to have it, else ShardNotReady.
     """
     if assignment.content is ShardContent.NONE:
         return not_ready(job, assignment.shard_id, "a worker that creates it")
@@ -21,7 +21,7 @@ def why_absent(job: str, assignment: ShardAssignment, *, is_kept: bool) -> Shoal
         return not_ready(job, assignment.shard_id, f"{expected} other process has more of it")
     if assignment.backups:
         backups = ", ".join(backup.server_id for backup in assignment.backups)
-        return not_ready(job, assignment.shard_id, f"one of its backups, {backups}, to lead it")
+        return not_ready(job, assignment.shard_id, f"one of its backups, {backups}, as primary")
     return _lost(job, assignment)
 
 

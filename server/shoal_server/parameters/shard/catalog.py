@@ -30,15 +30,15 @@ from shoal_server.parameters.shard.sessions import MAX_SESSIONS
 log = structlog.get_logger(__name__)
 
 LED_WITHIN_S = 1.0
-"""Longest wait of a call that comes before this server knows that it leads a shard."""
+"""Longest wait of a call that arrives before this server knows that it is a shard's primary."""
 
 
-class Whereabouts(Protocol):
-    """The location of shards that this server does not lead."""
+class ShardLocations(Protocol):
+    """Locations of shards of which this server is not the primary."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
-        """Return the route to the server that leads a shard, or is about to; None if it is not
-        known."""
+        """Return the route to a shard's primary, or to the successor during a handover; None if it
+        is not known."""
         ...
 
     def next_address(self, job: str, shard_id: int) -> str:
@@ -46,12 +46,12 @@ class Whereabouts(Protocol):
         ...
 
     def is_kept(self, job: str, shard_id: int) -> bool:
-        """True if this server's journal has a shard that is not led here."""
+        """True if this server's journal has a shard of which this server is not the primary."""
         ...
 
 
-class _Nowhere:
-    """The `Whereabouts` before there is a record: nothing is known."""
+class _UnknownLocations:
+    """The `ShardLocations` before they are set: none is known."""
 
     def route(self, job: str, shard_id: int) -> Route | None:
         return None
@@ -77,7 +77,7 @@ class Catalog:
         self._me = me
         self._shards: dict[str, dict[int, ShardReplica]] = {}
         self._changed = asyncio.Condition()
-        self.whereabouts: Whereabouts = _Nowhere()
+        self.whereabouts: ShardLocations = _UnknownLocations()
         """Set once by `ShardReplicas`, which is made after the catalog as it adds and removes
         shards."""
 
@@ -91,11 +91,11 @@ class Catalog:
     async def look_up(
         self, job: str, wanted: Sequence[tuple[int, int]]
     ) -> list[ShardReplica | ShoalError]:
-        """Return, for each (shard id, epoch), the shard that this server leads, or the error that
-        explains why there is none: WrongEpoch, ShardNotReady, StateLost or UnknownShard.
+        """Return, for each (shard id, epoch), the shard if this server is its primary, or the error
+        that explains its absence: WrongEpoch, ShardNotReady, StateLost or UnknownShard.
 
-        Waits for shards that this server is about to lead: during a handover, the old primary
-        already redirects calls to here."""
+        Waits for shards of which this server is about to become primary: during a handover, the old
+        primary already redirects calls to it."""
         await self._wait_led(job, wanted)
         found: list[ShardReplica | ShoalError] = []
         for shard_id, epoch in wanted:
@@ -131,28 +131,28 @@ class Catalog:
             return
 
     def redirect(self, job: str, shard_id: int, epoch: int) -> WrongEpoch | None:
-        """Return the error for a sender with that epoch of a shard, with the route to a newer one;
-        None if this server knows of none."""
+        """Return the error for a call with that epoch of a shard, with the route to the primary of
+        a newer epoch; None if this server knows of none."""
         route = self.whereabouts.route(job, shard_id)
         if route is None or route.epoch <= epoch:
             return None
         return WrongEpoch(
-            f"shard {shard_id} of job {job} is not led here in epoch {epoch}",
+            f"this server is not the primary of shard {shard_id} of job {job} in epoch {epoch}",
             seen=f"epoch {epoch} at server {self._me.server_id}",
             expected=f"epoch {route.epoch} at server {route.server_id}",
             fix=f"Retry at {route.address}, or fetch the shard map.",
-            details=routes.told([route]),
+            details=routes.as_details([route]),
         )
 
     def with_route(self, error: ShoalError, job: str, shard_id: int, epoch: int) -> ShoalError:
-        """Add the current route to a refusal of a shard that was led here when the call came."""
+        """Add the current route to a refusal of a shard that has moved since the call began."""
         if not isinstance(error, WrongEpoch) or error.details:
             return error
         return self.redirect(job, shard_id, epoch) or error
 
     async def wait_for(self, job: str, shard_ids: Iterable[int], wait_s: float) -> None:
-        """Return once all are led here, or the time is over. Shards that another server leads are
-        not waited for."""
+        """Return once this server is the primary of all shards, or the time is over. Shards with
+        another primary are not waited for."""
         wanted = list(shard_ids)
 
         def is_there(shard_id: int) -> bool:
@@ -180,7 +180,8 @@ class Catalog:
     async def check_creatable(
         self, job: str, shards: Sequence[Shard], optimizer: OptimizerSpec
     ) -> None:
-        """Raise unless the job's map has exactly these shards here, with no other optimizer."""
+        """Raise unless the job's map has these shards, on this server, with the same blocks and
+        optimizer."""
         record = await self.layout(job)
         wanted = [shard.shard_id for shard in shards]
         assignments = await records.read_shards(self._store, job, wanted)
@@ -204,11 +205,11 @@ class Catalog:
                 )
 
     def check_new(self, job: str, shard: Shard, assignment: ShardAssignment | None) -> None:
-        """Raise unless a shard may get its first values here now, or has got them: WrongEpoch, or
-        ShardNotReady or StateLost if it had content before."""
+        """Raise unless a shard may get its first values here, or has them already: WrongEpoch if
+        its assignment differs, ShardNotReady or StateLost if it had content before."""
         if assignment is None or assignment.primary != self._me or shard.epoch != assignment.epoch:
             raise WrongEpoch(
-                f"shard {shard.shard_id} is mapped in another way",
+                f"shard {shard.shard_id} has another shard map",
                 seen=f"epoch {shard.epoch} at server {self._me.server_id}",
                 expected=f"epoch {assignment.epoch} at server {assignment.primary.server_id}"
                 if assignment is not None
@@ -220,7 +221,7 @@ class Catalog:
             raise self.why_absent(job, assignment)
 
     def why_absent(self, job: str, assignment: ShardAssignment) -> ShoalError:
-        """Return the error for a shard that this server should lead and does not hold."""
+        """Return the error for a shard of which this server is the primary and has no copy."""
         is_kept = self.whereabouts.is_kept(job, assignment.shard_id)
         return why_absent(job, assignment, is_kept=is_kept)
 
@@ -233,7 +234,7 @@ class Catalog:
             )
         if shard.group != expected.group or list(shard.blocks) != list(expected.blocks):
             raise ShapeMismatch(
-                f"shard {shard.shard_id} is cut in another way",
+                f"shard {shard.shard_id} is cut differently",
                 seen=f"{len(shard.blocks)} blocks in group {shard.group}",
                 expected=f"the {len(expected.blocks)} blocks of the job's shard map"
                 f" in group {expected.group}",
@@ -270,13 +271,13 @@ class Catalog:
                     yield self._shards[name][shard_id]
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        """Return the error for a shard that this server does not lead."""
+        """Return the error for a shard of which this server is not an open primary."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
             return _unknown(job, shard_id, await self.layout(job))
         if assignment.primary == self._me:
             if self.find(job, shard_id) is not None:
-                return not_ready(job, shard_id, "this server, which is about to lead it")
+                return not_ready(job, shard_id, "this server, which is about to be its primary")
             return self.why_absent(job, assignment)
         return WrongEpoch(
             f"shard {shard_id} of job {job} is not here",

@@ -141,9 +141,9 @@ class ChunkAssembler(PieceAssembler):
         with_base: bool = False,
         encoded_bytes: int | None = None,
     ) -> None:
-        """Expect nothing for the absent blocks. `with_base`: as many bytes as the gradient has
-        follow, at offsets from the end of the shard on. `encoded_bytes`: that many bytes are
-        expected, from offset 0, for all present blocks together.
+        """Expect nothing for the absent blocks. `with_base`: the base values follow the gradient,
+        at offsets that begin at the shard's end. `encoded_bytes`: that many bytes are expected,
+        from offset 0, for all present blocks together.
 
         Raises MalformedMessage for absent blocks that do not exist.
         """

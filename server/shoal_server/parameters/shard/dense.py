@@ -17,7 +17,7 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import DenseSpec, PushRecord, SessionImage
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.codecs.codec import Decoder, new_decoder
+from shoal_server.parameters.codecs.codec import GradientDecoder, new_decoder
 from shoal_server.parameters.cuts.flat_cut import FlatCut, FlatTensors
 from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.optimizers.checks import check_spec
@@ -41,7 +41,7 @@ class DensePush(Push):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Values:
+class DenseValues:
     """A shard's values as of one version."""
 
     version: int
@@ -94,7 +94,7 @@ class DenseBody:
             return data
         return self.decode(self.decoder(record.codec, record.blocks), data)
 
-    def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> Decoder:
+    def decoder(self, codec: GradientCodec, blocks: Sequence[int]) -> GradientDecoder:
         """Return the decoder of a compressed gradient of these blocks.
 
         Raises InvalidSpec or ShapeMismatch for a codec that does not fit.
@@ -103,14 +103,14 @@ class DenseBody:
             raise InvalidSpec(
                 f"compressed gradients of shard {self._shard_id} cannot be corrected for delay",
                 seen=f"codec {codec.kind!r} in a job that compensates for delay",
-                expected="gradients as they are, with the values they were computed on",
+                expected="uncompressed gradients, with the values that they were computed on",
                 fix="Train without compression, or with another staleness policy.",
             )
         sizes = [self._block_sizes[b] for b in blocks]
         plain_bytes = sum(sizes) * self._values.itemsize
         return new_decoder(codec, sizes, plain_bytes=plain_bytes, shard_id=self._shard_id)
 
-    def decode(self, decoder: Decoder, data: Buffer) -> memoryview:
+    def decode(self, decoder: GradientDecoder, data: Buffer) -> memoryview:
         """Decode a gradient to the bytes that it would have without a codec. Called from any
         thread.
 
@@ -137,14 +137,16 @@ class DenseBody:
     def fates(self, session: str, sequence: int) -> bytes:
         return b""
 
-    def values(self, version: int, known_version: int = 0, writer: CopyOut | None = None) -> Values:
+    def values(
+        self, version: int, known_version: int = 0, writer: CopyOut | None = None
+    ) -> DenseValues:
         """Return the values, as ShardData if no writer is given; none if the version is still
         `known_version`."""
         if known_version == version:
-            return Values(version=version, num_bytes=0, messages=())
+            return DenseValues(version=version, num_bytes=0, messages=())
         writer = writer or SHARD_DATA.writer(self._shard_id, self.num_bytes)
         messages = writer(self._shard_id, self._bytes)
-        return Values(version=version, num_bytes=self.num_bytes, messages=messages)
+        return DenseValues(version=version, num_bytes=self.num_bytes, messages=messages)
 
     def spec_message(self, spec: Shard) -> DenseSpec:
         return DenseSpec(shard=spec, optimizer=self.optimizer_spec)
@@ -203,7 +205,7 @@ def dense_from_image(image: Image) -> DenseShard:
         raise InternalError(
             f"the image of shard {image.shard_id} has an optimizer that this server does not know",
             seen=str(error),
-            expected="one as it was created with",
+            expected="an optimizer that every server knows",
             fix="Run the same version of Shoal on every server.",
         ) from error
     num_elements = sum(block.num_elements for block in spec.shard.blocks)
@@ -221,8 +223,8 @@ def dense_from_image(image: Image) -> DenseShard:
 
 
 def bytes_to_make(spec: Shard, optimizer: OptimizerSpec) -> int:
-    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements,
-    so two small shards with as many blocks tell them."""
+    """Compute the `memory_bytes` of a new dense shard. They are linear in the number of elements:
+    computed from two small shards with as many blocks."""
 
     def bytes_of(block_size: int) -> int:
         values = torch.zeros(len(spec.blocks) * block_size, dtype=DTYPES[spec.dtype])

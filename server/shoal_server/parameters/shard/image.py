@@ -43,14 +43,14 @@ class UpdateRecord:
 
     push: PushRecord
     data: Buffer
-    """The gradient, little-endian, as it came."""
+    """The gradient, little-endian, as received."""
     is_lent: bool = False
     """True if the data's memory will be reused soon: copy the data to keep them."""
 
 
 Keep = Callable[[Buffer], Buffer]
 """Moves the borrowed data of a push to memory that its sender cannot change: a copy, or memory that
-is lent in turn. Returns the data unchanged if nobody needs them later."""
+is lent in turn. Returns the data unchanged if they are not needed later."""
 
 
 class UpdateListener(Protocol):

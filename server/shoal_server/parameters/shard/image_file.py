@@ -81,7 +81,7 @@ def _pieces(header: ShardImage, streams: Sequence[TensorStream], run: str) -> It
             yield data
 
 
-class Digested:
+class DigestingReader:
     """Passes pieces of a file on, and computes their total size and digest."""
 
     def __init__(self, pieces: Iterator[Buffer]) -> None:

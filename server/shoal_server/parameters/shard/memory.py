@@ -125,6 +125,6 @@ class MemoryClaim:
         self._memory.settle(self._left_bytes, is_held=False)
 
     def became(self, num_bytes: int) -> None:
-        """Note that this much of the claim is a shard in the catalog now."""
+        """Note that this part of the claim is the memory of a shard in the catalog now."""
         self._left_bytes -= num_bytes
         self._memory.settle(num_bytes, is_held=True)

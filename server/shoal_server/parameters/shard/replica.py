@@ -26,12 +26,12 @@ MAX_UNREPLICATED_BYTES = 256 * 1024 * 1024
 
 
 class ShardLeadership(Protocol):
-    """Acknowledgement and replication of a shard that this server leads. Lives on the event
-    loop."""
+    """Acknowledgement and replication of a shard of which this server is the primary. Lives on the
+    event loop."""
 
-    def tell_applied(self) -> None:
-        """Pass applied pushes on to backups at once. In another thread, do nothing: they are passed
-        on soon."""
+    def report_applied(self) -> None:
+        """Pass applied pushes on to backups at once. In another thread than the event loop's, do
+        nothing: they are passed on soon."""
         ...
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
@@ -56,9 +56,9 @@ class ShardLeadership(Protocol):
 
 
 class NotLed:
-    """The leadership of a shard that this server does not lead."""
+    """The `ShardLeadership` of a replica that has not been primary."""
 
-    def tell_applied(self) -> None:
+    def report_applied(self) -> None:
         """Do nothing: there are no backups."""
 
     def is_acknowledged(self, version: int, level: Acknowledgement.ValueType) -> bool:
@@ -76,14 +76,14 @@ class NotLed:
 
     def _error(self, version: int, level: Acknowledgement.ValueType) -> ShoalError:
         return InternalError(
-            "a push of a shard that is not led here", seen=f"version {version}, to be {level}"
+            "a push to a replica that is not the primary", seen=f"version {version}, to be {level}"
         )
 
     def check_lease(self) -> None:
         """Do nothing: pushes admitted earlier are refused by their epoch."""
 
 
-class RecordLog(Protocol):
+class UpdateLog(Protocol):
     """The applied pushes that may still have to be sent to a backup."""
 
     num_bytes: int
@@ -119,20 +119,20 @@ class ShardReplica:
         self.role = role
         self.epoch = epoch
         self.leading: ShardLeadership = NotLed()
-        """Set when this server first leads the shard."""
-        self.log: RecordLog | None = None
-        """The applied pushes that may still have to be sent to a backup; None: not led here."""
+        """Set when this replica first becomes primary."""
+        self.log: UpdateLog | None = None
+        """The applied pushes that may still have to be sent to a backup; None: not the primary."""
         self.check_disk: Callable[[], None] = _always
         """Raises Overloaded while the journal is too far behind to take more."""
         self.is_journaled = False
         """True if this server's journal keeps the shard, or will."""
         self.why_no_disk: ShoalError | None = None
-        """Why the journal does not keep the shard for now."""
+        """The error while the journal does not keep the shard, else None."""
         self.is_forming = False
         """True while the first backup of a new shard does not have it: pushes are refused."""
         self.is_handing_over = False
         self.pushed_bytes = 0
-        """Bytes of pushes applied since this server leads the shard."""
+        """Bytes of pushes applied by this replica as primary."""
 
     @property
     def shard_id(self) -> int:
@@ -149,7 +149,7 @@ class ShardReplica:
                 return run(num_bytes, work)
             finally:
                 self.state.leave()
-                self.leading.tell_applied()
+                self.leading.report_applied()
         num_bytes = max(num_bytes, workers.INLINE_BYTES + 1)
         self._num_queued += 1
         queued = asyncio.ensure_future(self.in_turn(run, num_bytes, work))
@@ -201,8 +201,8 @@ class ShardReplica:
 
     @property
     def is_led(self) -> bool:
-        """True while this server leads this replica. Later there may be another replica of the same
-        id, of a later run maybe, and two runs can have equal epochs."""
+        """True while this replica is the primary. Epochs do not show that: a later replica with the
+        same id may be of another run, and have the same epoch."""
         return self.log is not None
 
     @property
@@ -211,13 +211,13 @@ class ShardReplica:
         return 0 if self.log is None else self.log.num_bytes
 
     def check_room(self) -> None:
-        """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while
-        nothing would be acknowledged."""
+        """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while this
+        server may acknowledge nothing."""
         self.leading.check_lease()
         self.check_disk()
         if self.unreplicated_bytes > MAX_UNREPLICATED_BYTES:
             raise Overloaded(
-                f"a backup of shard {self.shard_id} is behind",
+                f"a backup of shard {self.shard_id} is too slow",
                 seen=f"{self.unreplicated_bytes} bytes on their way to it",
                 expected=f"at most {MAX_UNREPLICATED_BYTES}",
                 fix="Retry a little later.",

@@ -12,7 +12,7 @@ SEND_PIECE_BYTES = 1024 * 1024
 
 class CopyOut(Protocol):
     """Copies the values of one part of a call, which lie in one or several buffers, one after the
-    other. Returns the messages that carry the values, or say where they are. Called from any
+    other. Returns the messages that carry the values, or announce their position. Called from any
     thread, under the shard's lock."""
 
     def __call__(self, shard_id: int, *values: memoryview) -> Sequence[bytes]: ...

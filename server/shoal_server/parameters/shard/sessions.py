@@ -15,7 +15,7 @@ from shoal_server.parameters.shard.step_scope import Scope, to_message
 MAX_SESSIONS = 1024
 """Default bound on the sessions that a shard remembers."""
 SESSION_BYTES, OUTCOME_BYTES = 512, 256
-"""Memory that Python takes for each, without names and the bits of scopes."""
+"""Memory that Python takes for one session and one outcome, without names and bits of scopes."""
 MAX_OUTCOMES = 8
 """Bound on a client's pushes in flight."""
 

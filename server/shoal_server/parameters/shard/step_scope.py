@@ -1,7 +1,7 @@
 """The scope of a step: the shards that it touches, remembered with each push.
 
-After a move or the loss of a server, one shard may be the only one that knows that a step has
-begun. By the scope, a cut knows for which other shards it has to wait.
+After a move or the loss of a server, one shard may be the only one that remembers that a step has
+begun. The scope names the other shards for which a cut has to wait.
 """
 
 from collections.abc import Collection

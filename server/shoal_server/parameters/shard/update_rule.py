@@ -8,7 +8,7 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.parameters.optimizers import new_optimizer
-from shoal_server.parameters.optimizers.base import StepsWhole
+from shoal_server.parameters.optimizers.base import WholeStepOptimizer
 from shoal_server.parameters.optimizers.schedules import RunningSchedule
 from shoal_server.parameters.optimizers.staleness import Staleness
 from shoal_server.parameters.optimizers.tensors import StatefulRule
@@ -27,7 +27,7 @@ class UpdateRule:
         self._schedule = RunningSchedule(spec.schedule, hyper.lr)
         self._staleness = Staleness(spec.staleness, spec.kind, hyper, blocks)
         self._cutter = cutter
-        self._whole = self._optimizer if isinstance(self._optimizer, StepsWhole) else None
+        self._whole = self._optimizer if isinstance(self._optimizer, WholeStepOptimizer) else None
         self._all_blocks = list(range(len(blocks)))
         self._parts: Mapping[str, StatefulRule] = {
             "optimizer/": self._optimizer,

@@ -32,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Push:
-    """Gradients for one shard; each kind of shard adds fields that say of what."""
+    """Gradients for one shard; each kind of shard adds fields that name the blocks or rows."""
 
     session: str
     sequence: int
@@ -43,8 +43,8 @@ class Push:
     base_epoch: int = 0
     """The shard's epoch when the base version was received; 0: unknown."""
     is_borrowed: bool = False
-    """True if the gradient's memory is its sender's, who may change it at any time and reuses it
-    once the push is answered."""
+    """True if the gradient lies in its sender's memory: the sender may change it at any time, and
+    reuses the memory once the push is answered."""
     scope: Scope | None = None
     """The step that the push is part of; None: a push to every dense shard, or to this shard of a
     table alone."""
@@ -55,7 +55,7 @@ class Push:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushResult(Generic[T]):
+class ShardPushResult(Generic[T]):
     version: int
     staleness: int
     fates: bytes
@@ -90,7 +90,7 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return the most bytes that a push of so many rows has to move to make room; needs no
+        """Return the most bytes that a push of `num_rows` rows has to move to make room; needs no
         lock."""
         ...
 
@@ -134,8 +134,8 @@ class ShardBody(Protocol[PushT_contra, BatchT]):
         ...
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[bytes, int]:
-        """Return the ids of rows of about so many bytes from `start` on, and the position after
-        them; `start` itself if there are no more."""
+        """Return the ids of rows of about `num_bytes` from position `start` on, and the position
+        after them; `start` itself if there are no more."""
         ...
 
     def rows_of(self, row_ids: bytes) -> tuple[NDArray[np.int64], Sequence[Tensor]]:
@@ -170,7 +170,7 @@ class VersionedShard(Generic[BodyT]):
         """Protects the body; taken before `_lock`. It is held for at most one push, or one chunk of
         a cut."""
         self._lock = threading.Lock()
-        """Protects all else; only a push holds it for longer than a moment."""
+        """Protects all other state; only a push holds it for longer than a moment."""
 
     @classmethod
     def restored(
@@ -209,7 +209,7 @@ class VersionedShard(Generic[BodyT]):
         return self.memory_bytes + self._sessions.num_bytes + self.body.cuts.held_bytes
 
     def wrong_epoch(self, epoch: int) -> WrongEpoch:
-        """Return the error for a sender whose epoch of this shard is not the current one."""
+        """Return the error for a push with another epoch than the shard's."""
         return WrongEpoch(
             f"shard {self.spec.shard_id} has another epoch",
             seen=str(epoch),
@@ -225,7 +225,7 @@ class VersionedShard(Generic[BodyT]):
         *,
         on_applied: Callable[[], None] = _nothing,
         read: Callable[[int], T] | None = None,
-    ) -> PushResult[T]:
+    ) -> ShardPushResult[T]:
         """Apply gradients once. Then `on_applied` is called, after the listener; then `read` reads
         the body at the version that it gets.
 
@@ -242,7 +242,7 @@ class VersionedShard(Generic[BodyT]):
                     self._refused += 1
                     raise
             on_applied()
-            return PushResult(
+            return ShardPushResult(
                 version=outcome.version,
                 staleness=outcome.staleness,
                 fates=fates,
@@ -283,7 +283,7 @@ class VersionedShard(Generic[BodyT]):
 
     def _lost_base(self, push: Push) -> StalePush:
         return StalePush(
-            f"the gradients for shard {self.spec.shard_id} are of values that were lost",
+            f"the gradients for shard {self.spec.shard_id} were computed on values that were lost",
             seen=f"values of epoch {push.base_epoch}",
             expected=f"values of epoch {self.spec.first_epoch} or later, in which it started over",
             fix="Pull the shard, or look its rows up, and compute the gradients again.",
@@ -297,10 +297,10 @@ class VersionedShard(Generic[BodyT]):
             # That version was lost with a primary before any backup had it.
             return 0
         raise MalformedMessage(
-            f"the gradients for shard {self.spec.shard_id} have a base that does not exist",
+            f"the gradients for shard {self.spec.shard_id} have a base version that does not exist",
             seen=f"base version {push.base_version}",
             expected=f"at most {self._version}",
-            fix="Pull the shard again, or look its rows up again; it may have been made again.",
+            fix="Pull the shard again, or look its rows up again: it may have been created anew.",
         )
 
     def _apply(self, record: UpdateRecord, batch: object) -> tuple[RememberedOutcome, bytes]:

@@ -16,7 +16,7 @@ contiguous memory."""
 
 
 class Runner(Protocol):
-    """Runs work that touches so many bytes, without blocking the event loop for long."""
+    """Runs work that touches `num_bytes`, without blocking the event loop for long."""
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]: ...
 
@@ -28,8 +28,8 @@ class Workers:
         self._pool = pool
 
     def __call__(self, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
-        """Run work that touches so many bytes, and return its result. Errors of small work are
-        raised at once."""
+        """Run work that touches `num_bytes`, and return its result. Errors of small work are raised
+        at once."""
         loop = asyncio.get_running_loop()
         if num_bytes > INLINE_BYTES:
             return loop.run_in_executor(self._pool, work)

@@ -9,8 +9,9 @@ cut with all its parts, or not at all:
 3. `drain`: every server admits the steps that have begun anywhere, and no others, until all of
    them are applied there. Then its shards are cut, and the barrier opens.
 
-A server that has opened may admit the next step while another one still drains: the latter holds
-its part of that step back until its own shards are cut. So such a step is in the cut nowhere.
+A server whose barrier is open again may admit the next step while another server still drains. That
+server holds back its part of the step until its shards are cut: so no part of the step is in the
+cut.
 
 Nothing here does I/O or reads a clock. Not every step ends: its member may have died half-way. The
 caller decides how long to wait; `torn` returns the steps that are incomplete then.
@@ -36,7 +37,8 @@ class BarrierPhase(Enum):
 
 
 Lacking = Callable[[StepId, Shards], Collection[int]]
-"""Returns those of a step's shards that are led here and have not applied the step."""
+"""Returns a step's shards of which this server is the primary and that have not applied the
+step."""
 
 
 @dataclass(slots=True)
@@ -71,7 +73,7 @@ class SnapshotBarrier:
         self._note(step, shards).num_inside += 1
 
     def refuse(self, step: StepId, shard_id: int) -> None:
-        """Note that an admitted part was refused for good: nobody will send it again."""
+        """Note that an admitted part was refused for good: it will not be sent again."""
         known = self._sessions.get(step.session, {}).get(step.sequence)
         if known is not None:
             known.refused.add(shard_id)

@@ -26,7 +26,7 @@ from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 log = structlog.get_logger(__name__)
 
 LOOK_S = 0.002
-"""Interval between checks while a barrier drains: the threads that apply pushes notify nobody."""
+"""Interval between checks while a barrier drains: threads that apply pushes do not notify it."""
 MAX_QUIET_JOBS = 64
 
 
@@ -74,7 +74,7 @@ class SnapshotBarriers:
     async def passing(
         self, job: str, session: str, sequence: int, shards: Shards = None
     ) -> AsyncIterator["Passage"]:
-        """Admit a part of that push for the block. Waits while a cut holds it back.
+        """Admit a part of a push while the block runs. Waits while a cut holds the push back.
 
         `shards`: all shards that the push touches on any server; None: every dense shard.
         """
@@ -112,11 +112,11 @@ class SnapshotBarriers:
     async def freeze(
         self, job: str, cut_id: str, begun: Begun, wait_s: float, *, take_torn: bool
     ) -> tuple[Sequence[Stamp], Sequence[StepId]]:
-        """Cut every shard that is led here, with all steps that have begun; return the stamps, and
-        the steps that are torn.
+        """Cut every shard of which this server is the primary, with all steps that have begun;
+        return the stamps, and the steps that are torn.
 
-        Raises SnapshotFailed if a step is torn and `take_torn` is False, if shards came or went, or
-        if the barrier has opened. The barrier is open afterwards in any case.
+        Raises SnapshotFailed if a step is torn and `take_torn` is False, if the server's shards
+        have changed, or if the barrier has opened. The barrier is open afterwards in any case.
         """
         cut = self._of(job)
         cut.barrier.drain(cut_id, begun)
@@ -144,13 +144,14 @@ class SnapshotBarriers:
             self.open(job, cut_id)
 
     def _check_led(self, job: str, cut: _JobBarrier) -> None:
-        """Raise SnapshotFailed unless the same shards are led here as when the barrier closed."""
+        """Raise SnapshotFailed unless this server has the same primaries as when the barrier
+        closed."""
         led = {replica.shard_id: (replica, replica.epoch) for replica in self._led(job)}
         if led != cut.known:
             raise SnapshotFailed(
-                f"shards of job {job} came or went",
-                seen=f"{len(led)} shards led here",
-                expected=f"the same {len(cut.known)} as at the beginning",
+                f"the shards of job {job} on this server changed during the cut",
+                seen=f"{len(led)} shards",
+                expected=f"the same {len(cut.known)} as when the cut began",
             )
 
     def keep_only(self, job: str, cut_id: str, unwanted: Iterable[Stamp], limit_s: float) -> None:
@@ -206,7 +207,7 @@ class SnapshotBarriers:
     def _limit(self, job: str, cut_id: str, limit_s: float) -> None:
         def expire() -> None:
             log.warning("snapshot_barrier_expired", job=job, cut=cut_id, limit_s=limit_s)
-            self.abort(job, cut_id, "nothing was heard of it")
+            self.abort(job, cut_id, "the coordinator did not continue it in time")
 
         loop = asyncio.get_running_loop()
         self._of(job).set_limit(loop.call_later(limit_s, expire))
@@ -248,7 +249,7 @@ class SnapshotBarriers:
         return cut
 
     def _forget_earlier_run(self, job: str) -> None:
-        """Forget the steps of an earlier run: its shards have been replaced, so no step lacks
+        """Forget the steps of an earlier run: its shards have been replaced, and no cut waits for
         them."""
         cut, run = self._of(job), self._run_of(job)
         is_idle = cut.barrier.phase is BarrierPhase.OPEN and not cut.frozen
@@ -258,7 +259,7 @@ class SnapshotBarriers:
             cut.run = run
 
     def _forget_quiet_jobs(self) -> None:
-        """Drop the barriers of jobs that have nothing here any more."""
+        """Drop the barriers of jobs without live sessions or frozen shards."""
         if len(self._jobs) <= MAX_QUIET_JOBS:
             return
         for job, cut in list(self._jobs.items()):
@@ -335,6 +336,6 @@ def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
     return SnapshotFailed(
         f"some pushes of job {job} did not end in time",
         seen=f"{len(torn)} of which a part is missing: {named}",
-        expected="members that finish what they began",
+        expected="pushes that reach all shards of their step",
         fix="Take another snapshot.",
     )

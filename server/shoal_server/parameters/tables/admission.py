@@ -1,4 +1,4 @@
-"""Admission: which ids get a row. All, those pushed often enough, or a share drawn by hash.
+"""Admission: which ids get a row: all, those pushed often enough, or a share drawn by hash.
 
 A decision depends only on the shard's state and the pushes, so backups decide alike.
 """

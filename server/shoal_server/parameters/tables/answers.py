@@ -11,7 +11,7 @@ from shoal_proto.v1.replication_pb2 import SessionImage
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
 
 
-class Answers:
+class RememberedFates:
     """Fates by session and sequence, for as many pushes of a session as the session table keeps.
 
     A push whose rows were all applied takes no memory here.
@@ -40,9 +40,9 @@ class Answers:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def freeze(self) -> "Answers":
+    def freeze(self) -> "RememberedFates":
         """Return what is remembered now; later changes do not affect it. Do not write to it."""
-        frozen = Answers()
+        frozen = RememberedFates()
         frozen._fates, frozen._num_bytes = dict(self._fates), self._num_bytes
         return frozen
 

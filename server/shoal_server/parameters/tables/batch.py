@@ -98,7 +98,7 @@ def read_batch(
 
 
 def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
-    """Return the size of one row's gradient as it is sent.
+    """Return the size of one row's gradient as sent.
 
     Raises InvalidSpec for a codec that is not for rows, or that does not make these smaller.
     """
@@ -111,7 +111,7 @@ def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
             f"codec {codec.kind} does not make rows of table {table.name} smaller",
             seen=f"{encoded} bytes a row",
             expected=f"fewer than the {plain} of {table.dim} values in {table.dtype}",
-            fix="Send these rows as they are.",
+            fix="Send these rows uncompressed.",
         )
     return encoded
 
@@ -120,7 +120,7 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     distinct, first, places = np.unique(ids, return_index=True, return_inverse=True)
     if np.any(births[first][places] != births):
         raise MalformedMessage(
-            f"a push to table {table.name} names a row twice, from two lives of it",
+            f"a push to table {table.name} names a row twice, with different births",
             seen="two births of one id",
             expected="one for each id",
             fix="Look a row up once for each push.",

@@ -1,4 +1,4 @@
-"""Builds a shard from the chunks of a cut, as they come.
+"""Builds a shard from the chunks of a cut, as they arrive.
 
     builder = ShardBuilder(header)
     while not builder.is_whole:
@@ -32,7 +32,7 @@ from shoal_server.parameters.cuts.tensor_bytes import from_message
 from shoal_server.parameters.shard.chunk_assembler import shard_bytes
 from shoal_server.parameters.shard.dense import VALUES, DenseBody
 from shoal_server.parameters.shard.versioned import AnyShard, VersionedShard
-from shoal_server.parameters.tables.answers import Answers
+from shoal_server.parameters.tables.answers import RememberedFates
 from shoal_server.parameters.tables.content import TableContent
 from shoal_server.parameters.tables.index import MAX_ROWS
 from shoal_server.parameters.tables.shard import TableBody
@@ -70,7 +70,7 @@ def bytes_to_build(header: CutHeader) -> int:
 
 class ShardBuilder:
     """Builds a shard, in one thread at a time and not on the event loop. Memory is allocated as
-    chunks come in."""
+    chunks arrive."""
 
     def __init__(self, header: CutHeader) -> None:
         """Raises MalformedMessage if the header describes no shard, or a layout that this release
@@ -190,7 +190,7 @@ class _TableContent:
     def __init__(self, header: CutHeader) -> None:
         self._spec = TableShardSpec.FromString(header.spec)
         self._content = TableContent(self._spec.table)
-        self._answers = Answers()
+        self._answers = RememberedFates()
         num_rows = header.tensors[0].shape[0]
         if num_rows > MAX_ROWS:
             raise ValueError(f"{num_rows} rows")
@@ -233,7 +233,7 @@ def _other_layout(header: CutHeader, expected: Sequence[TensorImage]) -> Malform
         return ", ".join(f"{t.name} {t.dtype} {list(t.shape)}" for t in tensors)[:300]
 
     return MalformedMessage(
-        f"shard {header.shard_id} is laid out in a way that this server does not know",
+        f"shard {header.shard_id} has a layout that this server does not know",
         seen=f"{header.kind!r} in chunks of {header.chunk_bytes} bytes: {shapes(header.tensors)}",
         expected=f"dense or table: {shapes(expected)}",
         fix="Run the same version of Shoal on every server.",

@@ -60,8 +60,8 @@ class TableContent:
         *,
         expected_rows: int = 0,
     ) -> None:
-        """Make it empty, or with the small tensors that `cut` returned, which it takes over.
-        `expected_rows`: rows that `fill` will add."""
+        """Make an empty content, or one with the small tensors that `cut` returned; takes ownership
+        of them. `expected_rows`: number of rows that `fill` will add."""
         dtype = DTYPES[table.dtype]
         held = small or {}
         self._table = table
@@ -106,8 +106,8 @@ class TableContent:
         return births, values_rc
 
     def regrown_bytes(self, num_rows: int) -> int:
-        """Return the most bytes that a push of so many rows has to process to make room: the index
-        if it is rebuilt, and all rows if old ones are searched for."""
+        """Return the most bytes that a push of `num_rows` rows has to process to make room: the
+        index if it is rebuilt, and all rows if old ones are searched for."""
         is_full = len(self._rows) + num_rows > self.max_rows
         looks = bool(self._table.eviction.max_idle_s) or is_full
         return self._rows.moved_bytes(num_rows) + LOOKED_AT_BYTES * len(self._rows) * looks
@@ -234,8 +234,8 @@ class TableContent:
         return dict(self._gate.tensors()) | scalars
 
     def row_ids(self, start: int, num_bytes: int) -> tuple[Ids, int]:
-        """Return the ids of rows of about so many bytes from `start` on, and the position after
-        them; `start` itself if there are no more."""
+        """Return the ids of rows of about `num_bytes` from position `start` on, and the position
+        after them; `start` itself if there are no more."""
         return self._rows.ids_from(start, max(num_bytes // self._rows.row_bytes, 1))
 
     def rows_of(self, ids: Ids) -> tuple[Ids, list[Tensor]]:
@@ -244,7 +244,7 @@ class TableContent:
         return self._rows.columns_of(ids)
 
     def row_chunks(self, num_rows: int, chunk_bytes: int) -> RowChunks:
-        """Return the layout of such a shard's rows in chunks."""
+        """Return the layout in chunks of `num_rows` rows of this table."""
         columns = {n: (each.shape[1:], each.dtype) for n, each in self._rows.columns.items()}
         return RowChunks(columns, num_rows, chunk_bytes)
 

@@ -29,7 +29,7 @@ class GrowingTensor:
         return int(self.tensor.shape[0])
 
     def grow(self, num_rows: int) -> None:
-        """Grow to so many rows, which must be more than before."""
+        """Grow to `num_rows`, which must be more than before."""
         before = self.tensor
         num_bytes = max(num_rows * self.row_bytes, 1)
         # The mapping cannot move while a view of it exists.

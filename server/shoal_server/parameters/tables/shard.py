@@ -21,7 +21,7 @@ from shoal_server.parameters.cuts.shard_cut import OpenCuts
 from shoal_server.parameters.shard.gradients import DTYPES
 from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard, Push, SmallTensors, VersionedShard
-from shoal_server.parameters.tables.answers import Answers
+from shoal_server.parameters.tables.answers import RememberedFates
 from shoal_server.parameters.tables.batch import RowBatch, read_batch, read_ids
 from shoal_server.parameters.tables.content import TableContent
 from shoal_server.parameters.tables.row_cut import RowCut
@@ -34,13 +34,13 @@ class TablePush(Push):
     row_ids: bytes
     births: bytes
     step: int
-    """The step of the table that the sender takes the push for."""
+    """The table's step of which the push is part, as counted by the sender."""
     codec: GradientCodec | None = None
     """The encoding of the gradients; None: the table's dtype."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookedUp:
+class LookupResult:
     """Rows at one version, in the requested order."""
 
     version: int
@@ -53,7 +53,7 @@ class TableBody:
     kind = "table"
 
     def __init__(
-        self, table: TableSpec, table_index: int, content: TableContent, answers: Answers
+        self, table: TableSpec, table_index: int, content: TableContent, answers: RememberedFates
     ) -> None:
         """Takes ownership of content and answers."""
         self.table = table
@@ -91,11 +91,11 @@ class TableBody:
     def regrown_bytes(self, num_rows: int) -> int:
         return self.content.regrown_bytes(num_rows)
 
-    def look_up(self, row_ids: bytes, version: int) -> LookedUp:
+    def look_up(self, row_ids: bytes, version: int) -> LookupResult:
         """Return rows at this version. Raises MalformedMessage for ids of another shard."""
         ids = read_ids(self.table, self._table_index, row_ids)
         births, values_rc = self.content.look_up(ids)
-        return LookedUp(
+        return LookupResult(
             version=version,
             births=births.view(np.uint8).data,
             values=values_rc.view(-1).view(torch.uint8).numpy().data,
@@ -162,7 +162,7 @@ TableShard = VersionedShard[TableBody]
 
 def new_table_shard(spec: Shard, table: TableSpec) -> TableShard:
     """Make a shard at version 1, without rows."""
-    body = TableBody(table, spec.table_index, TableContent(table), Answers())
+    body = TableBody(table, spec.table_index, TableContent(table), RememberedFates())
     return VersionedShard(spec, body)
 
 
@@ -189,7 +189,7 @@ def table_from_image(image: Image) -> TableShard:
             seen=repr(error),
             expected=f"kind {TableBody.kind!r} and all its tensors",
         ) from error
-    answers = Answers()
+    answers = RememberedFates()
     answers.load(image.sessions, lengths, fates)
     body = TableBody(spec.table, spec.shard.table_index, content, answers)
     return VersionedShard.restored(spec.shard, body, image.version, image.sessions)

@@ -39,7 +39,7 @@ class _Key:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _CachedDifference:
     difference: Segment | None
     """None: the whole is to be sent."""
     claim: ExitStack
@@ -56,8 +56,8 @@ class WeightDifferences:
         self._memory = memory
         self._threads = threads
         self._now_s = now_s
-        self._kept: OrderedDict[_Key, _Kept] = OrderedDict()
-        self._being_made: dict[_Key, asyncio.Future[_Kept]] = {}
+        self._kept: OrderedDict[_Key, _CachedDifference] = OrderedDict()
+        self._being_made: dict[_Key, asyncio.Future[_CachedDifference]] = {}
 
     def find(self, series: str, digest: bytes) -> Segment | None:
         """A difference that was made lately, by its digest."""
@@ -98,7 +98,7 @@ class WeightDifferences:
         for key in list(self._kept):
             self._drop(key)
 
-    async def _make(self, key: _Key, base: Segment, target: Segment) -> _Kept:
+    async def _make(self, key: _Key, base: Segment, target: Segment) -> _CachedDifference:
         began_s = self._now_s()
         with ExitStack() as claim:
             try:
@@ -115,7 +115,7 @@ class WeightDifferences:
             if difference is not None:
                 taken = self._memory.reserve(difference.num_bytes, "differences of weights")
                 claim.enter_context(taken)
-            kept = self._kept[key] = _Kept(difference, claim.pop_all(), self._now_s())
+            kept = self._kept[key] = _CachedDifference(difference, claim.pop_all(), self._now_s())
         if len(self._kept) > MAX_KEPT:
             self._drop(next(iter(self._kept)))
         log.info(

@@ -17,8 +17,8 @@ from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.v1.weights_pb2 import StoreServer
 from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights.peers import WeightPeers
-from shoal_server.parameters.weights.segment_way import SegmentWay
-from shoal_server.parameters.weights.store import Held, Origin, Position, SegmentStore
+from shoal_server.parameters.weights.segment_transport import SegmentTransport
+from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
 """The longest that a publisher may take to send the next chunk."""
@@ -52,7 +52,8 @@ class WeightHoldings:
             raise Unavailable(
                 f"this server does not hold the segment of series {series}",
                 seen=f"digest {digest.hex()}",
-                expected="one that it holds: another server of the version's record may have it",
+                expected="a segment that it holds: another server of the version's record may"
+                " have it",
                 details={"digest": digest.hex()},
             )
         return segment
@@ -64,20 +65,25 @@ class WeightHoldings:
     def holds(self, series: str, digest: bytes) -> bool:
         return self._store.get(series, digest) is not None
 
-    def held(self) -> Iterable[Held]:
+    def held(self) -> Iterable[HeldSegment]:
         """All segments that are held."""
         return self._store.held()
 
-    def admit(self, series: str, digest: bytes, origin: Origin) -> None:
+    def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """See `SegmentStore.admit`."""
         self._store.admit(series, digest, origin)
 
-    def renew(self, series: str, digest: bytes, origin: Origin) -> Segment | None:
+    def renew(self, series: str, digest: bytes, origin: SegmentOrigin) -> Segment | None:
         """See `SegmentStore.renew`."""
         return self._store.renew(series, digest, origin, self._now_s())
 
     async def receive(
-        self, series: str, digest: bytes, num_bytes: int, origin: Origin, way: SegmentWay
+        self,
+        series: str,
+        digest: bytes,
+        num_bytes: int,
+        origin: SegmentOrigin,
+        way: SegmentTransport,
     ) -> Segment:
         """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
 
@@ -113,7 +119,7 @@ class WeightHoldings:
             return self._hold(series, await get(), None, claim)
 
     async def make(
-        self, series: str, num_bytes: int, origin: Origin, fill: Callable[[memoryview], None]
+        self, series: str, num_bytes: int, origin: SegmentOrigin, fill: Callable[[memoryview], None]
     ) -> Segment:
         """Hold a segment whose bytes `fill` writes, on a thread, into memory that is zero before.
 
@@ -168,7 +174,7 @@ class WeightHoldings:
         return stack
 
     def _hold(
-        self, series: str, segment: Segment, origin: Origin | None, claim: ExitStack
+        self, series: str, segment: Segment, origin: SegmentOrigin | None, claim: ExitStack
     ) -> Segment:
         if not self._store.insert(series, segment, origin, self._now_s()):
             # Another call brought it meanwhile.
@@ -197,7 +203,7 @@ class WeightHoldings:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, gone.clear)
 
-    async def _from_chunks(self, num_bytes: int, way: SegmentWay) -> Segment:
+    async def _from_chunks(self, num_bytes: int, way: SegmentTransport) -> Segment:
         """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
         memory for the next."""
         writer = SegmentWriter(num_bytes)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from shoal_server.core.publications.records import PublishedSegment, PublishedVersion, SeriesHead
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.etcd.mirror import Item, PrefixMirror
+from shoal_server.etcd.mirror import MirroredKey, PrefixMirror
 from shoal_server.etcd.records.series import parse_head, parse_version, split_name
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.store import Position
@@ -91,7 +91,7 @@ class SeriesRecords:
             self._upkeep.follow(series, _segments(versions))
 
 
-def _parsed(item: Item) -> Record | None:
+def _parsed(item: MirroredKey) -> Record | None:
     split = split_name(item.key.removeprefix(keys.SERIES))
     if split is None:
         return None

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
+from shoal_proto.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
@@ -14,27 +15,27 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
+from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
-from shoal_proto.tls.names import Role
+from shoal_proto.segments.transfer import asked_chunks
+from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
-from shoal_server.parameters.bulk.offers import Offers, Purpose, Use
 from shoal_server.parameters.weights.cut_segments import PlannedSegment
 from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
 from shoal_server.parameters.weights.records import SeriesRecords
-from shoal_server.parameters.weights.segment_way import SegmentWay
-from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.segment_transport import SegmentTransport
+from shoal_server.parameters.weights.store import SegmentOrigin
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 from shoal_server.serving.access.checks import known_caller
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)
 
-PUBLISHING = frozenset({Role.WORKER, Role.OPERATOR, Role.SERVER})
+PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, CertificateRole.SERVER})
 """Roles that may put segments: publishers, and servers that pass one on."""
 
 SWEEP_EACH_S = 1.0
@@ -56,7 +57,7 @@ class WeightsServicer(WeightStoreServicer):
         differences: WeightDifferences,
         upkeep: WeightUpkeep,
         peers: WeightPeers,
-        offers: Offers,
+        offers: BulkOffers,
     ) -> None:
         self._server_id = server_id
         self._records = records
@@ -115,7 +116,9 @@ class WeightsServicer(WeightStoreServicer):
 
     # --- over bulk connections ---
 
-    async def put(self, request: pb.PutSegmentRequest, use: Use, way: SegmentWay) -> Replies:
+    async def put(
+        self, request: pb.PutSegmentRequest, use: PermittedUse, way: SegmentTransport
+    ) -> Replies:
         """Take a segment in, and pass it on along the chain.
 
         The last reply names the servers that hold it: fewer than were asked for if one of the chain
@@ -124,12 +127,14 @@ class WeightsServicer(WeightStoreServicer):
         _check_use(request.series, use)
         if use.caller is not None and use.caller.role not in PUBLISHING:
             raise AccessDenied(
-                "a segment is put by who publishes",
+                "only a publisher may put a segment",
                 seen=f"the certificate of {use.caller}",
                 expected=f"one of the role {' or '.join(sorted(r.value for r in PUBLISHING))}",
             )
         series, digest = request.series, _checked_digest(request.segment.digest)
-        origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
+        origin = SegmentOrigin(
+            epoch=request.epoch, publication=request.publication, rank=request.rank
+        )
         self._holdings.abandon(series, request.rank, request.epoch, request.abandoned)
         await self._admit(series, digest, origin)
         segment = self._holdings.renew(series, digest, origin)
@@ -153,7 +158,9 @@ class WeightsServicer(WeightStoreServicer):
         Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not take it.
         """
         series = request.series
-        origin = Origin(epoch=request.epoch, publication=request.publication, rank=request.rank)
+        origin = SegmentOrigin(
+            epoch=request.epoch, publication=request.publication, rank=request.rank
+        )
         # An earlier attempt at this publication may have left its cut.
         del request.abandoned[:]
         request.abandoned.append(request.publication)
@@ -174,7 +181,7 @@ class WeightsServicer(WeightStoreServicer):
         found.segment.holders.extend(holders)
         return found
 
-    async def _admit(self, series: str, digest: bytes, origin: Origin) -> None:
+    async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Raises StaleEpoch and Overloaded as of the newest record: what was committed a moment ago
         may not have arrived here."""
         try:
@@ -201,7 +208,9 @@ class WeightsServicer(WeightStoreServicer):
             return ()
         return reply.holders
 
-    async def fetch(self, request: pb.FetchSegmentRequest, use: Use, way: SegmentWay) -> Replies:
+    async def fetch(
+        self, request: pb.FetchSegmentRequest, use: PermittedUse, way: SegmentTransport
+    ) -> Replies:
         """Give a segment or a difference out: as a descriptor if that can be, else its chunks."""
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
@@ -219,12 +228,12 @@ class WeightsServicer(WeightStoreServicer):
         if as_descriptor:
             await way.send_descriptor(segment)
             return
-        for wanted in _ranges(request, segment.num_bytes):
+        for wanted in asked_chunks(request, segment.num_bytes):
             for index in wanted:
                 await _sent(index, segment, way)
 
 
-async def _sent(index: int, segment: Segment, way: SegmentWay) -> None:
+async def _sent(index: int, segment: Segment, way: SegmentTransport) -> None:
     """Send a chunk. Raises Unavailable for a reader that takes nothing for STALLED_S: it would keep
     the memory of a segment that is dropped."""
     try:
@@ -241,21 +250,7 @@ async def _sent(index: int, segment: Segment, way: SegmentWay) -> None:
     await asyncio.sleep(0)
 
 
-def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """The chunks that are asked for. Raises InvalidSpec for others than the segment has."""
-    last = num_chunks(num_bytes)
-    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
-    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
-    if rising != sorted(rising):
-        raise InvalidSpec(
-            "chunks that the segment does not have, or in another order",
-            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
-            expected=f"rising numbers up to {last}",
-        )
-    return asked
-
-
-def _check_use(series: str, use: Use) -> None:
+def _check_use(series: str, use: PermittedUse) -> None:
     if series != use.series:
         raise AccessDenied(
             "the connection is for another series",

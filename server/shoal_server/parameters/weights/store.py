@@ -25,7 +25,7 @@ Position = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
+class SegmentOrigin:
     """The publication for which a segment was put."""
 
     epoch: int
@@ -39,12 +39,12 @@ class Origin:
 
 
 @dataclass(slots=True, kw_only=True)
-class Held:
+class HeldSegment:
     """A segment in this server's memory."""
 
     series: str
     segment: Segment
-    origin: Origin | None
+    origin: SegmentOrigin | None
     """None: it was copied here on the coordinator's order."""
     needed_s: float
     """Time of the last put or naming, in seconds."""
@@ -59,7 +59,7 @@ class _Series:
     newest: Position = (0, 0)
     """The series' epoch, and the newest publication that was committed in it."""
     named: Mapping[bytes, Position] = field(default_factory=dict)
-    held: dict[bytes, Held] = field(default_factory=dict)
+    held: dict[bytes, HeldSegment] = field(default_factory=dict)
 
 
 class SegmentStore:
@@ -74,7 +74,7 @@ class SegmentStore:
         held = known.held.get(digest) if known is not None else None
         return None if held is None else held.segment
 
-    def admit(self, series: str, digest: bytes, origin: Origin) -> None:
+    def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
         """Let a segment come in for a publication.
 
         Raises StaleEpoch if the series has gone on to a later epoch, and Overloaded if too many
@@ -107,7 +107,9 @@ class SegmentStore:
                 f" {GRACE_S:g} s.",
             )
 
-    def insert(self, series: str, segment: Segment, origin: Origin | None, now_s: float) -> bool:
+    def insert(
+        self, series: str, segment: Segment, origin: SegmentOrigin | None, now_s: float
+    ) -> bool:
         """Hold a segment, or hold it for longer; False if it was held before."""
         known = self._series[series]
         held = known.held.get(segment.digest)
@@ -116,12 +118,14 @@ class SegmentStore:
             held.origin = origin or held.origin
             held.was_named = _is_named(held, known.named)
             return False
-        held = Held(series=series, segment=segment, origin=origin, needed_s=now_s)
+        held = HeldSegment(series=series, segment=segment, origin=origin, needed_s=now_s)
         held.was_named = _is_named(held, known.named)
         known.held[segment.digest] = held
         return True
 
-    def renew(self, series: str, digest: bytes, origin: Origin, now_s: float) -> Segment | None:
+    def renew(
+        self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
+    ) -> Segment | None:
         """The segment if it is held, then for longer, and for this publication."""
         segment = self.get(series, digest)
         if segment is not None:
@@ -182,7 +186,7 @@ class SegmentStore:
                 gone.append(known.held.pop(digest).segment)
         return gone
 
-    def sweep(self, now_s: float) -> list[Held]:
+    def sweep(self, now_s: float) -> list[HeldSegment]:
         """Give up what no version has named for the grace period; what is not held any more."""
         gone = []
         for series, known in list(self._series.items()):
@@ -193,13 +197,13 @@ class SegmentStore:
                 del self._series[series]
         return gone
 
-    def held(self) -> Iterator[Held]:
+    def held(self) -> Iterator[HeldSegment]:
         """All segments that are held."""
         for known in self._series.values():
             yield from known.held.values()
 
 
-def _is_named(held: Held, named: Mapping[bytes, Position]) -> bool:
+def _is_named(held: HeldSegment, named: Mapping[bytes, Position]) -> bool:
     """True if a version names it that came of its origin, or of a later publication."""
     position = named.get(held.segment.digest)
     return position is not None and (held.origin is None or held.origin.position <= position)

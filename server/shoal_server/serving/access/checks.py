@@ -11,7 +11,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 
 from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import URI_START, Caller, Role, caller_among
+from shoal_proto.tls.names import URI_START, Caller, CertificateRole, caller_among
 from shoal_proto.v1.membership_pb2 import DrainRequest
 from shoal_proto.v1.weights_pb2 import PutSegmentRequest
 from shoal_server.serving.access.roles import MAY_CALL
@@ -50,7 +50,7 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
 
 
 def check_role(caller: Caller, method: str) -> None:
-    """Raise AccessDenied for a call that is not for the caller's role."""
+    """Raise AccessDenied if the caller's role may not make the call."""
     allowed = MAY_CALL.get(method, frozenset())
     if caller.role not in allowed:
         raise AccessDenied(
@@ -62,11 +62,11 @@ def check_role(caller: Caller, method: str) -> None:
 
 
 def check_request(caller: Caller, message: Message) -> None:
-    """Raise AccessDenied for a request about another job or series than the one that the caller is
-    bound to, for what a worker may ask only for itself, and for what no reader may send."""
-    if isinstance(message, DrainRequest) and caller.role is Role.WORKER:
+    """Raise AccessDenied for a request about a job or series other than the one to which the caller
+    is bound, for a worker's drain of another member, and for what no reader may send."""
+    if isinstance(message, DrainRequest) and caller.role is CertificateRole.WORKER:
         _check_own_drain(caller, message)
-    if caller.role is Role.READER:
+    if caller.role is CertificateRole.READER:
         _check_reads(caller, message)
     if not caller.job:
         return
@@ -81,8 +81,8 @@ def check_request(caller: Caller, message: Message) -> None:
 
 
 def _check_reads(caller: Caller, message: Message) -> None:
-    """A reader asks about series alone, and puts nothing: over bulk connections too, where no
-    table of calls stands in between."""
+    """Raise AccessDenied unless a reader reads its series. Bulk connections need this check, since
+    their requests are not in the table of calls."""
     if isinstance(message, HealthCheckRequest):
         return
     series = getattr(message, "series", None)
@@ -111,7 +111,7 @@ def _check_own_drain(caller: Caller, request: DrainRequest) -> None:
 
 
 def _jobs_of(message: Message) -> Iterator[str]:
-    """The jobs that a message is about: those that it names, and those of the series in it."""
+    """The jobs that a message names, and those of the series that it names."""
     descriptor = cast("Descriptor", message.DESCRIPTOR)  # upb has a type of its own for it
     for path in _paths(descriptor):
         for found in filter(None, _at(message, path)):
@@ -156,8 +156,8 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """Check for a method: from a call's context, returns the caller, and raises if it may not make
-    the call."""
+    """Make the check of a method: a function of a call's context that returns the caller, and
+    raises if the caller may not make the call."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

@@ -37,8 +37,8 @@ Address = tuple[str, int]
 
 
 def user_of_peer(connected: socket.socket) -> int | None:
-    """The user id of the process that made this connection; None where it is not on this machine,
-    has closed its end, or the kernel does not say whose it is."""
+    """User id of the process at the other end of this connection; None if that process is on
+    another machine or has closed its end, or if the kernel does not know the user."""
     if connected.family not in _TABLES:
         return None
     try:
@@ -47,12 +47,12 @@ def user_of_peer(connected: socket.socket) -> int | None:
     except OSError as error:
         log.debug("socket_not_looked_up", reason=str(error))
         found = _listed(connected.family, theirs, ours)
-    # What a user namespace has no id for is shown as this one, whoever it is.
+    # The kernel reports every user without an id in this user namespace as this one.
     return None if found == _unmapped() else found
 
 
 def _looked_up(family: int, theirs: Address, ours: Address) -> int | None:
-    """Raises OSError where the kernel has no sock_diag."""
+    """Raises OSError if the kernel has no sock_diag."""
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0, _ALL_STATES)
     request += _PORTS.pack(theirs[1], ours[1])
     request += b"".join(_packed(family, each[0]) for each in (theirs, ours))

@@ -1,28 +1,29 @@
 """Roles that may make each gRPC call: the one table from which servers decide.
 
-A call that is not in it is refused to everybody. `docs/security.md` shows it; a test compares the
-two, and another makes each call in each role.
+A call that is not in the table is refused to every role. `docs/security.md` shows the table; one
+test compares the two, and another makes each call in each role.
 """
 
 from collections.abc import Mapping
 
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
-OPERATOR, VIEWER, WORKER = Role.OPERATOR, Role.VIEWER, Role.WORKER
-SERVER, COORDINATOR = Role.SERVER, Role.COORDINATOR
-READER = Role.READER
+OPERATOR, VIEWER, WORKER = CertificateRole.OPERATOR, CertificateRole.VIEWER, CertificateRole.WORKER
+SERVER, COORDINATOR = CertificateRole.SERVER, CertificateRole.COORDINATOR
+READER = CertificateRole.READER
 
-Roles = frozenset[Role]
+Roles = frozenset[CertificateRole]
 
 _READ: Roles = frozenset({OPERATOR, VIEWER, WORKER})
 _MEMBER: Roles = frozenset({WORKER})
 _LAUNCHER: Roles = frozenset({OPERATOR, WORKER})
-"""`shoal run` reports on its workers with the certificate of who runs it, or with theirs."""
+"""`shoal run` reports on its workers with its user's certificate (operator), or with theirs."""
 _WEIGHTS_READER: Roles = frozenset({READER, WORKER, OPERATOR})
-"""A worker bound to a job reads that job's series, a reader bound to a series that one."""
+"""A worker that is bound to a job reads that job's series; a reader that is bound to a series
+reads that series."""
 _COMMAND: Roles = frozenset({OPERATOR})
 _LISTING: Roles = frozenset({OPERATOR, VIEWER})
-_ANY: Roles = frozenset(Role)
+_ANY: Roles = frozenset(CertificateRole)
 
 _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
     "shoal.v1.Membership": {
@@ -39,7 +40,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Heartbeat": _LAUNCHER,
         "ReportExit": _LAUNCHER,
         "ReportHalt": _LAUNCHER,
-        # Of itself only, which a worker proves by its incarnation; an operator of any member.
+        # A worker drains only itself, which its incarnation proves; an operator any member.
         "Drain": _LAUNCHER,
         "GetCluster": _READ,
         "GetGeneration": _READ,
@@ -62,7 +63,7 @@ _BY_SERVICE: Mapping[str, Mapping[str, Roles]] = {
         "Pull": _MEMBER,
         "Push": _MEMBER,
         "OpenBulk": _MEMBER,
-        # Of its own job, which a member proves by its incarnation.
+        # Only shards of the member's own job: its incarnation proves that it is a member.
         "Drop": _MEMBER,
         "Describe": _READ | {COORDINATOR},
     },
@@ -109,7 +110,7 @@ READS_OUTPUT: Roles = _LISTING
 
 def as_markdown() -> str:
     """The table as the docs have it: a line for each call, a column for each role."""
-    roles = tuple(Role)
+    roles = tuple(CertificateRole)
     lines = [
         "| call | " + " | ".join(role.value for role in roles) + " |",
         "|---|" + "---|" * len(roles),

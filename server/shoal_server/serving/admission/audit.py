@@ -21,8 +21,8 @@ AUDITED = frozenset(
 
 
 def note(method: str, request: object, context: Any, outcome: str) -> None:
-    """Log a call of these; `outcome`: OK, or the name of the error. `by`: the name in the caller's
-    certificate; empty where it has none."""
+    """Log a call if its method is audited. `outcome`: OK, or the name of the error. `by` in the log
+    is the name in the caller's certificate; empty without one."""
     if method not in AUDITED:
         return
     names = (context.auth_context() or {}).get("x509_common_name", ())

@@ -1,4 +1,4 @@
-"""Calls under way: at most so many, at most so many of a peer; and how calls ended."""
+"""Calls in progress, limited in total and for each peer, and counts of failed ones."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from shoal_server.serving.admission.config import CallLimits
 
 
 class CallCounts:
-    """Lives on the event loop."""
+    """Calls in progress and failed calls of one server. Use it on one event loop."""
 
     def __init__(self, limits: CallLimits | None = None) -> None:
         self._limits = limits or CallLimits()
@@ -21,7 +21,7 @@ class CallCounts:
         """Number of calls by method whose handler raised something other than a refusal."""
 
     def ended(self, method: str, refusal: ShoalError) -> None:
-        """A call was answered with that."""
+        """Count a call that was answered with `refusal`."""
         if isinstance(refusal, InternalError):
             self.failed[method] += 1
         else:
@@ -29,7 +29,7 @@ class CallCounts:
 
     @contextmanager
     def open(self, peer: str) -> Iterator[None]:
-        """A call is under way as long as the block runs. Raises Overloaded."""
+        """Count a call as in progress during the block. Raises Overloaded."""
         host = host_of(peer)
         limits = self._limits
         if self.num_open >= limits.max_calls:
@@ -50,7 +50,7 @@ class CallCounts:
 
 
 def host_of(peer: str) -> str:
-    """The address of a peer as gRPC tells it (ipv4:127.0.0.1:40312), without its port."""
+    """The name of a peer in gRPC's form (ipv4:127.0.0.1:40312), without the port."""
     return peer.rpartition(":")[0] or peer
 
 

@@ -1,4 +1,4 @@
-"""Connections that a listening socket takes: at most so many, and at most so many of a peer."""
+"""Connections that a listening socket accepts, limited in total and for each peer."""
 
 import socket
 from collections import Counter
@@ -13,7 +13,7 @@ log = structlog.get_logger(__name__)
 
 
 class ConnectionCounts:
-    """Connections by peer, and how many were refused, by the reason."""
+    """Counts of open connections by peer, and of refused ones by reason."""
 
     def __init__(self, port: str, *, most: int, most_per_peer: int) -> None:
         """`port`: what is served there, for the log."""
@@ -25,7 +25,7 @@ class ConnectionCounts:
         self.refused: Counter[str] = Counter()
 
     def refusal(self, connected: socket.socket, peer: str) -> str:
-        """Why there is no room for one more; empty: there is."""
+        """Reason to refuse this connection, which is counted; empty to accept it."""
         if descriptors.is_reserved(connected.fileno()):
             return self._refused("descriptors", descriptors.limit() - descriptors.RESERVED)
         if self.num_open >= self._most:

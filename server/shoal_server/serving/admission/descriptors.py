@@ -1,7 +1,7 @@
-"""File descriptors: how many this process may have, and which it keeps for its own work.
+"""File descriptors: how many this process may have, and which it reserves for its own work.
 
-A connection takes one, and so does the link to etcd that everything hangs on. Who opens connections
-without end must not leave none for that.
+Each connection takes one, and so does the connection to etcd, without which this process cannot
+work. A caller that opens connections without end must not take the last descriptor.
 """
 
 import resource
@@ -11,13 +11,13 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RESERVED = 128
-"""Kept for links to etcd and to servers, files and journals."""
+"""Descriptors kept for connections to etcd and to servers, for files and journals."""
 MOST = 1 << 20
 """Upper bound: beyond it, tables in the kernel cost more than connections are worth."""
 
 
 def raise_limit() -> int:
-    """Allow as many as the system lets a process without rights have; how many that is."""
+    """Raise the soft limit to the hard limit (at most MOST); return the limit then."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from shoal_proto.errors import AccessDenied
 from shoal_proto.names import MAX_NAME_LENGTH
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.access.guard import OWN_USER, Guard, session_of
 from shoal_server.status.access.sessions import cookie
 from shoal_server.status.access.tokens import MAX_TOKEN_LENGTH
@@ -37,19 +37,19 @@ REFUSED: dict[int | str, dict[str, Any]] = {
 class Operations(Protocol):
     """Operations that an operator may request. All raise ShoalError: UnknownJob, NotLeader ..."""
 
-    async def stop(self, job: str, reason: str, who: Asker) -> object:
+    async def stop(self, job: str, reason: str, who: CallerProof) -> object:
         """Have a job's members end at a step boundary."""
         ...
 
-    async def retry(self, job: str, who: Asker) -> object:
+    async def retry(self, job: str, who: CallerProof) -> object:
         """Let a job be joined again that failed, was stopped or is lost."""
         ...
 
-    async def snapshot(self, job: str, who: Asker) -> object:
+    async def snapshot(self, job: str, who: CallerProof) -> object:
         """Take a snapshot of a job's parameters, where the coordinator is told to keep them."""
         ...
 
-    async def drain(self, job: str, member_id: str, reason: str, who: Asker) -> object:
+    async def drain(self, job: str, member_id: str, reason: str, who: CallerProof) -> object:
         """Let a member finish its step, hand over and leave."""
         ...
 
@@ -95,7 +95,7 @@ def router(guard: Guard, operations: Operations | None) -> APIRouter:
     api = APIRouter(prefix="/api/v1")
     _add_session(api, guard, has_operations=operations is not None)
     if operations is not None:
-        _add_operations(api, operations, Asker(is_known=not guard.is_open))
+        _add_operations(api, operations, CallerProof(is_known=not guard.is_open))
     return api
 
 
@@ -137,7 +137,7 @@ def _with_cookie(secret: str, request: Request) -> Response:
     return Response(status_code=204, headers={"Set-Cookie": cookie(secret, is_https=is_https)})
 
 
-def _add_operations(api: APIRouter, operations: Operations, who: Asker) -> None:
+def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) -> None:
     options: dict[str, Any] = {"tags": ["operations"], "status_code": 204, "responses": REFUSED}
 
     @api.post("/jobs/{job}/stop", summary="Stop a job", **options)

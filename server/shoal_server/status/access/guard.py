@@ -114,7 +114,7 @@ class AccessControl:
             refusal = self._refusal(scope, holder, acts=acts)
         except InvalidSpec as error:
             log.error("http_tokens_not_read", reason=str(error))
-            refusal = AccessDenied("nobody is let in", seen="tokens that cannot be read"), 503
+            refusal = AccessDenied("no request is let in", seen="tokens that cannot be read"), 503
         if refusal is None:
             scope[HOLDER] = holder
             await self._app(scope, receive, sending)
@@ -156,14 +156,14 @@ def _unknown(path: str, *, takes_tokens: bool) -> AccessDenied:
     if not takes_tokens:
         return AccessDenied(
             f"{path} is for the user that runs this cluster",
-            seen="a connection of another user, or of one that the kernel does not name",
+            seen="a connection of another user, or of an unknown one",
             expected="a connection made on this machine, as that user or as root",
             fix="For others: start the cluster with --http-tokens FILE; `shoal token create` makes"
             " the file.",
         )
     return AccessDenied(
         f"{path} is for holders of a token",
-        seen="none, or one that is not known",
+        seen="no token, or an unknown one",
         expected="the header Authorization: Bearer TOKEN, or a session of the page",
         fix="An operator makes one: shoal token create --role viewer --name NAME",
     )

@@ -115,7 +115,7 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
         # A line may have a token in it that was put there by mistake: it is not shown.
         raise InvalidSpec(
             f"line {number} of {path} is no token's",
-            seen=f"{len(parts)} words",
+            seen=f"{len(parts)} fields",
             expected=f"NAME ROLE SHA256, with a role of {' or '.join(roles)}",
         )
     return TokenHolder(name=parts[0], role=roles[parts[1]], digest=parts[2])

@@ -69,7 +69,7 @@ class LoggedSeries:
         return series
 
 
-class Logged:
+class LoggedValues:
     """Series of the first 32 names that were logged in one job."""
 
     def __init__(self) -> None:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from shoal_server.core.membership.changes import Story
+from shoal_server.core.membership.changes import ChangeSummary
 from shoal_server.serving.durations import Durations
 from shoal_server.status.history.records import ChangeView
 
@@ -19,7 +19,7 @@ TOLD_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pause:
+class ChangeReport:
     """Report of a member about a change that it has trained through."""
 
     member_id: str
@@ -39,12 +39,12 @@ class ChangeTotals:
     """From the last step before a change to the first one after, of each."""
 
 
-class Stories:
+class ChangeReports:
     """The newest changes of one job. What each method returns is to be told now, in this order."""
 
     def __init__(self) -> None:
         self.changes: deque[ChangeView] = deque(maxlen=MAX_CHANGES)
-        self._awaited: tuple[Story, ChangeView] | None = None
+        self._awaited: tuple[ChangeSummary, ChangeView] | None = None
         """The newest, until it is told."""
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
@@ -52,7 +52,7 @@ class Stories:
         """Seconds that members did not train because of changes while a generation ran: the pauses
         beyond the times that none did."""
 
-    def runs(self, story: Story, unix_s: float) -> Sequence[ChangeView]:
+    def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
         """A generation has come to run."""
         told = self.end()
         change = _change(story, unix_s)
@@ -63,7 +63,7 @@ class Stories:
         self._awaited = story, change
         return [*told, *([] if story.synchronous and story.stayed else self.end())]
 
-    def paused(self, pause: Pause) -> Sequence[ChangeView]:
+    def paused(self, pause: ChangeReport) -> Sequence[ChangeView]:
         """A member says for how long it did not train. The longest of all counts."""
         known = self.changes[-1] if self.changes else None
         if known is None or known.generation != pause.generation:
@@ -105,7 +105,7 @@ class Stories:
         self.extra_s += extra_s
 
 
-def _change(story: Story, unix_s: float) -> ChangeView:
+def _change(story: ChangeSummary, unix_s: float) -> ChangeView:
     change = ChangeView(
         generation=story.generation,
         unix_s=unix_s,

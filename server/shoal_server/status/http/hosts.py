@@ -66,7 +66,7 @@ class HostCheck:
                 refusal = AccessDenied(
                     "this server is not that host",
                     seen=repr(host)[:200],
-                    expected="an address, a name without a dot, or one that the operator named",
+                    expected="an address, a name without a dot, or a name given with --http-host",
                     fix="Start the coordinator with --http-host NAME to be reached by that name.",
                 )
                 await answer(refusal, 421)(scope, receive, send)

@@ -119,7 +119,7 @@ async def test_a_stranger_that_reads_everything_sees_no_incarnation(
     step = MemberCore.step
 
     def overhear(self: MemberCore, event: ev.Event, now_s: float) -> list[ev.Effect]:
-        if isinstance(event, ev.NoticeCame):
+        if isinstance(event, ev.NoticeReceived):
             heard.append(f"{self.identity.member_id} {event.notice}")
         return step(self, event, now_s)
 

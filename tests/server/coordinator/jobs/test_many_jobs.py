@@ -18,12 +18,12 @@ from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_generations import record_to_json
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
-    Record,
-    Roster,
     RosterEntry,
     Step,
     Verdict,
@@ -64,12 +64,12 @@ def old_job(name: str, *, finished: bool) -> list[Operation]:
         last_generation=newest,
         finished=finished,
         reason="w0 completed its work",
-        progress=Progress(trained_in=newest),
+        progress=JobProgress(trained_in=newest),
     )
     operations: list[Operation] = [Put(keys.job_state(name), state_to_json(state))]
     for number in range(1, NUM_GENERATIONS + 1):
         entry = RosterEntry(member_id="w0", incarnation=f"{name}-{number}", rank=0)
-        roster = Roster(
+        roster = GenerationRoster(
             generation=Generation(number),
             entries=(entry,),
             source_member_id="w0",
@@ -78,7 +78,7 @@ def old_job(name: str, *, finished: bool) -> list[Operation]:
             synchronous=True,
             fields={"strategy": "ddp"},
         )
-        record = Record(
+        record = GenerationRecord(
             job=name,
             roster=roster,
             verdict=Verdict.COMMITTED,

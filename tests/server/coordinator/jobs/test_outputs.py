@@ -19,7 +19,7 @@ from shoal_proto.v1 import outputs_pb2 as pb
 from shoal_proto.v1.outputs_pb2_grpc import OutputsStub
 from shoal_server.coordinator.jobs import outputs
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.serving.access.asker import Asker
+from shoal_server.serving.access.caller_proof import CallerProof
 from shoal_server.status.views import OutputView
 
 LAUNCH, JOB = drawn(), drawn()
@@ -75,9 +75,9 @@ async def read(
     *,
     after: str | None = None,
     before: str | None = None,
-    who: Asker | None = None,
+    who: CallerProof | None = None,
 ) -> OutputView:
-    return await world.coordinator.view.output("j", member, who or Asker(), after, before)
+    return await world.coordinator.view.output("j", member, who or CallerProof(), after, before)
 
 
 async def test_lines_are_handed_on_as_they_are_printed() -> None:
@@ -143,7 +143,7 @@ async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> No
     async with served(MemoryStore()) as world, launched(world) as tail:
         await joined(world)
         tail.add("a line")
-        with pytest.raises(UnknownMember, match="nobody has what b of job j printed"):
+        with pytest.raises(UnknownMember, match="no output of b of job j is kept"):
             await read(world, "b")
         position = (await read(world)).after
         with pytest.raises(InvalidSpec, match="on both sides"):
@@ -223,8 +223,8 @@ async def test_of_a_job_with_a_secret_only_who_is_known_reads() -> None:
         tail.add("a line")
         with pytest.raises(AccessDenied, match="job j has a secret"):
             await read(world)
-        assert (await read(world, who=Asker(is_known=True))).lines == ("a line",)
-        assert (await read(world, who=Asker(job_secret=JOB))).lines == ("a line",)
+        assert (await read(world, who=CallerProof(is_known=True))).lines == ("a line",)
+        assert (await read(world, who=CallerProof(job_secret=JOB))).lines == ("a line",)
 
 
 async def test_of_a_job_in_quarantine_nothing_is_shown() -> None:

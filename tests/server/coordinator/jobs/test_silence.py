@@ -7,7 +7,7 @@ from support.clusters.coordinator_world import served
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import Generation, JobSpec, MemberInfo, Step
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.events import Heartbeat, Joined, Offered
+from shoal_server.core.membership.events import HeartbeatReceived, MemberJoined, NextStepReached
 from shoal_server.etcd.memory import MemoryStore
 
 WITHIN_S = 60.0
@@ -23,9 +23,9 @@ async def test_a_silent_member_is_found_although_the_others_never_pause() -> Non
         for name, incarnation in names.items():
             actor.open(name, incarnation)
             info = MemberInfo(host="h", address="127.0.0.1")
-            event = Joined(member_id=name, incarnation=incarnation, spec=SPEC, info=info)
+            event = MemberJoined(member_id=name, incarnation=incarnation, spec=SPEC, info=info)
             await actor.submit(event)
-        nothing = Offered(
+        nothing = NextStepReached(
             member_id="busy",
             incarnation=names["busy"],
             generation=Generation(9),
@@ -33,7 +33,7 @@ async def test_a_silent_member_is_found_although_the_others_never_pause() -> Non
         )
         async with asyncio.timeout(WITHIN_S):
             while "silent" in actor.job.members:
-                actor.heartbeat(Heartbeat(member_id="busy", incarnation=names["busy"]), 0)
+                actor.heartbeat(HeartbeatReceived(member_id="busy", incarnation=names["busy"]), 0)
                 await actor.submit(nothing)
                 await asyncio.sleep(0)
         await actor.submit(nothing)  # behind what the loss led to

@@ -31,7 +31,7 @@ from shoal_server.coordinator.leadership.leader_failover import (
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue
 from shoal_server.etcd.election import Election
-from shoal_server.etcd.leader_key import Candidate, Leader, read
+from shoal_server.etcd.leader_key import Leader, LeaderCandidate, read
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
@@ -102,12 +102,12 @@ async def test_another_address_does_not_end_a_term_at_its_start(tmp_path: Path) 
     store = MemoryStore()
     await _reign(store, "127.0.0.1:1")
     for candidate in (
-        Candidate(address="127.0.0.1:2"),
-        Candidate(address="127.0.0.1:1", host="another"),
+        LeaderCandidate(address="127.0.0.1:2"),
+        LeaderCandidate(address="127.0.0.1:1", host="another"),
     ):
         await Election(store, candidate).end_predecessor()
         assert await read(store) is not None
-    await Election(store, Candidate(address="127.0.0.1:1")).end_predecessor()
+    await Election(store, LeaderCandidate(address="127.0.0.1:1")).end_predecessor()
     assert await read(store) is None
     await store.close()
 
@@ -190,7 +190,7 @@ async def _coordinator(port: int = 0) -> AsyncIterator[tuple[CountingHealth, str
 
 
 async def _reign(store: MemoryStore, address: str) -> Leader:
-    await store.put(keys.LEADER, Candidate(address=address).put(await store.grant(600)).value)
+    await store.put(keys.LEADER, LeaderCandidate(address=address).put(await store.grant(600)).value)
     leader = await read(store)
     assert leader is not None
     return leader

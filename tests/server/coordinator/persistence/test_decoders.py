@@ -19,12 +19,12 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json, st
 from shoal_server.coordinator.repair import inspection
 from shoal_server.coordinator.repair.inspection import RecordKind
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.limits import Limits
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
-from shoal_server.etcd.json_fields import Unreadable
+from shoal_server.etcd.json_fields import UnreadableRecord
 from shoal_server.etcd.leader_key import _parse as parse_leader
 from shoal_server.etcd.records import servers
 from shoal_server.serving.message_bounds import MessageBounds
@@ -213,7 +213,7 @@ def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest,
         last_generation=Generation(1),
         finished=False,
         reason="",
-        progress=Progress(trained_in=Generation(1), reached=Step(reached)),
+        progress=JobProgress(trained_in=Generation(1), reached=Step(reached)),
     )
     assert state_from_json(JOB, state_to_json(state)) == state
     stored = codec.member_to_json(event.incarnation, event.info)
@@ -223,7 +223,7 @@ def test_what_is_let_in_at_the_edge_can_be_read_again(request: pb.AttendRequest,
 def test_a_bound_that_were_missing_would_be_found() -> None:
     """The records do have bounds of their own, which the edge's must be within."""
     info = pb.MemberInfo(host="h", probe_port=70_000)
-    with pytest.raises(Unreadable):
+    with pytest.raises(UnreadableRecord):
         codec.member_from_json(codec.member_to_json("1", codec.info_from_pb(info)))
     assert not is_let_in(pb.AttendRequest(info=info))
 

@@ -10,7 +10,7 @@ from shoal_proto.errors import Fenced, NotLeader
 from shoal_proto.incarnation import new_incarnation
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
-from shoal_server.core.membership.events import Joined, Left
+from shoal_server.core.membership.events import MemberJoined, MemberLeft
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult, absent
 from shoal_server.etcd.memory import MemoryStore
@@ -48,12 +48,12 @@ class GatedStore(MemoryStore):
         return [each for each in names if each]
 
 
-def arrival(name: str) -> Joined:
+def arrival(name: str) -> MemberJoined:
     info = MemberInfo(host="h", address="127.0.0.1")
-    return Joined(member_id=name, incarnation=new_incarnation(), spec=SPEC, info=info)
+    return MemberJoined(member_id=name, incarnation=new_incarnation(), spec=SPEC, info=info)
 
 
-def submitted(world: Served, event: Joined | Left) -> "asyncio.Task[None]":
+def submitted(world: Served, event: MemberJoined | MemberLeft) -> "asyncio.Task[None]":
     actor: JobActor = world.coordinator.registry.find_or_create(SPEC)
     return asyncio.ensure_future(actor.submit(event))
 
@@ -86,7 +86,9 @@ async def test_a_refusal_leaves_after_the_write_of_its_reason() -> None:
     async with served(store) as world:
         come = arrival("a")
         await submitted(world, come)
-        leaving = Left(member_id="a", incarnation=come.incarnation, completed=False, reason="r")
+        leaving = MemberLeft(
+            member_id="a", incarnation=come.incarnation, completed=False, reason="r"
+        )
         store.waits.clear()
         store.gate.clear()
         left = submitted(world, leaving)

@@ -110,7 +110,7 @@ async def test_a_job_whose_record_somebody_changed_is_quarantined_alone() -> Non
         item = await store.get(KEY)
         assert item is not None
         await store.transact((), [Put(KEY, item.value)])
-        with pytest.raises(JobQuarantined, match="is not the one that its coordinator left"):
+        with pytest.raises(JobQuarantined, match="is not the one that its last coordinator wrote"):
             await asyncio.to_thread(world.client("b", desired=1).join)
         assert not world.coordinator.term.deposed.is_set()
         assert await world.coordinator.registry.take_up_again("j") is not None

@@ -14,7 +14,7 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.repair.inspection import broken
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValue, Revision
-from shoal_server.etcd.json_fields import LaterFormat, Unreadable
+from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers
 
@@ -60,7 +60,7 @@ def test_a_later_format_is_said_to_be_one(what: str) -> None:
 
 @pytest.mark.parametrize("format_", [0, -1, "1", 1.0, True, None, []], ids=repr)
 def test_a_format_is_a_number(format_: object) -> None:
-    with pytest.raises(Unreadable, match="format is") as raised:
+    with pytest.raises(UnreadableRecord, match="format is") as raised:
         codec.member_from_json(as_json({**good_member(), "format": format_}))
     assert not isinstance(raised.value, LaterFormat)
 

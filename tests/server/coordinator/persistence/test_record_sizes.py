@@ -21,10 +21,10 @@ from shoal_server.core.generations.roster import (
     Candidate,
     Conflict,
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     MemberInfo,
     Proposal,
-    Record,
-    Roster,
     RosterEntry,
     Step,
     Verdict,
@@ -38,8 +38,8 @@ WHALE = "\U0001f40b"
 """Four bytes, and twelve in JSON."""
 
 
-def record_of(conflicts: tuple[Conflict, ...]) -> Record:
-    roster = Roster(
+def record_of(conflicts: tuple[Conflict, ...]) -> GenerationRecord:
+    roster = GenerationRoster(
         generation=Generation(1),
         entries=(),
         source_member_id="",
@@ -48,7 +48,7 @@ def record_of(conflicts: tuple[Conflict, ...]) -> Record:
         synchronous=True,
         fields={},
     )
-    return Record(
+    return GenerationRecord(
         job="j",
         roster=roster,
         verdict=Verdict.ABORTED,
@@ -94,9 +94,9 @@ def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
     assert raised.value.details == {"field": "Proposal"}
     largest = Proposal(fields={f"{number}": WHALE * 1000 for number in range(30)})
     roster = record_of(()).roster
-    record = Record(
+    record = GenerationRecord(
         job="j",
-        roster=Roster(**{**roster.__dict__, "fields": largest.fields}),
+        roster=GenerationRoster(**{**roster.__dict__, "fields": largest.fields}),
         verdict=Verdict.COMMITTED,
         reason="",
         digest="",
@@ -105,7 +105,7 @@ def test_what_all_agree_in_is_bounded_as_a_whole() -> None:
     assert len(record_to_json(record)) < LIMIT_BYTES / 2
 
 
-def of_hosts(num_members: int, host: str, incarnation: Callable[[], str]) -> Roster:
+def of_hosts(num_members: int, host: str, incarnation: Callable[[], str]) -> GenerationRoster:
     entries = tuple(
         RosterEntry(
             member_id=f"{host}-{n}",
@@ -141,7 +141,7 @@ async def test_who_would_make_the_roster_too_large_is_refused_and_the_others_tra
     async with served(store) as world:
         trainers = await world.training("a", "b")
 
-        def of_three(roster: Roster) -> str:
+        def of_three(roster: GenerationRoster) -> str:
             return "3 entries" if len(roster.entries) > 2 else ""
 
         job = world.coordinator.registry.find("j").job

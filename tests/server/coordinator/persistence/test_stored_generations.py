@@ -11,9 +11,9 @@ from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.core.driver.job_write import JobWrite, StateRecord
 from shoal_server.core.generations.roster import (
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
-    Record,
-    Roster,
     RosterEntry,
     Step,
     Verdict,
@@ -27,7 +27,9 @@ INCARNATIONS = {name: new_incarnation() for name in NAMES}
 SPEC = JobSpec(job="j", max_members=NUM_MEMBERS, desired_members=NUM_MEMBERS)
 
 
-def record(number: int, names: list[str] = NAMES, verdict: Verdict = Verdict.COMMITTED) -> Record:
+def record(
+    number: int, names: list[str] = NAMES, verdict: Verdict = Verdict.COMMITTED
+) -> GenerationRecord:
     entries = tuple(
         RosterEntry(
             member_id=name,
@@ -39,7 +41,7 @@ def record(number: int, names: list[str] = NAMES, verdict: Verdict = Verdict.COM
         )
         for rank, name in enumerate(names)
     )
-    roster = Roster(
+    roster = GenerationRoster(
         generation=Generation(number),
         entries=entries,
         source_member_id=names[0],
@@ -49,24 +51,28 @@ def record(number: int, names: list[str] = NAMES, verdict: Verdict = Verdict.COM
         fields={"strategy": "ddp"},
     )
     digest = codec.digest_of(roster)
-    return Record(job="j", roster=roster, verdict=verdict, reason="r", digest=digest, decided_s=1.0)
+    return GenerationRecord(
+        job="j", roster=roster, verdict=verdict, reason="r", digest=digest, decided_s=1.0
+    )
 
 
-def write(decided: Record) -> JobWrite:
+def write(decided: GenerationRecord) -> JobWrite:
     state = StateRecord(
         spec=SPEC, last_generation=decided.roster.generation, finished=False, reason="r"
     )
     return JobWrite(job="j", members={}, state=state, record=decided)
 
 
-async def persist(store: MemoryStore, generations: StoredGenerations, *decided: Record) -> None:
+async def persist(
+    store: MemoryStore, generations: StoredGenerations, *decided: GenerationRecord
+) -> None:
     jobs = jobs_in(store)
     for each in decided:
         jobs.keep("j", await StoredJobs(store).state("j"))
         await jobs.persist(write(each), generations)
 
 
-async def loaded(store: MemoryStore) -> tuple[list[Record], StoredGenerations]:
+async def loaded(store: MemoryStore) -> tuple[list[GenerationRecord], StoredGenerations]:
     """As a leader finds it that takes over."""
     stored = StoredJobs(store)
     job = await stored.load((await stored.survey()).states["j"])

@@ -24,7 +24,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import samples_pb2, samples_pb2_grpc
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
@@ -431,6 +431,6 @@ async def test_books_that_nobody_has_opened_go_into_a_snapshot_too(world: World)
     async with world.serving() as (service, _):
         books = await service.books(JOB)
         assert books is not None
-        assert Ledger.from_json(books).counts().completed == 30
+        assert SampleLedger.from_json(books).counts().completed == 30
         assert await service.books("other") is None
         assert service.summary(JOB) is None

@@ -12,8 +12,8 @@ from shoal_server.coordinator.samples.stored_ledger import (
     MAX_DELTAS,
     StoredLedger,
 )
-from shoal_server.core.samples.ledger import Ledger
-from shoal_server.core.samples.requests import Request, SampleRange
+from shoal_server.core.samples.ledger import SampleLedger
+from shoal_server.core.samples.requests import LedgerRange, SampleRequest
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, TransactionResult
 from shoal_server.etcd.leader_store import LeaderStore
@@ -53,9 +53,9 @@ class FailingStore(MemoryStore):
 class Workers:
     """Members that lease, report, and are lost."""
 
-    def __init__(self, ledger: Ledger, choices: random.Random, term: int) -> None:
+    def __init__(self, ledger: SampleLedger, choices: random.Random, term: int) -> None:
         self.ledger, self._choices, self._incarnation = ledger, choices, f"of-term-{term}"
-        self._held: dict[str, SampleRange] = {}
+        self._held: dict[str, LedgerRange] = {}
         self._sequence = 0
 
     def step(self) -> None:
@@ -66,7 +66,7 @@ class Workers:
             return
         self._sequence += 1
         done = [self._held.pop(name)] if name in self._held else []
-        request = Request(
+        request = SampleRequest(
             member_id=name,
             incarnation=self._incarnation,
             sequence=self._sequence,
@@ -77,7 +77,7 @@ class Workers:
             self._held[name] = found
 
 
-async def newest(store: MemoryStore) -> Ledger | None:
+async def newest(store: MemoryStore) -> SampleLedger | None:
     return await stored_in(store).read()
 
 
@@ -86,7 +86,7 @@ async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> N
     """Over failed writes, lost answers and successors; and who was replaced writes no more."""
     choices = random.Random(seed)
     store = FailingStore(choices)
-    written = Ledger(dataset_size=2000, num_epochs=50)
+    written = SampleLedger(dataset_size=2000, num_epochs=50)
     for term in range(3):
         stored = stored_in(store)
         ledger = await stored.read() or written
@@ -104,19 +104,19 @@ async def test_whenever_the_writer_dies_one_whole_write_is_found(seed: int) -> N
                 found = await found_in_peace(store, choices)
                 assert found is None or found.to_json() in (before, ledger.to_json())
                 continue
-            written = Ledger.from_json(ledger.to_json())
+            written = SampleLedger.from_json(ledger.to_json())
             assert len(await store.keys(keys.sample_deltas(JOB))) <= MAX_DELTAS
         store.fails = 0.0
         workers.step()
         successor = stored_in(store)
         if (taken := await successor.read()) is not None:
-            written = Ledger.from_json(taken.to_json())
+            written = SampleLedger.from_json(taken.to_json())
             assert await successor.write(taken)
             assert not await stored.write(ledger), "it was replaced"
             assert await successor.write(taken)
 
 
-async def found_in_peace(store: FailingStore, choices: random.Random) -> Ledger | None:
+async def found_in_peace(store: FailingStore, choices: random.Random) -> SampleLedger | None:
     fails, store.fails = store.fails, 0.0
     try:
         return await newest(store)
@@ -126,11 +126,11 @@ async def found_in_peace(store: FailingStore, choices: random.Random) -> Ledger 
 
 async def test_most_writes_are_small() -> None:
     """A hundred writes of fifty members: the whole books once, and then what changed."""
-    store, ledger = MemoryStore(), Ledger(dataset_size=10**6, num_epochs=2)
+    store, ledger = MemoryStore(), SampleLedger(dataset_size=10**6, num_epochs=2)
     stored = stored_in(store)
     for sequence in range(1, 101):
         for member in range(50):
-            request = Request(
+            request = SampleRequest(
                 member_id=f"w{member}", incarnation="1", sequence=sequence, num_samples=64
             )
             ledger.answer(request)
@@ -145,14 +145,14 @@ async def test_most_writes_are_small() -> None:
 
 async def test_deltas_of_another_base_are_not_read() -> None:
     """A restored snapshot of etcd may leave some beside a base that names none."""
-    store, ledger = MemoryStore(), Ledger(dataset_size=100, num_epochs=1)
+    store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)
-    ledger.ignore([SampleRange(0, 0, 7)])
+    ledger.ignore([LedgerRange(0, 0, 7)])
     await stored.write(ledger)
     assert await store.keys(keys.sample_deltas(JOB))
-    theirs = Ledger(dataset_size=100, num_epochs=1)
-    theirs.ignore([SampleRange(0, 0, 3)])
+    theirs = SampleLedger(dataset_size=100, num_epochs=1)
+    theirs.ignore([LedgerRange(0, 0, 3)])
     await store.put(keys.sample_ledger(JOB), json.dumps(theirs.to_json()).encode())
     found = await newest(store)
     assert found is not None
@@ -162,9 +162,9 @@ async def test_deltas_of_another_base_are_not_read() -> None:
 @pytest.mark.long
 async def test_books_of_thousands_of_members_are_compressed() -> None:
     """etcd takes 1.5 MB in a value; ten thousand members' books are within it."""
-    store, ledger = MemoryStore(), Ledger(dataset_size=10**9, num_epochs=1)
+    store, ledger = MemoryStore(), SampleLedger(dataset_size=10**9, num_epochs=1)
     for member in range(10_000):
-        request = Request(
+        request = SampleRequest(
             member_id=f"host-{member:05}-0", incarnation=f"{member:016x}", sequence=1, num_samples=8
         )
         ledger.answer(request)
@@ -180,10 +180,10 @@ async def test_books_of_thousands_of_members_are_compressed() -> None:
 @pytest.mark.parametrize("delta", [b"", b"\x01\x02", b"\xff" * 30])
 async def test_a_delta_that_cannot_be_read_is_told(delta: bytes) -> None:
     """The books are not taken for older than they are."""
-    store, ledger = MemoryStore(), Ledger(dataset_size=100, num_epochs=1)
+    store, ledger = MemoryStore(), SampleLedger(dataset_size=100, num_epochs=1)
     stored = stored_in(store)
     await stored.write(ledger)
-    ledger.ignore([SampleRange(0, 0, 7)])
+    ledger.ignore([LedgerRange(0, 0, 7)])
     await stored.write(ledger)
     (key,) = await store.keys(keys.sample_deltas(JOB))
     await store.put(key, delta)

@@ -12,7 +12,7 @@ from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.coordinator.shards import controller as controllers
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.core.driver.job_write import StateRecord
-from shoal_server.core.generations.progress import Tally
+from shoal_server.core.generations.progress import LifetimeFigures
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.shards import abandoned_loads
 from shoal_server.core.shards.assignments import (
@@ -96,7 +96,7 @@ async def test_a_job_that_may_be_joined_again_keeps_its_parameters() -> None:
     async with ShardController(store).working():
         # Of which nothing else is left; it is looked at behind the others.
         await place(store, "zz-cleared")
-        await finish(store, "zz-cleared", failed=True, tally=Tally(is_cleared=True))
+        await finish(store, "zz-cleared", failed=True, tally=LifetimeFigures(is_cleared=True))
         await let_go_of(store, "zz-cleared")
     assert sorted(await assignments.jobs(store)) == sorted(over)
 

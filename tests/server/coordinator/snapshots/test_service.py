@@ -52,7 +52,7 @@ from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards.assignments import JobAssignments, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.records import assignments as records
@@ -178,7 +178,7 @@ def test_it_is_restored_on_another_number_of_servers_to_the_last_bit(
     opened.callback(before.close)
     for _ in range(5):
         before.push()
-    snapshots.cursor = Ledger(dataset_size=10, num_epochs=1).to_json()
+    snapshots.cursor = SampleLedger(dataset_size=10, num_epochs=1).to_json()
     taken = snapshots.take().manifest
     others, other_snapshots = start(opened, tmp_path, num_servers=3)
     found = other_snapshots.restore()

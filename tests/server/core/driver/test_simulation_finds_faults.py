@@ -19,8 +19,15 @@ from shoal_server.core.driver.job_driver import JobDriver
 from shoal_server.core.driver.job_write import PendingWrite
 from shoal_server.core.generations.agreement import Agreement
 from shoal_server.core.job.arrivals import Arrivals
-from shoal_server.core.membership.events import Effect, Event, Lost, Refused, Tell, Write
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.events import (
+    Effect,
+    EventRefused,
+    MemberEvent,
+    MemberLost,
+    SendNotice,
+    WriteGeneration,
+)
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.pauses import Pauses
 from shoal_server.etcd.api import Operation
 
@@ -34,8 +41,8 @@ def told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     real = EffectQueue._carry_out
 
     def carry_out(queue: EffectQueue[object], effect: Effect) -> Iterator[Carried]:
-        told = any(isinstance(each, Tell) for each in queue._effects)
-        if isinstance(effect, Write) and told:
+        told = any(isinstance(each, SendNotice) for each in queue._effects)
+        if isinstance(effect, WriteGeneration) and told:
             queue._effects.append(effect)
             return
         yield from real(queue, effect)
@@ -47,7 +54,7 @@ def admitted_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     """Its key is written with whatever is written next, and its call does not wait for that."""
     real = PendingWrite.admit
 
-    def admit(pending: PendingWrite, member: Member) -> None:
+    def admit(pending: PendingWrite, member: MemberState) -> None:
         changed = pending._state_changed
         real(pending, member)
         pending._members.pop(member.member_id)
@@ -74,10 +81,10 @@ def a_refused_event_changes_the_state(patch: pytest.MonkeyPatch) -> None:
     """The word of a process that was replaced is refused, and yet shows its successor alive."""
     real = Arrivals.known
 
-    def known(arrivals: Arrivals, event: Event) -> Member:
+    def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
         try:
             return real(arrivals, event)
-        except Refused:
+        except EventRefused:
             if member := arrivals._state.members.get(event.member_id):
                 member.failed_in = arrivals._state.last_generation
             raise
@@ -89,7 +96,7 @@ def a_lost_member_is_heard(patch: pytest.MonkeyPatch) -> None:
     """Names count, and not the processes that have them."""
     real = Arrivals.known
 
-    def known(arrivals: Arrivals, event: Event) -> Member:
+    def known(arrivals: Arrivals, event: MemberEvent) -> MemberState:
         return arrivals._state.members.get(event.member_id) or real(arrivals, event)
 
     patch.setattr(Arrivals, "known", known)
@@ -105,7 +112,7 @@ def silence_counts_while_etcd_is_away(patch: pytest.MonkeyPatch) -> None:
     """Who waits to be admitted cannot beat yet."""
     real = JobDriver._silent
 
-    def silent(driver: JobDriver[object, object], now_s: float) -> list[Lost]:
+    def silent(driver: JobDriver[object, object], now_s: float) -> list[MemberLost]:
         queue, driver._queue = driver._queue, SimpleNamespace(begun_s=math.inf)
         try:
             return real(driver, now_s)
@@ -176,7 +183,7 @@ def a_new_leader_is_not_told_of_a_pause(patch: pytest.MonkeyPatch) -> None:
 
 def a_standby_loses_patience(patch: pytest.MonkeyPatch) -> None:
     """It waits for nobody."""
-    patch.setattr(HeldClock, "stand_by", lambda clock, now_s, stands_by: None)
+    patch.setattr(HeldClock, "set_standby", lambda clock, now_s, is_standby: None)
 
 
 FAULTS: Mapping[Fault, Callable[[int], None]] = {

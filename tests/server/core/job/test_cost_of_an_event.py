@@ -13,17 +13,17 @@ from shoal_server.core.membership import events
 from shoal_server.core.membership.phases import Phase
 
 
-def words(job: Job, names: dict[str, str]) -> Iterator[events.Event]:
+def words(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
     """Of all members, from their arrival to the generation that follows a loss."""
     info = MemberInfo(host="h", address="127.0.0.1")
     for name, incarnation in names.items():
-        yield events.Joined(member_id=name, incarnation=incarnation, spec=job.spec, info=info)
+        yield events.MemberJoined(member_id=name, incarnation=incarnation, spec=job.spec, info=info)
     proposal = Proposal(fields={"strategy": "ddp"})
     for name, incarnation in names.items():
-        yield events.Proposed(member_id=name, incarnation=incarnation, proposal=proposal)
+        yield events.TrainingProposed(member_id=name, incarnation=incarnation, proposal=proposal)
     yield from agreeing(job, names)
     lost, incarnation = names.popitem()
-    yield events.Lost(member_id=lost, incarnation=incarnation, reason="its host is gone")
+    yield events.MemberLost(member_id=lost, incarnation=incarnation, reason="its host is gone")
     for name, incarnation in names.items():
         yield events.StepReported(
             member_id=name,
@@ -35,15 +35,15 @@ def words(job: Job, names: dict[str, str]) -> Iterator[events.Event]:
     yield from agreeing(job, names)
 
 
-def agreeing(job: Job, names: dict[str, str]) -> Iterator[events.Event]:
+def agreeing(job: Job, names: dict[str, str]) -> Iterator[events.MemberEvent]:
     assert job.agreement is not None
     number, digest = job.agreement.generation, job.agreement.digest
     for name, incarnation in names.items():
-        yield events.Answered(
+        yield events.RosterAnswered(
             member_id=name, incarnation=incarnation, generation=number, digest=digest
         )
     for name, incarnation in names.items():
-        yield events.BecameReady(member_id=name, incarnation=incarnation, generation=number)
+        yield events.ReadinessReported(member_id=name, incarnation=incarnation, generation=number)
 
 
 def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
@@ -54,9 +54,9 @@ def test_nobody_is_late_with_an_answer_while_answers_come() -> None:
     names = {name: new_incarnation() for name in "abcdef"}
     now_s = 0.0
     for event in words(job, names):
-        if isinstance(event, events.BecameReady):
+        if isinstance(event, events.ReadinessReported):
             break
-        if isinstance(event, events.Answered):
+        if isinstance(event, events.RosterAnswered):
             now_s += 0.8 * limits.prepare_s
             job.tick(now_s)
         job.handle(event, now_s)

@@ -220,7 +220,7 @@ def test_a_rejection_by_a_member_aborts_and_names_it() -> None:
     rejection = events.Rejection(field="disk", seen="1 GB", expected="at least 10 GB")
     w.send(
         b,
-        events.Answered(
+        events.RosterAnswered(
             member_id="b",
             incarnation=b.incarnation,
             generation=Generation(1),
@@ -242,7 +242,7 @@ def test_another_digest_aborts() -> None:
     b = w.members["b"]
     w.send(
         b,
-        events.Answered(
+        events.RosterAnswered(
             member_id="b", incarnation=b.incarnation, generation=Generation(1), digest="other"
         ),
     )
@@ -281,7 +281,7 @@ def test_a_stale_incarnation_changes_nothing() -> None:
     w.run(2.0)
     assert w.is_running()
     before = (w.job.last_generation, w.job.phase)
-    with pytest.raises(events.Refused) as refused:
+    with pytest.raises(events.EventRefused) as refused:
         w.job.handle(
             events.StepReported(
                 member_id="b", incarnation=old.incarnation, step=Step(3), has_state=True
@@ -300,9 +300,9 @@ def test_a_replaced_process_cannot_push_its_successor_out() -> None:
     w.run(2.0)
     never_seen_before = new_incarnation(0)
     for incarnation in (old.incarnation, never_seen_before):
-        with pytest.raises(events.Refused) as refused:
+        with pytest.raises(events.EventRefused) as refused:
             w.job.handle(
-                events.Joined(
+                events.MemberJoined(
                     member_id="b", incarnation=incarnation, spec=w.job.spec, info=MemberInfo()
                 ),
                 w.now_s,
@@ -314,9 +314,9 @@ def test_a_replaced_process_cannot_push_its_successor_out() -> None:
 def test_other_bounds_are_refused() -> None:
     """The first writer's bounds do not win silently."""
     w = running("a", "b")
-    with pytest.raises(events.Refused) as refused:
+    with pytest.raises(events.EventRefused) as refused:
         w.job.handle(
-            events.Joined(
+            events.MemberJoined(
                 member_id="c",
                 incarnation="c1",
                 spec=JobSpec(job="j", min_members=2, max_members=4, desired_members=2),
@@ -332,7 +332,7 @@ def test_a_completed_job_takes_nobody_in() -> None:
     w = running("a", "b")
     w.send(
         w.members["a"],
-        events.Left(
+        events.MemberLeft(
             member_id="a", incarnation=w.members["a"].incarnation, completed=True, reason="done"
         ),
     )
@@ -343,7 +343,10 @@ def test_a_completed_job_takes_nobody_in() -> None:
     assert late.refused.kind == RefusalKind.FINISHED
     assert w.job.phase is Phase.RUNNING
     b = w.members["b"]
-    w.send(b, events.Left(member_id="b", incarnation=b.incarnation, completed=True, reason="done"))
+    w.send(
+        b,
+        events.MemberLeft(member_id="b", incarnation=b.incarnation, completed=True, reason="done"),
+    )
     w.run(3.0)
     assert w.job.phase is Phase.FINISHED
 
@@ -356,7 +359,7 @@ def test_completion_may_come_from_a_member_that_does_not_train() -> None:
     assert w.job.phase is Phase.COLLECT
     w.send(
         alone,
-        events.Left(
+        events.MemberLeft(
             member_id="a", incarnation=alone.incarnation, completed=True, reason="all done"
         ),
     )
@@ -372,7 +375,10 @@ def test_a_joiner_on_its_way_is_called_off_by_completion() -> None:
     w.run(2.0)
     assert w.job.phase is Phase.PREPARE
     a = w.members["a"]
-    w.send(a, events.Left(member_id="a", incarnation=a.incarnation, completed=True, reason="done"))
+    w.send(
+        a,
+        events.MemberLeft(member_id="a", incarnation=a.incarnation, completed=True, reason="done"),
+    )
     w.run(3.0)
     assert joiner.refused is not None
     assert joiner.refused.kind == RefusalKind.FINISHED
@@ -387,7 +393,7 @@ def test_loss_of_the_joiner_before_the_boundary_leaves_the_old_generation_alone(
     w.run(2.0)
     w.members["b"].paused = False
     b = w.members["b"]
-    answer = events.Answered(
+    answer = events.RosterAnswered(
         member_id="b",
         incarnation=b.incarnation,
         generation=Generation(2),
@@ -409,11 +415,13 @@ def test_a_stream_that_comes_back_is_no_loss() -> None:
     """A short break of the connection leaves the generation as it is."""
     w = running("a", "b")
     b = w.members["b"]
-    w.send(b, events.Disconnected(member_id="b", incarnation=b.incarnation))
+    w.send(b, events.StreamDisconnected(member_id="b", incarnation=b.incarnation))
     w.run(1.0 + w.job.limits.reconnect_s / 2)
     w.send(
         b,
-        events.Joined(member_id="b", incarnation=b.incarnation, spec=w.job.spec, info=MemberInfo()),
+        events.MemberJoined(
+            member_id="b", incarnation=b.incarnation, spec=w.job.spec, info=MemberInfo()
+        ),
     )
     w.run(10.0)
     assert w.is_running()
@@ -427,7 +435,7 @@ def test_a_failed_collective_without_a_loss_reforms_with_all() -> None:
     a = w.members["a"]
     w.send(
         a,
-        events.Broke(
+        events.BreakReported(
             member_id="a", incarnation=a.incarnation, generation=Generation(1), error="reset"
         ),
     )
@@ -445,7 +453,7 @@ def test_when_all_report_a_failed_collective_nobody_waits() -> None:
         member = w.members[name]
         w.send(
             member,
-            events.Broke(
+            events.BreakReported(
                 member_id=name,
                 incarnation=member.incarnation,
                 generation=Generation(1),
@@ -502,11 +510,13 @@ def test_a_call_under_way_is_refused_with_the_reason_that_its_sender_is_told() -
     w.run(1.0)
     generation = Generation(w.job.last_generation)
     rejection = events.Rejection(field="scratch", seen="1 GiB", expected="10 GiB")
-    answer = events.Answered(**w._who(a), generation=generation, digest="", rejections=(rejection,))
+    answer = events.RosterAnswered(
+        **w._who(a), generation=generation, digest="", rejections=(rejection,)
+    )
     w.job.handle(answer, w.now_s)
-    late = events.Answered(**w._who(b), generation=generation, digest="whatever")
+    late = events.RosterAnswered(**w._who(b), generation=generation, digest="whatever")
     for event in (late, events.StepReported(**w._who(b), step=Step(0), has_state=False)):
-        with pytest.raises(events.Refused) as refused:
+        with pytest.raises(events.EventRefused) as refused:
             w.job.handle(event, w.now_s)
         assert refused.value.refusal.kind == RefusalKind.CONFLICT
         assert "scratch" in refused.value.refusal.seen

@@ -74,7 +74,7 @@ def test_a_leaver_whose_own_call_is_faster_than_the_notice_hears_that_it_has_lef
         has_state=True,
         left=Generation(1),
     )
-    with pytest.raises(events.Refused) as refused:
+    with pytest.raises(events.EventRefused) as refused:
         w.job.handle(late, w.now_s)
     assert refused.value.refusal.kind == events.RefusalKind.DRAINED
     assert refused.value.refusal.seen == "spot notice"
@@ -160,7 +160,7 @@ def test_an_asynchronous_member_leaves_at_once() -> None:
     for effect_name in ("a", "b"):
         who = w._who(w.members[effect_name])
         proposal = w.members[effect_name].proposal
-        w.send(w.members[effect_name], events.Proposed(**who, proposal=proposal))
+        w.send(w.members[effect_name], events.TrainingProposed(**who, proposal=proposal))
     w.run(1.0)
     assert w.is_running()
     leaver = w.members["b"]
@@ -185,7 +185,7 @@ def test_a_drain_that_gets_nowhere_ends_within_its_limit() -> None:
     """A leaver whose successor is on its way and never comes is let go after the drain limit."""
     w = running("a")
     spec, info = w.job.spec, w.job.members["a"].info
-    w._handle(events.Joined(member_id="late", incarnation="late-1", spec=spec, info=info))
+    w._handle(events.MemberJoined(member_id="late", incarnation="late-1", spec=spec, info=info))
     leaver = w.members["a"]
     w.drain("a")
     w.run(1.0 + w.job.limits.drain_s - 0.1)

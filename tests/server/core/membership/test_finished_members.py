@@ -4,7 +4,7 @@ import pytest
 from support.members.job_world import World, digest_of
 
 from shoal_server.core.generations.roster import JobSpec
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership.events import RefusalKind
 from shoal_server.core.membership.phases import Phase
@@ -66,7 +66,7 @@ def test_a_newcomer_waits_until_the_generation_is_over_anyhow() -> None:
     late = w.join("d", stateless=True)
     w.run(500.0)
     assert (w.roster(), w.job.last_generation) == (["a", "b", "c"], 1)
-    assert late.core.stands_by
+    assert late.core.is_standby
     assert late.refused is None
     w.kill("b", seen_by_launcher=True)
     w.run(501.0)
@@ -217,7 +217,7 @@ def test_a_new_leader_waits_for_no_member_that_had_finished() -> None:
     w.run(2.0)
     w.complete("a")
     w.run(3.0)
-    saved = Saved(
+    saved = SavedJob(
         last_generation=w.job.last_generation,
         record=w.written[1][-1],
         before=None,

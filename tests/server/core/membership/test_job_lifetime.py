@@ -4,9 +4,9 @@ import pytest
 from support.members.job_world import World, digest_of
 
 from shoal_server.core.generations.roster import Generation, JobSpec
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
-from shoal_server.core.membership.events import RefusalKind, Refused
+from shoal_server.core.membership.events import EventRefused, RefusalKind
 from shoal_server.core.membership.phases import OVER, Phase
 
 
@@ -113,11 +113,11 @@ def test_a_job_that_nobody_is_in_may_be_asked_for_again(is_stopped: bool) -> Non
 
 def test_what_runs_or_is_finished_is_not_retried() -> None:
     w = world("a")
-    with pytest.raises(Refused, match="not over"):
+    with pytest.raises(EventRefused, match="not over"):
         w.retry()
     w.complete("a")
     w.run(2.0)
-    with pytest.raises(Refused, match="finished"):
+    with pytest.raises(EventRefused, match="finished"):
         w.retry()
     w.stop("enough")
     assert w.job.phase is Phase.FINISHED
@@ -128,7 +128,7 @@ def test_what_runs_or_is_finished_is_not_retried() -> None:
 )
 def test_a_new_leader_finds_it_as_it_was(stopping: str, failed: bool, phase: Phase) -> None:
     spec = JobSpec(job="j", min_members=1, max_members=1, desired_members=1)
-    saved = Saved(
+    saved = SavedJob(
         last_generation=Generation(3),
         record=None,
         before=None,

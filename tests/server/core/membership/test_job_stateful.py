@@ -59,21 +59,21 @@ class JobMachine(RuleBasedStateMachine):
 
     # --- what happens ---
 
-    def hear(self, event: events.Event) -> None:
+    def hear(self, event: events.MemberEvent) -> None:
         before, fenced = copy.deepcopy(self.job.state), set(self.expelled)
         try:
             self.take(self.job.handle(event, self.now_s))
-        except events.Refused:
+        except events.EventRefused:
             assert self.job.state == before, f"refused, and yet it changed the job: {event}"
         else:
             assert event.incarnation not in fenced, f"taken from one that was expelled: {event}"
 
     def take(self, effects: list[events.Effect]) -> None:
         for effect in effects:
-            if isinstance(effect, events.Write):
+            if isinstance(effect, events.WriteGeneration):
                 generation = effect.record.roster.generation
                 self.verdicts.setdefault(generation, []).append(effect.record.verdict)
-            elif isinstance(effect, events.Expel):
+            elif isinstance(effect, events.ExpelMember):
                 self.expelled.add(effect.incarnation)
 
     def generation(self, back: int) -> Generation:
@@ -91,19 +91,19 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS)
     def attend(self, name: str, start: int) -> None:
-        self.hear(events.Joined(**who(name, start), spec=SPEC, info=MemberInfo()))
+        self.hear(events.MemberJoined(**who(name, start), spec=SPEC, info=MemberInfo()))
 
     @rule(name=NAMES, start=STARTS, step=STEPS, fields=FIELDS)
     def propose(self, name: str, start: int, step: int, fields: dict[str, str]) -> None:
         proposal = Proposal(fields=fields, step=Step(step), has_state=step > 0)
-        self.hear(events.Proposed(**who(name, start), proposal=proposal))
+        self.hear(events.TrainingProposed(**who(name, start), proposal=proposal))
 
     @rule(name=NAMES, start=STARTS, back=BACK, rejects=st.integers(0, 5))
     def answer(self, name: str, start: int, back: int, rejects: int) -> None:
         rejection = events.Rejection(field="custom", seen="1", expected="2")
         attempt = self.job.attempt
         unreachable = (("a", "refused"),) if rejects == 1 and name != "a" else ()
-        event = events.Answered(
+        event = events.RosterAnswered(
             **who(name, start),
             generation=self.generation(back),
             digest=digest_of(attempt) if attempt is not None else "",
@@ -124,7 +124,7 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS, back=BACK)
     def ready(self, name: str, start: int, back: int) -> None:
-        event = events.BecameReady(**who(name, start), generation=self.generation(back))
+        event = events.ReadinessReported(**who(name, start), generation=self.generation(back))
         self.hear(event)
 
     @precondition(lambda self: self.job.phase is JobPhase.COMMITTED)
@@ -132,12 +132,14 @@ class JobMachine(RuleBasedStateMachine):
     def all_ready(self) -> None:
         for member in list(self.job.members.values()):
             identity = {"member_id": member.member_id, "incarnation": member.incarnation}
-            self.hear(events.BecameReady(**identity, generation=self.job.last_generation))
+            self.hear(events.ReadinessReported(**identity, generation=self.job.last_generation))
 
     @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
     def offer(self, name: str, start: int, back: int, step: int) -> None:
         generation = self.generation(back)
-        self.hear(events.Offered(**who(name, start), generation=generation, next_step=Step(step)))
+        self.hear(
+            events.NextStepReached(**who(name, start), generation=generation, next_step=Step(step))
+        )
 
     @rule(name=NAMES, start=STARTS, back=BACK, step=STEPS)
     def settle(self, name: str, start: int, back: int, step: int) -> None:
@@ -148,25 +150,29 @@ class JobMachine(RuleBasedStateMachine):
 
     @rule(name=NAMES, start=STARTS, back=BACK)
     def break_down(self, name: str, start: int, back: int) -> None:
-        self.hear(events.Broke(**who(name, start), generation=self.generation(back), error="reset"))
+        self.hear(
+            events.BreakReported(
+                **who(name, start), generation=self.generation(back), error="reset"
+            )
+        )
 
     @rule(name=NAMES, start=STARTS, kind=st.integers(0, 5))
     def lose(self, name: str, start: int, kind: int) -> None:
         identity = who(name, start)
-        kinds: list[events.Event] = [
-            events.Lost(**identity, reason="exit"),
-            events.Disconnected(**identity),
-            events.Halted(**identity),
-            events.Continued(**identity),
-            events.DrainAsked(**identity, reason="spot notice"),
-            events.Left(**identity, completed=False, reason="left"),
+        kinds: list[events.MemberEvent] = [
+            events.MemberLost(**identity, reason="exit"),
+            events.StreamDisconnected(**identity),
+            events.ProcessHalted(**identity),
+            events.ProcessContinued(**identity),
+            events.DrainRequested(**identity, reason="spot notice"),
+            events.MemberLeft(**identity, completed=False, reason="left"),
         ]
         self.hear(kinds[kind])
 
     @rule(name=NAMES, start=STARTS, rare=st.integers(0, 9))
     def complete(self, name: str, start: int, rare: int) -> None:
         if rare == 0:
-            self.hear(events.Left(**who(name, start), completed=True, reason="done"))
+            self.hear(events.MemberLeft(**who(name, start), completed=True, reason="done"))
 
     @rule(seconds=st.sampled_from([0.0, 0.01, 0.3, 1.1, 11.0, 31.0]))
     def wait(self, seconds: float) -> None:

@@ -26,14 +26,14 @@ def world_of(*names: str, **bounds: int) -> World:
 
 
 def pause(w: World, name: str, limit_s: float = 1800.0, elapsed_s: float = 0.0) -> None:
-    event = events.Paused(
+    event = events.MemberPaused(
         **who(w.members[name]), reason="validation", limit_s=limit_s, elapsed_s=elapsed_s
     )
     w.send(w.members[name], event)
 
 
 def resume(w: World, name: str) -> None:
-    w.send(w.members[name], events.Resumed(**who(w.members[name])))
+    w.send(w.members[name], events.MemberResumed(**who(w.members[name])))
 
 
 def test_a_joiner_waits_for_the_end_of_a_pause_far_beyond_the_join_limit() -> None:
@@ -58,17 +58,17 @@ def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
     w = world_of("a", "b")
     said = who(w.members["a"])
 
-    def pause_begins(number: int) -> events.Paused:
-        return events.Paused(**said, reason="validation", limit_s=5.0, number=number)
+    def pause_begins(number: int) -> events.MemberPaused:
+        return events.MemberPaused(**said, reason="validation", limit_s=5.0, number=number)
 
-    for event in (pause_begins(1), events.Resumed(**said, number=1), pause_begins(1)):
+    for event in (pause_begins(1), events.MemberResumed(**said, number=1), pause_begins(1)):
         w.job.handle(event, w.now_s)
     assert not w.job.why_paused()
     w.job.handle(pause_begins(2), w.now_s)
-    for late in (pause_begins(1), events.Resumed(**said, number=1)):
+    for late in (pause_begins(1), events.MemberResumed(**said, number=1)):
         w.job.handle(late, w.now_s)
         assert "is paused" in w.job.why_paused()
-    w.job.handle(events.Resumed(**said, number=2), w.now_s)
+    w.job.handle(events.MemberResumed(**said, number=2), w.now_s)
     assert not w.job.why_paused()
     w.run(w.now_s + 10.0)
     assert w.roster() == ["a", "b"]
@@ -79,15 +79,17 @@ def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> No
     w.join("b")
     late = w.members["b"]
     w.job.handle(
-        events.Joined(member_id="a", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")),
+        events.MemberJoined(
+            member_id="a", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")
+        ),
         w.now_s,
     )
     said = {"member_id": "a", "incarnation": "1"}
-    w.job.handle(events.Paused(**said, reason="download", limit_s=1000.0), w.now_s)
+    w.job.handle(events.MemberPaused(**said, reason="download", limit_s=1000.0), w.now_s)
     w.run(2 * LIMITS.join_s)
     assert w.job.phase is Phase.COLLECT
     assert late.refused is None
-    w.job.handle(events.Resumed(**said), w.now_s)
+    w.job.handle(events.MemberResumed(**said), w.now_s)
     w.run(w.now_s + LIMITS.last_call_s + 1.0)
     assert w.job.phase is Phase.RUNNING
     assert w.roster() == ["b"]
@@ -138,12 +140,12 @@ def test_a_paused_newcomer_holds_up_nobody_who_trains() -> None:
     for name in "ab":
         w.join(name)
     w.run(1.0)
-    attended = events.Joined(
+    attended = events.MemberJoined(
         member_id="c", incarnation="1", spec=w.job.spec, info=MemberInfo(host="h")
     )
     w.job.handle(attended, w.now_s)
     w.job.handle(
-        events.Paused(member_id="c", incarnation="1", reason="load", limit_s=1000.0), w.now_s
+        events.MemberPaused(member_id="c", incarnation="1", reason="load", limit_s=1000.0), w.now_s
     )
     w.run(1.0 + LIMITS.bring_up_s)
     assert w.gone
@@ -164,7 +166,7 @@ class Slow(World):
     def beat(self, name: str, **said: int | bool | float) -> None:
         """A heartbeat tells what the member's trainer does."""
         member = self.members[name]
-        self.job.heartbeat(events.Heartbeat(**who(member), **said), self.now_s)  # type: ignore[arg-type]
+        self.job.heartbeat(events.HeartbeatReceived(**who(member), **said), self.now_s)  # type: ignore[arg-type]
 
 
 def _joining(slow: str = "abc") -> Slow:
@@ -193,7 +195,7 @@ def test_a_bring_up_whose_state_is_under_way_is_never_late() -> None:
         w.beat("b", moved=moved, waits=True)
         assert w.job.phase is Phase.COMMITTED, w.job.reason
     for name in "abc":
-        ready = events.BecameReady(**who(w.members[name]), generation=w.job.last_generation)
+        ready = events.ReadinessReported(**who(w.members[name]), generation=w.job.last_generation)
         w.send(w.members[name], ready)
     w.run(w.now_s + 1.0)
     assert w.roster() == ["a", "b", "c"]
@@ -251,8 +253,8 @@ def test_who_held_the_others_up_is_named_with_its_time_and_the_remedy(
     w = world_of("a", "b")
     away = w.members["a"]
     w.run(40.0)
-    w.job.heartbeat(events.Heartbeat(**who(away), own_code_s=31.0, loads=loads), w.now_s)
-    w.send(w.members["b"], events.Broke(**who(w.members["b"]), generation=1, error="hung"))
+    w.job.heartbeat(events.HeartbeatReceived(**who(away), own_code_s=31.0, loads=loads), w.now_s)
+    w.send(w.members["b"], events.BreakReported(**who(w.members["b"]), generation=1, error="hung"))
     w.run(45.0)
     told = next(line for line in w.log if "collective_failed" in line)
     assert f"rank 0 (a) has been {where} for 31 s" in told

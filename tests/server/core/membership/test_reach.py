@@ -6,7 +6,7 @@ from support.members.job_world import World
 from shoal_server.core.generations.ranges import device_problem
 from shoal_server.core.generations.roster import JobSpec, MemberInfo
 from shoal_server.core.membership.events import RefusalKind
-from shoal_server.core.membership.reach import whom_to_exclude
+from shoal_server.core.membership.reach import members_to_exclude
 
 ORDER = ("a", "b", "c", "d")
 
@@ -30,7 +30,7 @@ def test_the_fewest_go(cut: list[tuple[str, str]], kept: str, excluded: list[str
     unreachable: dict[str, dict[str, str]] = {}
     for one, other in cut:
         unreachable.setdefault(one, {})[other] = "refused"
-    found = whom_to_exclude(unreachable, newest_last=ORDER, kept=set(kept))
+    found = members_to_exclude(unreachable, newest_last=ORDER, kept=set(kept))
     assert sorted(found) == excluded
     assert all("could not reach" in seen for seen in found.values())
 

@@ -32,7 +32,7 @@ class Clumsy(World):
 
     def fail(self, member: SimMember, generation: Generation, *, own: bool) -> None:
         who = {"member_id": member.name, "incarnation": member.incarnation}
-        self.send(member, events.Broke(**who, generation=generation, error=ERROR, own=own))
+        self.send(member, events.BreakReported(**who, generation=generation, error=ERROR, own=own))
 
 
 def clumsy(*names: str, desired: int = 0, low: int = 1) -> Clumsy:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from support.members.job_world import World, digest_of
 
 from shoal_proto.incarnation import new_incarnation
-from shoal_server.core.generations.progress import Progress
+from shoal_server.core.generations.progress import JobProgress
 from shoal_server.core.generations.roster import (
     Generation,
     JobSpec,
@@ -16,11 +16,11 @@ from shoal_server.core.generations.roster import (
     Verdict,
 )
 from shoal_server.core.job.job import Job
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
 from shoal_server.core.membership.events import RefusalKind
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 
 
@@ -106,12 +106,12 @@ def test_that_a_generation_runs_is_durable_before_anybody_is_told() -> None:
     w._effects, told = lambda each: (effects.extend(each), told(each))[1], w._effects
     w.join("a")
     w.run(1.0)
-    kinds = [type(e.notice) if isinstance(e, events.Tell) else type(e) for e in effects]
-    assert kinds.index(events.Save) < kinds.index(events.RunningNotice)
+    kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]
+    assert kinds.index(events.SaveJobRecord) < kinds.index(events.RunningNotice)
     w.join("b")
     w.run(2.0)
     assert w.job.last_generation == 2
-    assert sum(isinstance(e, events.Save) for e in effects) == 1
+    assert sum(isinstance(e, events.SaveJobRecord) for e in effects) == 1
 
 
 def test_a_generation_that_never_ran_is_nothing_lost() -> None:
@@ -155,7 +155,7 @@ def test_the_step_that_a_generation_goes_on_from_is_told_where_it_is_behind() ->
     w.run(2.0)
     assert w.job.phase is Phase.COMMITTED
     who = {"member_id": "a", "incarnation": a.incarnation}
-    w.send(a, events.BecameReady(**who, generation=w.job.last_generation, step=Step(200)))
+    w.send(a, events.ReadinessReported(**who, generation=w.job.last_generation, step=Step(200)))
     w.run(2.1)
     (line,) = [line for line in w.log if "went_back" in line]
     assert "from step 200" in line
@@ -225,7 +225,7 @@ def test_members_whose_scripts_keep_their_own_state_lose_none() -> None:
 
     def join() -> None:
         member = w.join("a")
-        event = events.Proposed(
+        event = events.TrainingProposed(
             member_id="a",
             incarnation=member.incarnation,
             proposal=replace(member.proposal, stateless=True),
@@ -250,7 +250,7 @@ def test_members_that_hold_no_whole_state_between_them_end_the_job() -> None:
     w.run(2.0)
     assert w.job.phase is Phase.COMMITTED
     a, b = w.members["a"], w.members["b"]
-    broke = events.Broke(
+    broke = events.BreakReported(
         member_id="a",
         incarnation=a.incarnation,
         generation=w.job.last_generation,
@@ -275,12 +275,12 @@ def who(name: str) -> dict[str, str]:
     return {"member_id": name, "incarnation": NAMES[name]}
 
 
-def member(name: str) -> Member:
-    return Member(**who(name), info=MemberInfo(), joined_s=0.0)
+def member(name: str) -> MemberState:
+    return MemberState(**who(name), info=MemberInfo(), joined_s=0.0)
 
 
-def successor(progress: Progress, members: str = "", lost: str | None = None) -> Job:
-    saved = Saved(
+def successor(progress: JobProgress, members: str = "", lost: str | None = None) -> Job:
+    saved = SavedJob(
         last_generation=Generation(3),
         record=None,
         before=None,
@@ -294,37 +294,41 @@ def successor(progress: Progress, members: str = "", lost: str | None = None) ->
 
 
 def attend(job: Job, name: str, now_s: float, *, has_state: bool = False) -> None:
-    job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), now_s)
+    job.handle(events.MemberJoined(**who(name), spec=SPEC, info=MemberInfo()), now_s)
     proposal = Proposal(fields={"schema": "s1"}, step=Step(0), has_state=has_state)
-    job.handle(events.Proposed(**who(name), proposal=proposal), now_s)
+    job.handle(events.TrainingProposed(**who(name), proposal=proposal), now_s)
 
 
 def accept(job: Job, name: str, now_s: float) -> list[events.Effect]:
     attempt = job.attempt
     assert attempt is not None
-    answer = events.Answered(**who(name), generation=attempt.generation, digest=digest_of(attempt))
+    answer = events.RosterAnswered(
+        **who(name), generation=attempt.generation, digest=digest_of(attempt)
+    )
     return job.handle(answer, now_s)
 
 
 def test_a_new_leader_knows_that_the_job_has_trained() -> None:
     """All went while nobody led: the one who comes is told, with the step that was durable."""
-    job = successor(Progress(trained_in=Generation(3), reached=Step(40)))
+    job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)))
     attend(job, "x", 0.1)
     effects = accept(job, "x", 0.2)
     assert job.phase is Phase.LOST
     assert job.lost is not None
     assert "step 40" in job.lost.what
-    kinds = [type(e.notice) if isinstance(e, events.Tell) else type(e) for e in effects]
-    assert kinds.index(events.Finish) < kinds.index(events.RefusedNotice)
+    kinds = [type(e.notice) if isinstance(e, events.SendNotice) else type(e) for e in effects]
+    assert kinds.index(events.FinishJob) < kinds.index(events.RefusedNotice)
 
 
 def test_a_new_leader_knows_that_the_state_is_lost() -> None:
     """And says so in the same words."""
-    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), lost="a, b hold nothing")
+    job = successor(
+        JobProgress(trained_in=Generation(3), reached=Step(40)), lost="a, b hold nothing"
+    )
     assert job.phase is Phase.LOST
     try:
         attend(job, "x", 0.1)
-    except events.Refused as refused:
+    except events.EventRefused as refused:
         assert refused.refusal.kind == RefusalKind.STATE_LOST
         assert "step 40" in refused.refusal.what
         assert refused.refusal.seen == "a, b hold nothing"
@@ -334,7 +338,7 @@ def test_a_new_leader_knows_that_the_state_is_lost() -> None:
 
 def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
     """It was there under the old one, and has not said yet what it holds."""
-    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), members="a")
+    job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     job.tick(1.0)
     assert job.attempt is None
@@ -346,7 +350,7 @@ def test_a_new_leader_waits_for_a_member_that_may_hold_the_state() -> None:
 
 def test_a_new_leader_does_not_wait_for_ever() -> None:
     """The member does not come back: its grace ends, and then the state is gone."""
-    job = successor(Progress(trained_in=Generation(3), reached=Step(40)), members="a")
+    job = successor(JobProgress(trained_in=Generation(3), reached=Step(40)), members="a")
     attend(job, "x", 0.1)
     while (deadline_s := job.next_deadline_s()) is not None and job.attempt is None:
         assert deadline_s < 120.0

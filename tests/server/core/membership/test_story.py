@@ -5,22 +5,22 @@ from support.members.job_world import World
 
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.membership import events
-from shoal_server.core.membership.changes import Story
+from shoal_server.core.membership.changes import ChangeSummary
 
 
-def world(*names: str, low: int = 1) -> tuple[World, list[Story]]:
+def world(*names: str, low: int = 1) -> tuple[World, list[ChangeSummary]]:
     """A world in which these train in generation 1, and the stories that its job tells."""
     spec = JobSpec(job="j", min_members=low, max_members=8, desired_members=len(names))
     w = World(spec)
-    stories: list[Story] = []
-    note = w.job.state.do
+    stories: list[ChangeSummary] = []
+    note = w.job.state.emit
 
     def do(effect: events.Effect) -> None:
-        if isinstance(effect, events.Log) and effect.story is not None:
+        if isinstance(effect, events.LogJobEvent) and effect.story is not None:
             stories.append(effect.story)
         note(effect)
 
-    w.job.state.do = do  # type: ignore[method-assign]
+    w.job.state.emit = do  # type: ignore[method-assign]
     for name in names:
         w.join(name)
     w.run(1.0)
@@ -33,7 +33,7 @@ def lose(w: World, name: str, cause: str) -> None:
     member.alive = False
     w.gone.append(member)
     who = {"member_id": name, "incarnation": member.incarnation}
-    event = events.Lost(**who, reason=f"its launcher saw it end ({cause})", cause=cause)
+    event = events.MemberLost(**who, reason=f"its launcher saw it end ({cause})", cause=cause)
     w.later(lambda: w._handle(event))
 
 
@@ -86,7 +86,9 @@ def test_a_collective_that_failed_without_a_loss_is_the_cause() -> None:
     w, stories = world("a", "b")
     for name in ("a", "b"):
         who = {"member_id": name, "incarnation": w.members[name].incarnation}
-        w._handle(events.Broke(**who, generation=w.job.last_generation, error="out of memory"))
+        w._handle(
+            events.BreakReported(**who, generation=w.job.last_generation, error="out of memory")
+        )
     w.run(5.0)
     assert stories[-1].cause.startswith("a collective failed under b: out of memory")
     assert stories[-1].cause.endswith("; 2 go on")

@@ -7,21 +7,21 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_server.core.generations.roster import (
     Candidate,
     Generation,
+    GenerationRecord,
+    GenerationRoster,
     JobSpec,
     MemberInfo,
     Proposal,
-    Record,
-    Roster,
     StateAction,
     Step,
     Verdict,
     draw_up,
 )
 from shoal_server.core.job.job import Job
-from shoal_server.core.job.restore import Saved, restored
+from shoal_server.core.job.restore import SavedJob, restored
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
-from shoal_server.core.membership.member import Member
+from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.phases import Phase
 
 SPEC = JobSpec(job="j", max_members=8)
@@ -43,13 +43,15 @@ def candidate(name: str, step: int) -> Candidate:
     )
 
 
-def roster(generation: int, names: str, running: Roster | None = None, step: int = 5) -> Roster:
+def roster(
+    generation: int, names: str, running: GenerationRoster | None = None, step: int = 5
+) -> GenerationRoster:
     candidates = [candidate(name, step) for name in names]
     return draw_up(Generation(generation), candidates, previous=running, running=running)
 
 
-def record(of: Roster) -> Record:
-    return Record(
+def record(of: GenerationRoster) -> GenerationRecord:
+    return GenerationRecord(
         job="j",
         roster=of,
         verdict=Verdict.COMMITTED,
@@ -60,13 +62,16 @@ def record(of: Roster) -> Record:
 
 
 def new_leader(
-    present: str, newest: Roster, before: Roster | None = None, last_generation: int = 0
+    present: str,
+    newest: GenerationRoster,
+    before: GenerationRoster | None = None,
+    last_generation: int = 0,
 ) -> Job:
     members = tuple(
-        Member(member_id=name, incarnation=NAMES[name], info=MemberInfo(), joined_s=0.0)
+        MemberState(member_id=name, incarnation=NAMES[name], info=MemberInfo(), joined_s=0.0)
         for name in present
     )
-    saved = Saved(
+    saved = SavedJob(
         last_generation=Generation(max(newest.generation, last_generation)),
         record=record(newest),
         before=record(before) if before is not None else None,
@@ -81,9 +86,11 @@ def attend(
     job: Job, name: str, now_s: float, step: int = 5, generation: int = 0
 ) -> list[events.Effect]:
     newest = Generation(generation)
-    joined = events.Joined(**who(name), spec=SPEC, info=MemberInfo(), generation=newest)
+    joined = events.MemberJoined(**who(name), spec=SPEC, info=MemberInfo(), generation=newest)
     effects = job.handle(joined, now_s)
-    return effects + job.handle(events.Proposed(**who(name), proposal=proposal(step)), now_s)
+    return effects + job.handle(
+        events.TrainingProposed(**who(name), proposal=proposal(step)), now_s
+    )
 
 
 def test_a_newcomer_with_a_checkpoint_takes_the_state_of_those_who_train() -> None:
@@ -109,15 +116,15 @@ def test_a_newcomer_does_not_replace_those_who_have_not_proposed_again() -> None
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "ab":
-        job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
-    job.handle(events.Left(**who("c"), completed=False, reason="drained"), 0.2)
+        job.handle(events.MemberJoined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
+    job.handle(events.MemberLeft(**who("c"), completed=False, reason="drained"), 0.2)
     job.tick(0.3)
     attend(job, "x", 0.4, step=0)
     job.tick(10.0)
     assert job.attempt is None
     for name, at_s in (("a", 10.1), ("b", 11.1)):
         assert job.attempt is None
-        job.handle(events.Proposed(**who(name), proposal=proposal(5)), at_s)
+        job.handle(events.TrainingProposed(**who(name), proposal=proposal(5)), at_s)
         stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(1))
         job.handle(stand, at_s)
         job.tick(at_s + 0.9)
@@ -130,9 +137,9 @@ def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_
     old = roster(1, "ab")
     job = new_leader("abc", roster(2, "abc", running=old), before=old)
     for name in "abc":
-        job.handle(events.Joined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
-    error = events.Broke(**who("c"), generation=Generation(2), error="no memory", own=True)
-    told = [e for e in job.handle(error, 0.2) if isinstance(e, events.Tell)]
+        job.handle(events.MemberJoined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
+    error = events.BreakReported(**who("c"), generation=Generation(2), error="no memory", own=True)
+    told = [e for e in job.handle(error, 0.2) if isinstance(e, events.SendNotice)]
     broken = {
         (e.member_id, e.notice.generation) for e in told if isinstance(e.notice, events.BreakNotice)
     }
@@ -149,11 +156,11 @@ def test_the_patience_with_a_break_ends_with_the_next_generation() -> None:
         stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(1))
         if name == "a":
             job.handle(stand, 0.2)
-    job.handle(events.Left(**who("b"), completed=False, reason="drained"), 0.3)
+    job.handle(events.MemberLeft(**who("b"), completed=False, reason="drained"), 0.3)
     assert job.phase is Phase.PREPARE
     attempt = job.attempt
     assert attempt is not None
-    answer = events.Answered(**who("a"), generation=Generation(2), digest=digest_of(attempt))
+    answer = events.RosterAnswered(**who("a"), generation=Generation(2), digest=digest_of(attempt))
     job.handle(answer, 0.4)
     assert job.phase is Phase.COMMITTED
     job.tick(limits.collective_s + 0.1)
@@ -165,9 +172,9 @@ def test_a_stand_before_the_present_generation_is_old_news() -> None:
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
-        job.handle(events.BecameReady(**who(name), generation=Generation(1)), 0.2)
+        job.handle(events.ReadinessReported(**who(name), generation=Generation(1)), 0.2)
     assert job.phase is Phase.RUNNING
-    job.handle(events.Lost(**who("b"), reason="its launcher saw it exit"), 0.3)
+    job.handle(events.MemberLost(**who("b"), reason="its launcher saw it exit"), 0.3)
     late = events.StepReported(**who("a"), step=Step(2), has_state=True, left=Generation(0))
     job.handle(late, 0.4)
     assert not job.table.all_settled
@@ -180,7 +187,7 @@ def test_a_late_proposal_takes_no_step_back() -> None:
     """The highest step said is where the state comes from."""
     job = new_leader("ab", roster(1, "ab"))
     attend(job, "a", 0.1, step=7)
-    job.handle(events.Proposed(**who("a"), proposal=proposal(0)), 0.2)
+    job.handle(events.TrainingProposed(**who("a"), proposal=proposal(0)), 0.2)
     a = job.members["a"]
     assert a.proposal is not None
     assert (a.proposal.step, a.proposal.has_state) == (7, True)
@@ -193,10 +200,10 @@ def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
     for name in "abc":
         attend(job, name, 0.1)
     for name in "ab":
-        offer = events.Offered(**who(name), generation=Generation(2), next_step=Step(9))
+        offer = events.NextStepReached(**who(name), generation=Generation(2), next_step=Step(9))
         job.handle(offer, 0.2)
-    effects = job.handle(events.Lost(**who("c"), reason="exit"), 0.3)
-    told = [e.notice for e in effects if isinstance(e, events.Tell) and e.member_id == "a"]
+    effects = job.handle(events.MemberLost(**who("c"), reason="exit"), 0.3)
+    told = [e.notice for e in effects if isinstance(e, events.SendNotice) and e.member_id == "a"]
     kinds = [type(notice) for notice in told]
     assert kinds.index(events.BreakNotice) < kinds.index(events.OutcomeNotice)
 
@@ -205,8 +212,10 @@ def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
     """Its end may have been told by a leader that is gone."""
     job = new_leader("ab", roster(3, "ab"))
     attend(job, "a", 0.1)
-    effects = job.handle(events.Broke(**who("a"), generation=Generation(2), error="reset"), 0.2)
-    told = [e.notice for e in effects if isinstance(e, events.Tell)]
+    effects = job.handle(
+        events.BreakReported(**who("a"), generation=Generation(2), error="reset"), 0.2
+    )
+    told = [e.notice for e in effects if isinstance(e, events.SendNotice)]
     assert [n.generation for n in told if isinstance(n, events.BreakNotice)] == [2]
 
 
@@ -216,7 +225,7 @@ def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
     job = new_leader("abx", roster(2, "abx", running=old), before=old)
     for name in "abx":
         attend(job, name, 0.1)
-    job.handle(events.Lost(**who("b"), reason="exit"), 0.3)
+    job.handle(events.MemberLost(**who("b"), reason="exit"), 0.3)
     assert {m.member_id for m in job.table.unsettled()} == {"a", "x"}
 
 
@@ -225,9 +234,9 @@ def test_who_comes_with_all_work_behind_it_does_not_end_the_job() -> None:
     job = new_leader("ab", roster(1, "ab"))
     for name in "ab":
         attend(job, name, 0.1)
-        job.handle(events.BecameReady(**who(name), generation=Generation(1)), 0.2)
+        job.handle(events.ReadinessReported(**who(name), generation=Generation(1)), 0.2)
     attend(job, "x", 0.3, step=50)
-    job.handle(events.Left(**who("x"), completed=True, reason="done"), 0.4)
+    job.handle(events.MemberLeft(**who("x"), completed=True, reason="done"), 0.4)
     assert not job.completing
     assert job.running is not None
 
@@ -237,7 +246,7 @@ def test_who_has_not_come_back_yet_is_not_lost_by_a_collective_that_failed() -> 
     old = roster(1, "abc")
     job = new_leader("abcx", roster(2, "abcx", running=old), before=old)
     attend(job, "a", 0.1)
-    broke = events.Broke(**who("a"), generation=Generation(1), error="connection reset")
+    broke = events.BreakReported(**who("a"), generation=Generation(1), error="connection reset")
     job.handle(broke, 0.2)
     assert sorted(job.members) == ["a", "b", "c", "x"]
 
@@ -267,7 +276,7 @@ def test_who_left_for_a_generation_that_was_aborted_hears_of_that(name: str) -> 
     broken = [
         each.notice.generation
         for each in effects
-        if isinstance(each, events.Tell) and isinstance(each.notice, events.BreakNotice)
+        if isinstance(each, events.SendNotice) and isinstance(each.notice, events.BreakNotice)
     ]
     assert broken == [3]
     stand = events.StepReported(**who(name), step=Step(5), has_state=True, left=Generation(3))
@@ -282,7 +291,7 @@ def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
     for generation in (1, 2):
         job = new_leader("abc", roster(2, "abc", running=old), before=old)
         effects = attend(job, "a", 0.1, generation=generation)
-        told = [each.notice for each in effects if isinstance(each, events.Tell)]
+        told = [each.notice for each in effects if isinstance(each, events.SendNotice)]
         assert told
         assert not any(isinstance(notice, events.BreakNotice) for notice in told)
 
@@ -294,6 +303,6 @@ def test_who_is_left_out_while_it_brings_up_what_is_over_hears_of_that() -> None
     broken = [
         each.notice.generation
         for each in effects
-        if isinstance(each, events.Tell) and isinstance(each.notice, events.BreakNotice)
+        if isinstance(each, events.SendNotice) and isinstance(each.notice, events.BreakNotice)
     ]
     assert broken == [3]

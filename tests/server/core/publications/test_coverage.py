@@ -9,21 +9,25 @@ import pytest
 from shoal_server.core.publications.coverage import (
     NotCovered,
     PublishedLayout,
-    Slice,
-    Tensor,
+    PublishedSlice,
+    PublishedTensor,
     check_cover,
     merged,
 )
 
-W = Tensor("w", "float32", (4, 6), 4)
+W = PublishedTensor("w", "float32", (4, 6), 4)
 
 
-def layout(*slices: Slice, tensors: tuple[Tensor, ...] = (W,), size: int = 1000) -> PublishedLayout:
+def layout(
+    *slices: PublishedSlice, tensors: tuple[PublishedTensor, ...] = (W,), size: int = 1000
+) -> PublishedLayout:
     return PublishedLayout(tensors, slices, (size,))
 
 
-def box(offsets: tuple[int, ...], sizes: tuple[int, ...], segment: int = 0, at: int = 0) -> Slice:
-    return Slice(0, offsets, sizes, segment, at)
+def box(
+    offsets: tuple[int, ...], sizes: tuple[int, ...], segment: int = 0, at: int = 0
+) -> PublishedSlice:
+    return PublishedSlice(0, offsets, sizes, segment, at)
 
 
 def grid(rows: int, columns: int) -> list[PublishedLayout]:
@@ -44,16 +48,22 @@ def test_the_blocks_of_a_mesh_cover_a_model(rows: int, columns: int) -> None:
 
 
 def test_a_whole_tensor_needs_no_offsets() -> None:
-    scalar = Tensor("step", "int64", (), 8)
-    empty = Tensor("none", "float32", (0, 3), 4)
-    check_cover(layout(Slice(0, (), (), 0, 0), Slice(1, (), (), 0, 96), tensors=(W, scalar, empty)))
+    scalar = PublishedTensor("step", "int64", (), 8)
+    empty = PublishedTensor("none", "float32", (0, 3), 4)
+    check_cover(
+        layout(
+            PublishedSlice(0, (), (), 0, 0),
+            PublishedSlice(1, (), (), 0, 96),
+            tensors=(W, scalar, empty),
+        )
+    )
 
 
 def test_tensors_of_several_ranks_are_one_list() -> None:
-    bias = Tensor("b", "float32", (6,), 4)
+    bias = PublishedTensor("b", "float32", (6,), 4)
     parts = [
-        PublishedLayout((W,), (Slice(0, (0, 0), (4, 6), 0, 0),), (96,)),
-        PublishedLayout((bias, W), (Slice(0, (0,), (6,), 1, 0),), (24,)),
+        PublishedLayout((W,), (PublishedSlice(0, (0, 0), (4, 6), 0, 0),), (96,)),
+        PublishedLayout((bias, W), (PublishedSlice(0, (0,), (6,), 1, 0),), (24,)),
     ]
     whole = merged(parts)
     assert [each.name for each in whole.tensors] == ["w", "b"]
@@ -75,14 +85,16 @@ def test_tensors_of_several_ranks_are_one_list() -> None:
         ([box((0, 0), (4, 5)), box((0, 0), (4, 1))], "elements twice"),
     ],
 )
-def test_what_is_no_model_is_refused_by_the_tensors_name(slices: list[Slice], what: str) -> None:
+def test_what_is_no_model_is_refused_by_the_tensors_name(
+    slices: list[PublishedSlice], what: str
+) -> None:
     with pytest.raises(NotCovered, match="tensor w") as refused:
         check_cover(layout(*slices))
     assert what in str(refused.value)
 
 
 def test_ranks_that_disagree_are_refused() -> None:
-    other = Tensor("w", "bfloat16", (4, 6), 2)
+    other = PublishedTensor("w", "bfloat16", (4, 6), 2)
     parts = [layout(box((0, 0), (4, 6))), PublishedLayout((other,), (), (0,))]
     with pytest.raises(NotCovered, match="disagree on tensor w"):
         merged(parts)
@@ -120,7 +132,7 @@ def test_the_verdict_is_that_of_counting(seed: int) -> None:
     )
     is_whole = set(counts) == set(itertools.product(*map(range, shape)))
     is_once = set(counts.values()) <= {1}
-    tensor = Tensor("t", "uint8", shape, 1)
+    tensor = PublishedTensor("t", "uint8", shape, 1)
     found = layout(*(box(*each) for each in boxes), tensors=(tensor,))
     if is_whole and is_once:
         check_cover(found)
@@ -131,6 +143,6 @@ def test_the_verdict_is_that_of_counting(seed: int) -> None:
 
 def test_many_slices_are_checked_in_a_moment() -> None:
     """A tensor over 4,096 ranks, along its last dimension."""
-    tensor = Tensor("w", "uint8", (2, 4096), 1)
+    tensor = PublishedTensor("w", "uint8", (2, 4096), 1)
     slices = [box((0, column), (2, 1)) for column in range(4096)]
     check_cover(layout(*slices, tensors=(tensor,)))

@@ -8,44 +8,44 @@ import pytest
 
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
-    Acknowledge,
-    Adopt,
-    Answer,
+    AcknowledgeVersion,
+    AckRefusalReason,
+    AdoptImage,
     CutImage,
-    Drop,
+    DropShard,
     Effect,
-    Lead,
+    LeadShard,
     LoadJournal,
     OpenLink,
-    Refresh,
-    Refusal,
-    Refuse,
-    Replay,
-    Resume,
-    Send,
-    Settle,
-    Stop,
-    Trim,
-    Write,
+    RefreshShardRecord,
+    RefuseVersion,
+    ReplayRecord,
+    ResumePushes,
+    SendReply,
+    SendRequest,
+    SettleCopy,
+    StopPushes,
+    TrimRecords,
+    WriteShardRecord,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import (
-    ChunkTaken,
-    Continue,
-    Holds,
+    BackupRefusalReason,
+    BackupRefused,
+    BackupState,
+    ChunkReceived,
+    CopyUpToDate,
     ImageChunk,
+    ImageInstalled,
     ImageStart,
-    Installed,
     Offer,
-    Received,
-    Refused,
+    RecordsReceived,
     Reply,
     Request,
     UpdateMessage,
-    Why,
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import (
     Holder,
     ShardAssignment,
@@ -83,38 +83,38 @@ class World:
         return effects
 
     def assigned(self, assignment: ShardAssignment | None) -> list[Effect]:
-        return self.tell(ev.Assigned(KEY, assignment))
+        return self.tell(ev.ShardAssigned(KEY, assignment))
 
     def opened(self, peer: Holder) -> list[Effect]:
         return self.tell(ev.LinkOpened(peer, self.links[peer]))
 
     def broke(self, peer: Holder, *, gone: bool = True) -> list[Effect]:
-        return self.tell(ev.LinkBroke(peer, self.links[peer], is_gone=gone))
+        return self.tell(ev.LinkBroken(peer, self.links[peer], is_gone=gone))
 
     def answered(self, peer: Holder, reply: Reply) -> list[Effect]:
-        return self.tell(ev.Replied(peer, self.links[peer], reply))
+        return self.tell(ev.ReplyReceived(peer, self.links[peer], reply))
 
-    def asks(self, version: int, level: ev.Level = ev.Level.REPLICATED) -> list[Effect]:
-        return self.tell(ev.Asked("asked", KEY, 1, version, level))
+    def asks(self, version: int, level: ev.AckLevel = ev.AckLevel.REPLICATED) -> list[Effect]:
+        return self.tell(ev.AckRequested("asked", KEY, 1, version, level))
 
     def led(self, *backups: Holder, **more: object) -> None:
         """Lead the shard at version 1, with these in step and level."""
         self.assigned(record(ME, *backups, **{**more, "content": ShardContent.NONE}))
-        self.tell(ev.Created(KEY, 1, 1))
+        self.tell(ev.ShardCreated(KEY, 1, 1))
         self.assigned(record(ME, *backups, **more))
-        self.tell(ev.Written(KEY))
+        self.tell(ev.ShardRecordWritten(KEY))
         for backup in backups:
             self.opened(backup)
-            self.answered(backup, Holds(KEY, 1, 1, 1, 1))
-            self.answered(backup, Installed(KEY, 1, 0, 1))
+            self.answered(backup, BackupState(KEY, 1, 1, 1, 1))
+            self.answered(backup, ImageInstalled(KEY, 1, 0, 1))
 
     def told(self, request: Request, peer: Holder = B, link: int = 7) -> list[Effect]:
-        return self.tell(ev.Requested(peer, link, request))
+        return self.tell(ev.RequestReceived(peer, link, request))
 
     def backs(self, version: int = 3) -> None:
         """Have a copy of what B leads, in step."""
         self.assigned(record(B, joining=ME))
-        self.tell(ev.CallerCame(B, 7))
+        self.tell(ev.IncomingLinkOpened(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, version, 1))
         self.told(ImageChunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
@@ -122,8 +122,8 @@ class World:
 
     def adopted(self, run: str) -> None:
         """It follows B, of that run of the job, from version 3 on."""
-        self.tell(ev.Assigned(KEY, record(B, ME), run))
-        self.tell(ev.CallerCame(B, 7))
+        self.tell(ev.ShardAssigned(KEY, record(B, ME), run))
+        self.tell(ev.IncomingLinkOpened(B, 7))
         self.told(ImageStart(KEY, 1, 1, 5, 3, 1, run=run))
         self.told(ImageChunk(KEY, 5, 0))
         self.tell(ev.ImageRestored(KEY, 5))
@@ -134,11 +134,11 @@ def only(kind: type[E], effects: Iterable[Effect]) -> list[E]:
 
 
 def replies(effects: Iterable[Effect]) -> list[Reply]:
-    return [answer.reply for answer in only(Answer, effects)]
+    return [answer.reply for answer in only(SendReply, effects)]
 
 
 def requests(effects: Iterable[Effect]) -> list[Request]:
-    return [send.request for send in only(Send, effects)]
+    return [send.request for send in only(SendRequest, effects)]
 
 
 # --- leading ---
@@ -147,29 +147,35 @@ def requests(effects: Iterable[Effect]) -> list[Request]:
 def test_a_push_is_acknowledged_once_every_backup_has_it() -> None:
     world = World()
     world.led(B, C)
-    assert requests(world.tell(ev.Applied(KEY, 2))) == [UpdateMessage(KEY, 1, 2)] * 2
+    assert requests(world.tell(ev.PushApplied(KEY, 2))) == [UpdateMessage(KEY, 1, 2)] * 2
     assert world.asks(2) == []
-    assert only(Acknowledge, world.answered(B, Received(KEY, 1, 2))) == []
-    assert only(Acknowledge, world.answered(C, Received(KEY, 1, 2))) == [Acknowledge("asked")]
+    assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
+    assert only(AcknowledgeVersion, world.answered(C, RecordsReceived(KEY, 1, 2))) == [
+        AcknowledgeVersion("asked")
+    ]
 
 
-@pytest.mark.parametrize("level", list(ev.Level))
-def test_nothing_is_acknowledged_beyond_the_lease(level: ev.Level) -> None:
+@pytest.mark.parametrize("level", list(ev.AckLevel))
+def test_nothing_is_acknowledged_beyond_the_lease(level: ev.AckLevel) -> None:
     """Counted from the sending of the last renewal; whoever waits is told, a renewal mends it."""
     world = World()
     world.core.leading.keeps_journal = True
     world.led(B, on_disk="a")
-    world.tell(ev.OnDisk(KEY, 1))
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.VersionJournaled(KEY, 1))
+    world.tell(ev.PushApplied(KEY, 2))
     world.asks(2)
     world.now_s = LIMITS.fenced_after_s - 0.01
-    assert only(Refuse, world.tell(ev.Woken())) == []
+    assert only(RefuseVersion, world.tell(ev.WakeTimeReached())) == []
     world.now_s = LIMITS.fenced_after_s
     assert world.core.wakes_s() <= world.now_s
-    assert only(Refuse, world.tell(ev.Woken())) == [Refuse("asked", Refusal.FENCED)]
-    assert only(Refuse, world.asks(1, level)) == [Refuse("asked", Refusal.FENCED)]
+    assert only(RefuseVersion, world.tell(ev.WakeTimeReached())) == [
+        RefuseVersion("asked", AckRefusalReason.FENCED)
+    ]
+    assert only(RefuseVersion, world.asks(1, level)) == [
+        RefuseVersion("asked", AckRefusalReason.FENCED)
+    ]
     world.tell(ev.LeaseRenewed(world.now_s - 1.0))
-    assert only(Acknowledge, world.asks(1, level)) == [Acknowledge("asked")]
+    assert only(AcknowledgeVersion, world.asks(1, level)) == [AcknowledgeVersion("asked")]
 
 
 def test_pushes_outlast_ten_minutes_without_etcd() -> None:
@@ -178,12 +184,12 @@ def test_pushes_outlast_ten_minutes_without_etcd() -> None:
     limits = ReplicationLimits()
     world = World(limits)
     world.led()
-    absences = Absences[Holder](limits.longest_gap_s)
+    absences = ServerAbsences[Holder](limits.longest_gap_s)
     acknowledged_s = dead_s = 0.0
     while not dead_s:
         world.now_s += 1.0
-        world.tell(ev.Woken())
-        if only(Acknowledge, world.asks(1)):
+        world.tell(ev.WakeTimeReached())
+        if only(AcknowledgeVersion, world.asks(1)):
             acknowledged_s = world.now_s
         if absences.away_s([ME], world.now_s)[ME] >= limits.dead_after_s:
             dead_s = world.now_s
@@ -195,24 +201,26 @@ def test_a_backup_counts_until_the_record_has_let_it_go() -> None:
     """It is gone, and the write is under way: nothing is acknowledged before that is done."""
     world = World()
     world.led(B)
-    assert only(Write, world.broke(B)) == [Write(KEY)]
-    world.tell(ev.Applied(KEY, 2))
+    assert only(WriteShardRecord, world.broke(B)) == [WriteShardRecord(KEY)]
+    world.tell(ev.PushApplied(KEY, 2))
     assert world.asks(2) == []
     assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
-    done = [*world.assigned(record(ME)), *world.tell(ev.Written(KEY))]
-    assert only(Acknowledge, done) == [Acknowledge("asked")]
+    done = [*world.assigned(record(ME)), *world.tell(ev.ShardRecordWritten(KEY))]
+    assert only(AcknowledgeVersion, done) == [AcknowledgeVersion("asked")]
 
 
 def joined(world: World) -> None:
     """B has got the shard, and the write that puts it in step is under way."""
     world.led(joining=B)
     world.opened(B)
-    assert only(CutImage, world.answered(B, Holds(KEY, 1))) == [CutImage(KEY, 1)]
+    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 1)]
     assert requests(world.tell(ev.ImageCut(KEY, 1, 1, 1))) == [
         ImageStart(KEY, 1, 1, 1, 1, 1),
         ImageChunk(KEY, 1, 0),
     ]
-    assert only(Write, world.answered(B, Installed(KEY, 1, 1, 1))) == [Write(KEY)]
+    assert only(WriteShardRecord, world.answered(B, ImageInstalled(KEY, 1, 1, 1))) == [
+        WriteShardRecord(KEY)
+    ]
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
@@ -222,12 +230,12 @@ def test_a_joiner_counts_as_long_as_a_write_may_put_it_in_step() -> None:
     world = World()
     joined(world)
     world.broke(B)
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     assert world.asks(2) == []
-    assert only(Acknowledge, world.assigned(record(ME, B))) == []
-    assert only(Write, world.tell(ev.Written(KEY))) == [Write(KEY)]
+    assert only(AcknowledgeVersion, world.assigned(record(ME, B))) == []
+    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, record(ME, B), world.now_s) == record(ME)
-    assert only(Acknowledge, world.assigned(record(ME))) == [Acknowledge("asked")]
+    assert only(AcknowledgeVersion, world.assigned(record(ME))) == [AcknowledgeVersion("asked")]
 
 
 def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_more() -> None:
@@ -235,16 +243,16 @@ def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_m
     its copy go, and is named again: all before the primary knows what became of its write."""
     world = World()
     joined(world)
-    world.answered(B, Refused(KEY, 1, Why.NO_COPY, "it was let go of"))
+    world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.NO_COPY, "the copy was dropped"))
     world.assigned(record(ME, joining=C))
     asked = world.assigned(record(ME, joining=B))
     assert requests(asked) == [Offer(KEY, 1, 1)]
-    assert only(CutImage, world.answered(B, Holds(KEY, 1))) == [CutImage(KEY, 2)]
-    world.tell(ev.Applied(KEY, 2))
+    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 2)]
+    world.tell(ev.PushApplied(KEY, 2))
     assert world.asks(2) == []
-    world.tell(ev.Written(KEY))
+    world.tell(ev.ShardRecordWritten(KEY))
     world.tell(ev.ImageCut(KEY, 2, 2, 1))
-    assert Write(KEY) in world.answered(B, Installed(KEY, 1, 2, 2))
+    assert WriteShardRecord(KEY) in world.answered(B, ImageInstalled(KEY, 1, 2, 2))
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
 
@@ -252,18 +260,18 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     world = World()
     world.led(joining=B)
     world.opened(B)
-    world.answered(B, Holds(KEY, 1))
+    world.answered(B, BackupState(KEY, 1))
     sent = requests(world.tell(ev.ImageCut(KEY, 1, 1, 9)))
     assert sent[1:] == [ImageChunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
-    assert requests(world.answered(B, ChunkTaken(KEY, 1, 2))) == [
+    assert requests(world.answered(B, ChunkReceived(KEY, 1, 2))) == [
         ImageChunk(KEY, 1, 4),
         ImageChunk(KEY, 1, 5),
     ]
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.Woken())
+    world.tell(ev.WakeTimeReached())
     assert requests(world.opened(B)) == [Offer(KEY, 1, 1)]
-    again = requests(world.answered(B, Holds(KEY, 1, image=1, next_chunk=3)))
+    again = requests(world.answered(B, BackupState(KEY, 1, image=1, next_chunk=3)))
     assert again == [
         ImageStart(KEY, 1, 1, 1, 1, 9, 3),
         *(ImageChunk(KEY, 1, i) for i in range(3, 3 + LIMITS.window_chunks)),
@@ -275,14 +283,14 @@ def test_pushes_go_on_from_what_the_backup_has() -> None:
     world = World()
     world.led(B)
     for version in (2, 3, 4):
-        world.tell(ev.Applied(KEY, version))
-    world.answered(B, Received(KEY, 1, 2))
+        world.tell(ev.PushApplied(KEY, version))
+    world.answered(B, RecordsReceived(KEY, 1, 2))
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.Woken())
+    world.tell(ev.WakeTimeReached())
     world.opened(B)
-    assert requests(world.answered(B, Holds(KEY, 1, 1, 1, 3))) == [Continue(KEY, 1, 3)]
-    assert requests(world.answered(B, Installed(KEY, 1, 0, 3))) == [UpdateMessage(KEY, 1, 4)]
+    assert requests(world.answered(B, BackupState(KEY, 1, 1, 1, 3))) == [CopyUpToDate(KEY, 1, 3)]
+    assert requests(world.answered(B, ImageInstalled(KEY, 1, 0, 3))) == [UpdateMessage(KEY, 1, 4)]
 
 
 def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
@@ -290,22 +298,22 @@ def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
     that one alone."""
     world = World()
     world.led(joining=B)
-    world.tell(ev.Applied(KEY, 2, is_kept=False))
+    world.tell(ev.PushApplied(KEY, 2, is_kept=False))
     world.opened(B)
-    effects = world.answered(B, Holds(KEY, 1, copy_epoch=1, born=1, version=1))
+    effects = world.answered(B, BackupState(KEY, 1, copy_epoch=1, born=1, version=1))
     assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
 
 
 @pytest.mark.parametrize(
     "holds",
     [
-        Holds(KEY, 1, copy_epoch=1, born=9, version=1),
-        Holds(KEY, 1, copy_epoch=9, born=1, version=1),
-        Holds(KEY, 1, copy_epoch=1, born=1, version=2),
+        BackupState(KEY, 1, copy_epoch=1, born=9, version=1),
+        BackupState(KEY, 1, copy_epoch=9, born=1, version=1),
+        BackupState(KEY, 1, copy_epoch=1, born=1, version=2),
     ],
     ids=["other first values", "an epoch of another line", "more than the primary has"],
 )
-def test_a_copy_of_another_history_is_replaced(holds: Holds) -> None:
+def test_a_copy_of_another_history_is_replaced(holds: BackupState) -> None:
     world = World()
     world.led(joining=B)
     world.opened(B)
@@ -317,91 +325,95 @@ def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
     world = World()
     world.led(B)
     old = world.links[B]
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     world.asks(2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.Woken())
+    world.tell(ev.WakeTimeReached())
     assert world.links[B] != old
-    assert world.tell(ev.Replied(B, old, Received(KEY, 1, 2))) == []
+    assert world.tell(ev.ReplyReceived(B, old, RecordsReceived(KEY, 1, 2))) == []
 
 
 def held(world: World, version: int, peer: Holder = B) -> list[Effect]:
-    return world.tell(ev.Held(peer, world.links[peer], KEY, 1, version))
+    return world.tell(ev.RecordDelivered(peer, world.links[peer], KEY, 1, version))
 
 
 def test_a_push_was_received_once_it_lies_in_the_memory_of_every_backup() -> None:
     """They read it whatever happens. What was kept for them is kept until they have."""
     world = World()
     world.led(B, C)
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     world.asks(2)
-    assert only(Acknowledge, held(world, 2)) == []
-    assert only(Acknowledge, held(world, 2, C)) == [Acknowledge("asked")]
-    assert only(Trim, world.answered(B, Received(KEY, 1, 2))) == []
-    assert only(Trim, world.answered(C, Received(KEY, 1, 2))) == [Trim(KEY, 2)]
+    assert only(AcknowledgeVersion, held(world, 2)) == []
+    assert only(AcknowledgeVersion, held(world, 2, C)) == [AcknowledgeVersion("asked")]
+    assert only(TrimRecords, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
+    assert only(TrimRecords, world.answered(C, RecordsReceived(KEY, 1, 2))) == [TrimRecords(KEY, 2)]
 
 
 def test_what_came_before_must_have_been_received_too() -> None:
     """It may have gone another way, and be refused."""
     world = World()
     world.led(B)
-    world.tell(ev.Applied(KEY, 2))
-    world.tell(ev.Applied(KEY, 3))
+    world.tell(ev.PushApplied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 3))
     world.asks(3)
-    assert only(Acknowledge, held(world, 3)) == []
-    assert only(Acknowledge, world.answered(B, Received(KEY, 1, 2))) == [Acknowledge("asked")]
+    assert only(AcknowledgeVersion, held(world, 3)) == []
+    assert only(AcknowledgeVersion, world.answered(B, RecordsReceived(KEY, 1, 2))) == [
+        AcknowledgeVersion("asked")
+    ]
 
 
 def test_what_lay_in_memory_when_a_link_broke_is_asked_for_once_more() -> None:
     """It is acknowledged by then; the backup may lack it if its process is gone."""
     world = World()
     world.led(B)
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     held(world, 2)
     world.broke(B, gone=False)
     world.now_s += LIMITS.reconnect_s / 10
-    world.tell(ev.Woken())
+    world.tell(ev.WakeTimeReached())
     world.opened(B)
-    effects = world.answered(B, Holds(KEY, 1, 1, 1, 1))
-    assert requests(effects) == [Continue(KEY, 1, 1)]
-    assert requests(world.answered(B, Installed(KEY, 1, 0, 1))) == [UpdateMessage(KEY, 1, 2)]
+    effects = world.answered(B, BackupState(KEY, 1, 1, 1, 1))
+    assert requests(effects) == [CopyUpToDate(KEY, 1, 1)]
+    assert requests(world.answered(B, ImageInstalled(KEY, 1, 0, 1))) == [UpdateMessage(KEY, 1, 2)]
 
 
 def test_a_shard_is_handed_over_once_its_successor_has_read_all() -> None:
     """It leads at once."""
     world = World()
     world.led(B)
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     held(world, 2)
     world.assigned(record(ME, B, successor=B))
-    assert only(Write, world.tell(ev.Stopped(KEY, 2))) == []
-    assert only(Write, world.answered(B, Received(KEY, 1, 2))) == [Write(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 2))) == []
+    assert only(WriteShardRecord, world.answered(B, RecordsReceived(KEY, 1, 2))) == [
+        WriteShardRecord(KEY)
+    ]
 
 
 def test_who_is_told_of_a_later_epoch_refuses_at_once() -> None:
     """It may be cut from etcd for long: its workers are not to wait for that."""
     world = World()
     world.led(B)
-    world.tell(ev.Applied(KEY, 2))
+    world.tell(ev.PushApplied(KEY, 2))
     world.asks(2)
-    effects = world.answered(B, Refused(KEY, 1, Why.OTHER_HOLDERS, "", 2))
-    assert only(Refuse, effects) == [Refuse("asked", Refusal.DEPOSED)]
-    assert only(Stop, effects) == [Stop(KEY)]
-    assert only(Refuse, world.asks(1)) == [Refuse("asked", Refusal.DEPOSED)]
+    effects = world.answered(B, BackupRefused(KEY, 1, BackupRefusalReason.OTHER_HOLDERS, "", 2))
+    assert only(RefuseVersion, effects) == [RefuseVersion("asked", AckRefusalReason.DEPOSED)]
+    assert only(StopPushes, effects) == [StopPushes(KEY)]
+    assert only(RefuseVersion, world.asks(1)) == [RefuseVersion("asked", AckRefusalReason.DEPOSED)]
 
 
 def test_pushes_are_taken_until_workers_have_heard_of_the_successor() -> None:
     """They connect to it meanwhile."""
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
-    assert only(Stop, world.assigned(record(ME, B, successor=B))) == []
+    assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
     assert world.core.wakes_s() == pytest.approx(0.3)
     world.now_s = 0.2
-    world.tell(ev.Applied(KEY, 2))
-    assert only(Stop, world.answered(B, Received(KEY, 1, 2))) == []
+    world.tell(ev.PushApplied(KEY, 2))
+    assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == []
     world.now_s = 0.31
-    assert only(Stop, world.tell(ev.Woken())) == [Stop(KEY)]
+    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == [StopPushes(KEY)]
     assert world.core.wakes_s() > 1.0
 
 
@@ -410,15 +422,18 @@ def test_shards_whose_successors_are_named_together_are_handed_over_together() -
     other = ("job", 1)
     world = World(replace(LIMITS, announced_s=0.3))
     world.led(B)
-    world.tell(ev.Assigned(other, replace(record(ME, B), shard_id=1)))
-    world.tell(ev.Created(other, 1, 1))
-    world.answered(B, Holds(other, 1, 1, 1, 1))
-    world.answered(B, Installed(other, 1, 0, 1))
+    world.tell(ev.ShardAssigned(other, replace(record(ME, B), shard_id=1)))
+    world.tell(ev.ShardCreated(other, 1, 1))
+    world.answered(B, BackupState(other, 1, 1, 1, 1))
+    world.answered(B, ImageInstalled(other, 1, 0, 1))
     world.assigned(record(ME, B, successor=B))
     world.now_s = 0.02
-    world.tell(ev.Assigned(other, replace(record(ME, B, successor=B), shard_id=1)))
+    world.tell(ev.ShardAssigned(other, replace(record(ME, B, successor=B), shard_id=1)))
     world.now_s = 0.301
-    assert only(Stop, world.tell(ev.Woken())) == [Stop(KEY), Stop(other)]
+    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == [
+        StopPushes(KEY),
+        StopPushes(other),
+    ]
     assert world.core.wakes_s() > 1.0
 
 
@@ -436,18 +451,20 @@ def test_a_successor_that_is_lost_before_it_takes_over_is_not_waited_for() -> No
     world.assigned(record(ME, B, successor=B))
     world.assigned(record(ME))
     world.now_s = 0.31
-    assert only(Stop, world.tell(ev.Woken())) == []
+    assert only(StopPushes, world.tell(ev.WakeTimeReached())) == []
 
 
 def test_a_shard_is_handed_over_once_its_successor_is_level() -> None:
     world = World()
     world.led(B)
-    world.tell(ev.Applied(KEY, 2))
-    assert only(Stop, world.assigned(record(ME, B, successor=B))) == []
-    assert only(Stop, world.answered(B, Received(KEY, 1, 2))) == [Stop(KEY)]
-    world.tell(ev.Applied(KEY, 3))
-    assert only(Write, world.tell(ev.Stopped(KEY, 3))) == []
-    assert only(Write, world.answered(B, Received(KEY, 1, 3))) == [Write(KEY)]
+    world.tell(ev.PushApplied(KEY, 2))
+    assert only(StopPushes, world.assigned(record(ME, B, successor=B))) == []
+    assert only(StopPushes, world.answered(B, RecordsReceived(KEY, 1, 2))) == [StopPushes(KEY)]
+    world.tell(ev.PushApplied(KEY, 3))
+    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 3))) == []
+    assert only(WriteShardRecord, world.answered(B, RecordsReceived(KEY, 1, 3))) == [
+        WriteShardRecord(KEY)
+    ]
     moved = record(B, ME, epoch=2)
     assert world.core.revised(KEY, record(ME, B, successor=B), world.now_s) == moved
 
@@ -457,8 +474,8 @@ def test_who_cannot_hand_over_leads_on() -> None:
     world = World()
     world.led(B)
     world.assigned(record(ME, B, successor=B))
-    assert only(Write, world.tell(ev.Stopped(KEY, 1))) == [Write(KEY)]
-    assert only(Resume, world.tell(ev.NotWritten(KEY))) == [Resume(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
+    assert only(ResumePushes, world.tell(ev.ShardRecordNotWritten(KEY))) == [ResumePushes(KEY)]
 
 
 def test_a_shard_that_may_be_given_away_any_moment_takes_no_pushes() -> None:
@@ -468,18 +485,18 @@ def test_a_shard_that_may_be_given_away_any_moment_takes_no_pushes() -> None:
     world.led(B)
     handed = record(ME, B, successor=B)
     world.assigned(handed)
-    assert only(Write, world.tell(ev.Stopped(KEY, 1))) == [Write(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.PushesStopped(KEY, 1))) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, handed, world.now_s) == record(B, ME, epoch=2)
     world.broke(B, gone=False)
-    assert only(Resume, world.assigned(handed)) == []
-    assert only(Resume, world.tell(ev.Written(KEY))) == [Resume(KEY)]
+    assert only(ResumePushes, world.assigned(handed)) == []
+    assert only(ResumePushes, world.tell(ev.ShardRecordWritten(KEY))) == [ResumePushes(KEY)]
 
 
 def test_first_values_are_opened_once_the_record_tells_of_them() -> None:
     world = World()
     world.assigned(record(ME, content=ShardContent.NONE))
-    effects = world.tell(ev.Created(KEY, 1, 1))
-    assert only(Write, effects) == [Write(KEY)]
+    effects = world.tell(ev.ShardCreated(KEY, 1, 1))
+    assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     assert [type(effect).__name__ for effect in effects if "Open" in type(effect).__name__] == []
     assert world.core.revised(KEY, record(ME, content=ShardContent.NONE), world.now_s) == record(ME)
 
@@ -491,16 +508,18 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
     """That may have acknowledged it; one that has handed the shard over has not."""
     world = World()
     world.backs()
-    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY, last=B)]
+    assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, last=B)]
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert only(Replay, effects) == [Replay(KEY, 4)]
-    assert [reply.newest_epoch for reply in replies(effects) if isinstance(reply, Refused)] == [2]
-    assert only(Lead, world.tell(ev.Settled(KEY, 3))) == []
-    assert only(Lead, world.tell(ev.Settled(KEY, 4))) == [Lead(KEY, 2)]
+    assert only(ReplayRecord, effects) == [ReplayRecord(KEY, 4)]
+    assert [
+        reply.newest_epoch for reply in replies(effects) if isinstance(reply, BackupRefused)
+    ] == [2]
+    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 3))) == []
+    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 4))) == [LeadShard(KEY, 2)]
     world = World()
     world.backs()
     world.assigned(record(B, ME, successor=ME))
-    assert only(Settle, world.assigned(record(ME, B, epoch=2))) == [Settle(KEY, last=None)]
+    assert only(SettleCopy, world.assigned(record(ME, B, epoch=2))) == [SettleCopy(KEY, last=None)]
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() -> None:
@@ -509,11 +528,13 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_once_it_leads() ->
     world.backs()
     world.assigned(record(ME, epoch=2))
     assert replies(world.told(Offer(KEY, 1, 1))) == []
-    (refused,) = replies(world.tell(ev.Settled(KEY, 3)))
-    assert isinstance(refused, Refused)
-    assert (refused.why, refused.newest_epoch) == (Why.OTHER_HOLDERS, 2)
-    world.tell(ev.CallerCame(C, 7))
-    assert only(Refresh, world.told(Offer(KEY, 3, 1), peer=C)) == [Refresh(KEY)]
+    (refused,) = replies(world.tell(ev.CopySettled(KEY, 3)))
+    assert isinstance(refused, BackupRefused)
+    assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 2)
+    world.tell(ev.IncomingLinkOpened(C, 7))
+    assert only(RefreshShardRecord, world.told(Offer(KEY, 3, 1), peer=C)) == [
+        RefreshShardRecord(KEY)
+    ]
 
 
 def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_gone() -> None:
@@ -522,46 +543,52 @@ def test_an_offer_that_comes_while_a_copy_settles_is_answered_also_once_that_is_
     world.backs()
     world.assigned(record(ME, epoch=2))
     world.told(Offer(KEY, 1, 1))
-    world.tell(ev.CallerCame(C, 7))
+    world.tell(ev.IncomingLinkOpened(C, 7))
     assert replies(world.told(Offer(KEY, 4, 4), peer=C)) == []
     gone = world.assigned(record(C, epoch=3, content=ShardContent.LOADING))
-    assert (only(Drop, gone), only(Refresh, gone)) == ([Drop(KEY)], [Refresh(KEY)])
+    assert (only(DropShard, gone), only(RefreshShardRecord, gone)) == (
+        [DropShard(KEY)],
+        [RefreshShardRecord(KEY)],
+    )
     world.assigned(record(C, joining=ME, epoch=4))
-    refused, holds = replies(world.tell(ev.Refreshed(KEY)))
-    assert isinstance(refused, Refused)
-    assert holds == Holds(KEY, 4)
+    refused, holds = replies(world.tell(ev.ShardRecordRefreshed(KEY)))
+    assert isinstance(refused, BackupRefused)
+    assert holds == BackupState(KEY, 4)
 
 
 def test_who_sends_an_image_that_is_let_go_of_is_told() -> None:
     """It may know of a later record, by which it sends it still, and would wait for ever."""
     world = World()
     world.assigned(record(B, joining=ME))
-    world.tell(ev.CallerCame(B, 7))
+    world.tell(ev.IncomingLinkOpened(B, 7))
     world.told(ImageStart(KEY, 1, 1, 5, 3, 2))
     world.told(ImageChunk(KEY, 5, 0))
-    told = only(Answer, world.assigned(record(B)))
+    told = only(SendReply, world.assigned(record(B)))
     (refused,) = replies(told)
     assert (told[0].peer, told[0].link) == (B, 7)
-    assert isinstance(refused, Refused)
-    assert (refused.why, refused.newest_epoch) == (Why.OTHER_HOLDERS, 1)
+    assert isinstance(refused, BackupRefused)
+    assert (refused.why, refused.newest_epoch) == (BackupRefusalReason.OTHER_HOLDERS, 1)
 
 
 def test_a_copy_that_may_lack_what_was_sent_to_it_is_let_go_of() -> None:
     world = World()
     world.backs()
-    assert only(Drop, world.tell(ev.CallerLeft(B, 7, is_torn=True))) == [Drop(KEY)]
+    assert only(DropShard, world.tell(ev.IncomingLinkEnded(B, 7, is_torn=True))) == [DropShard(KEY)]
 
 
 def test_a_push_is_received_in_order_and_replayed_once() -> None:
     world = World()
     world.backs()
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [Replay(KEY, 4)])
+    assert (replies(effects), only(ReplayRecord, effects)) == (
+        [RecordsReceived(KEY, 1, 4)],
+        [ReplayRecord(KEY, 4)],
+    )
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(Replay, effects)) == ([Received(KEY, 1, 4)], [])
+    assert (replies(effects), only(ReplayRecord, effects)) == ([RecordsReceived(KEY, 1, 4)], [])
     (refused,) = replies(world.told(UpdateMessage(KEY, 1, 6)))
-    assert isinstance(refused, Refused)
-    assert refused.why is Why.NO_COPY
+    assert isinstance(refused, BackupRefused)
+    assert refused.why is BackupRefusalReason.NO_COPY
 
 
 def test_a_copy_that_fails_is_told_to_its_primary() -> None:
@@ -570,8 +597,11 @@ def test_a_copy_that_fails_is_told_to_its_primary() -> None:
     world.backs()
     effects = world.tell(ev.CopyFailed(KEY))
     (refused,) = replies(effects)
-    assert isinstance(refused, Refused)
-    assert (refused.why, only(Drop, effects)) == (Why.NO_COPY, [Drop(KEY)])
+    assert isinstance(refused, BackupRefused)
+    assert (refused.why, only(DropShard, effects)) == (
+        BackupRefusalReason.NO_COPY,
+        [DropShard(KEY)],
+    )
 
 
 def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> None:
@@ -580,22 +610,24 @@ def test_an_image_is_not_kept_where_the_record_names_this_server_by_then() -> No
     world.backs()
     world.told(ImageStart(KEY, 1, 1, 6, 9, 1))
     world.told(ImageChunk(KEY, 6, 0))
-    assert only(Settle, world.assigned(record(ME, epoch=2))) == [Settle(KEY, B)]
-    assert only(Lead, world.tell(ev.Settled(KEY, 3))) == [Lead(KEY, 2)]
-    assert only(Adopt, world.tell(ev.ImageRestored(KEY, 6))) == []
+    assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, B)]
+    assert only(LeadShard, world.tell(ev.CopySettled(KEY, 3))) == [LeadShard(KEY, 2)]
+    assert only(AdoptImage, world.tell(ev.ImageRestored(KEY, 6))) == []
     (refused,) = replies(world.told(UpdateMessage(KEY, 1, 4)))
-    assert isinstance(refused, Refused)
-    assert refused.why is Why.OTHER_HOLDERS
+    assert isinstance(refused, BackupRefused)
+    assert refused.why is BackupRefusalReason.OTHER_HOLDERS
 
 
 def test_a_backup_takes_over_from_a_primary_that_neither_calls_nor_answers() -> None:
     world = World()
     world.backs()
-    world.tell(ev.CallerLeft(B, 7))
-    assert only(Write, world.tell(ev.Probed(B, answers=True))) == []
-    assert only(Write, world.tell(ev.Probed(B, answers=False))) == [Write(KEY)]
+    world.tell(ev.IncomingLinkEnded(B, 7))
+    assert only(WriteShardRecord, world.tell(ev.PeerProbed(B, answers=True))) == []
+    assert only(WriteShardRecord, world.tell(ev.PeerProbed(B, answers=False))) == [
+        WriteShardRecord(KEY)
+    ]
     assert world.core.revised(KEY, record(B, ME), world.now_s) == record(ME, epoch=2)
-    world.tell(ev.CallerCame(B, 8))
+    world.tell(ev.IncomingLinkOpened(B, 8))
     assert world.core.revised(KEY, record(B, ME), world.now_s) == record(B, ME)
 
 
@@ -604,7 +636,10 @@ def test_who_has_a_failed_copy_no_longer_counts_as_having_one() -> None:
     world = World()
     world.backs()
     effects = world.tell(ev.CopyFailed(KEY))
-    assert (only(Drop, effects), only(Write, effects)) == ([Drop(KEY)], [Write(KEY)])
+    assert (only(DropShard, effects), only(WriteShardRecord, effects)) == (
+        [DropShard(KEY)],
+        [WriteShardRecord(KEY)],
+    )
     assert world.core.revised(KEY, record(B, ME, C), world.now_s) == record(B, C)
 
 
@@ -622,26 +657,26 @@ def test_who_is_to_lead_what_it_has_not_says_so(
     """Its copy failed while it took over, or was not there when the coordinator named it."""
     world = World()
     world.backs()
-    assert only(Settle, world.assigned(given)) == [Settle(KEY, last=B)]
-    assert only(Write, world.tell(ev.CopyFailed(KEY))) == [Write(KEY)]
+    assert only(SettleCopy, world.assigned(given)) == [SettleCopy(KEY, last=B)]
+    assert only(WriteShardRecord, world.tell(ev.CopyFailed(KEY))) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, given, world.now_s) == told
     world = World()
-    assert only(Write, world.assigned(given)) == [Write(KEY)]
+    assert only(WriteShardRecord, world.assigned(given)) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, given, world.now_s) == told
 
 
 def test_what_was_told_to_be_forgotten_is_not_lost() -> None:
     world = World()
     world.led()
-    assert only(Write, world.tell(ev.Forget(KEY))) == []
-    assert only(Write, world.assigned(record(ME, joining=C))) == []
+    assert only(WriteShardRecord, world.tell(ev.ShardRetired(KEY))) == []
+    assert only(WriteShardRecord, world.assigned(record(ME, joining=C))) == []
 
 
 def test_a_copy_of_what_was_written_anew_is_dropped() -> None:
     world = World()
     world.backs()
     effects = world.assigned(record(ME, epoch=2, content=ShardContent.LOST))
-    assert (only(Drop, effects), only(Settle, effects)) == ([Drop(KEY)], [])
+    assert (only(DropShard, effects), only(SettleCopy, effects)) == ([DropShard(KEY)], [])
 
 
 # --- the journal ---
@@ -663,14 +698,14 @@ def test_a_shard_is_led_from_disk_once_nobody_can_have_more(
     world = World()
     last = record(B, C, on_disk="a")
     world.assigned(last)
-    world.tell(ev.JournalHas(KEY, 1, 3))
-    world.tell(ev.ServersSeen(frozenset(), world.now_s))
+    world.tell(ev.JournalShardFound(KEY, 1, 3))
+    world.tell(ev.ServersListed(frozenset(), world.now_s))
     while away_s > 1.0:
         world.now_s, away_s = world.now_s + 1.0, away_s - 1.0
-        world.tell(ev.ServersSeen(frozenset(), world.now_s))
+        world.tell(ev.ServersListed(frozenset(), world.now_s))
     world.now_s += away_s
-    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, ended))
-    assert bool(only(Write, effects)) == leads
+    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, ended))
+    assert bool(only(WriteShardRecord, effects)) == leads
     assert (world.core.revised(KEY, last, world.now_s).primary == ME) == leads
 
 
@@ -679,12 +714,12 @@ def test_a_shard_is_led_from_disk_also_where_its_last_process_named_that_late() 
     world = World()
     last = Holder("a", "0")
     world.assigned(record(last))
-    world.tell(ev.JournalHas(KEY, 1, 3))
+    world.tell(ev.JournalShardFound(KEY, 1, 3))
     world.assigned(record(last, disk_epoch=1))
     named = record(last, on_disk="a", disk_epoch=1, disk_version=3)
     world.assigned(named)
-    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({last})))
-    assert only(Write, effects) == [Write(KEY)]
+    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({last})))
+    assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, named, world.now_s).primary == ME
 
 
@@ -692,13 +727,13 @@ def test_an_older_copy_of_the_disk_is_not_led_and_told() -> None:
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=10)
     world.assigned(last)
-    world.tell(ev.JournalHas(KEY, 1, 9))
-    effects = world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({B})))
-    assert only(Write, effects) == [Write(KEY)]
+    world.tell(ev.JournalShardFound(KEY, 1, 9))
+    effects = world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
+    assert only(WriteShardRecord, effects) == [WriteShardRecord(KEY)]
     told = replace(last, found_version=9)
     assert world.core.revised(KEY, last, world.now_s) == told
     world.assigned(told)
-    assert only(Write, world.tell(ev.Written(KEY))) == []
+    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
 
 
 def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> None:
@@ -706,16 +741,18 @@ def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> 
     world = World()
     last = record(B, on_disk="a", disk_epoch=1, disk_version=2)
     world.assigned(last)
-    world.tell(ev.JournalHas(KEY, 1, 3))
-    world.tell(ev.ServersSeen(frozenset(), world.now_s, frozenset({B})))
+    world.tell(ev.JournalShardFound(KEY, 1, 3))
+    world.tell(ev.ServersListed(frozenset(), world.now_s, frozenset({B})))
     claimed = world.core.revised(KEY, last, world.now_s)
     assert only(LoadJournal, world.assigned(claimed)) == [LoadJournal(KEY, 2)]
-    assert only(Write, world.tell(ev.Written(KEY))) == []
-    assert only(Write, world.tell(ev.NotInJournal(KEY, 2))) == [Write(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
+    assert only(WriteShardRecord, world.tell(ev.JournalShardMissing(KEY, 2))) == [
+        WriteShardRecord(KEY)
+    ]
     told = world.core.revised(KEY, replace(claimed, joining=C), world.now_s)
     assert told == replace(claimed, epoch=3, content=ShardContent.LOST)
     world.assigned(told)
-    assert only(Write, world.tell(ev.Written(KEY))) == []
+    assert only(WriteShardRecord, world.tell(ev.ShardRecordWritten(KEY))) == []
     # Should that disk come back, its server leads the shard again.
     again = led_from_disk(told, Holder("a", "2"), frozenset())
     assert (again.epoch, again.content) == (4, ShardContent.PRESENT)
@@ -724,7 +761,7 @@ def test_what_the_journal_turns_out_not_to_have_is_lost_and_not_waited_for() -> 
 def test_what_is_not_in_the_journal_says_nothing_of_a_later_epoch() -> None:
     world = World()
     world.assigned(record(B, C, epoch=3))
-    world.tell(ev.NotInJournal(KEY, 2))
+    world.tell(ev.JournalShardMissing(KEY, 2))
     kept = record(B, C, epoch=3)
     assert world.core.revised(KEY, kept, world.now_s) == kept
 
@@ -736,16 +773,18 @@ def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:
     first = world.core.led(KEY)
     assert first is not None
     version = first.version
-    assert only(Write, world.tell(ev.OnDisk(KEY, version))) == [Write(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.VersionJournaled(KEY, version))) == [
+        WriteShardRecord(KEY)
+    ]
     known = world.core.revised(KEY, record(), world.now_s)
     assert (known.on_disk, known.disk_epoch, known.disk_version) == ("a", 1, version)
     world.assigned(known)
-    world.tell(ev.Written(KEY))
-    assert only(Write, world.tell(ev.OnDisk(KEY, version + 5))) == []
+    world.tell(ev.ShardRecordWritten(KEY))
+    assert only(WriteShardRecord, world.tell(ev.VersionJournaled(KEY, version + 5))) == []
     world.now_s += LIMITS.disk_told_s
     world.tell(ev.LeaseRenewed(world.now_s))
     assert world.core.wakes_s() <= world.now_s
-    assert only(Write, world.tell(ev.Woken())) == [Write(KEY)]
+    assert only(WriteShardRecord, world.tell(ev.WakeTimeReached())) == [WriteShardRecord(KEY)]
     assert world.core.revised(KEY, known, world.now_s).disk_version == version + 5
 
 
@@ -756,15 +795,15 @@ def test_what_is_here_of_another_run_is_let_go_of() -> None:
     """Numbers and epochs may be the same."""
     world = World()
     world.adopted("one")
-    effects = world.tell(ev.Assigned(KEY, record(B, ME), "two"))
-    assert only(Drop, effects) == [Drop(KEY)]
+    effects = world.tell(ev.ShardAssigned(KEY, record(B, ME), "two"))
+    assert only(DropShard, effects) == [DropShard(KEY)]
 
 
 @pytest.mark.parametrize(
     "told",
     [
         Offer(KEY, 1, 1, "one"),
-        Continue(KEY, 1, 3, "one"),
+        CopyUpToDate(KEY, 1, 3, "one"),
         ImageStart(KEY, 1, 1, 6, 3, 1, run="one"),
     ],
     ids=lambda told: type(told).__name__,
@@ -772,19 +811,21 @@ def test_what_is_here_of_another_run_is_let_go_of() -> None:
 def test_a_primary_of_another_run_is_refused(told: Request) -> None:
     world = World()
     world.adopted("two")
-    effects = [*world.told(told), *world.tell(ev.Refreshed(KEY))]
+    effects = [*world.told(told), *world.tell(ev.ShardRecordRefreshed(KEY))]
     (refused,) = replies(effects)
-    assert isinstance(refused, Refused)
-    assert refused.why is Why.OTHER_HOLDERS
+    assert isinstance(refused, BackupRefused)
+    assert refused.why is BackupRefusalReason.OTHER_HOLDERS
 
 
 def test_a_primary_names_its_run() -> None:
     world = World()
-    world.tell(ev.Assigned(KEY, record(ME, B), "two"))
-    world.tell(ev.Created(KEY, 1, 1))
+    world.tell(ev.ShardAssigned(KEY, record(ME, B), "two"))
+    world.tell(ev.ShardCreated(KEY, 1, 1))
     (offer,) = requests(world.opened(B))
     assert offer == Offer(KEY, 1, 1, "two")
-    (start,) = requests([*world.answered(B, Holds(KEY, 1)), *world.tell(ev.ImageCut(KEY, 1, 1, 0))])
+    (start,) = requests(
+        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageCut(KEY, 1, 1, 0))]
+    )
     assert isinstance(start, ImageStart)
     assert start.run == "two"
 
@@ -792,8 +833,10 @@ def test_a_primary_names_its_run() -> None:
 def test_a_backup_that_knows_only_of_the_last_run_deposes_nobody() -> None:
     """Its epoch is higher, and says nothing of this run's."""
     world = World()
-    world.tell(ev.Assigned(KEY, record(B, ME, epoch=9), "one"))
-    world.tell(ev.CallerCame(B, 7))
-    (refused,) = replies([*world.told(Offer(KEY, 1, 1, "two")), *world.tell(ev.Refreshed(KEY))])
-    assert isinstance(refused, Refused)
+    world.tell(ev.ShardAssigned(KEY, record(B, ME, epoch=9), "one"))
+    world.tell(ev.IncomingLinkOpened(B, 7))
+    (refused,) = replies(
+        [*world.told(Offer(KEY, 1, 1, "two")), *world.tell(ev.ShardRecordRefreshed(KEY))]
+    )
+    assert isinstance(refused, BackupRefused)
     assert refused.newest_epoch == 0

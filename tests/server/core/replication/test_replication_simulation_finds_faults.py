@@ -13,13 +13,13 @@ from shoal_server.core.replication.backing.missing_shards import MissingShards
 from shoal_server.core.replication.leading.followers import Follower
 from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.lease import Lease
-from shoal_server.core.replication.protocol.effects import Answer, Effect
-from shoal_server.core.replication.protocol.events import Assigned
+from shoal_server.core.replication.protocol.effects import Effect, SendReply
+from shoal_server.core.replication.protocol.events import ShardAssigned
 from shoal_server.core.replication.protocol.messages import Key, UpdateMessage
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
-from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import (
     Holder,
     JobAssignments,
@@ -159,11 +159,11 @@ def a_copy_that_has_something_else_goes_on(patch: Patch) -> None:
 def an_absence_goes_on_though_nobody_looked(patch: Patch) -> None:
     """Who was away may have been back meanwhile, and have acknowledged."""
 
-    def init(absences: Absences[Holder], longest_gap_s: float = 0.0) -> None:
+    def init(absences: ServerAbsences[Holder], longest_gap_s: float = 0.0) -> None:
         absences._longest_gap_s = math.inf
         absences._asked_s, absences._since_s = -math.inf, {}
 
-    patch.setattr(Absences, "__init__", init)
+    patch.setattr(ServerAbsences, "__init__", init)
 
 
 def who_ends_acknowledges_to_the_last(patch: Patch) -> None:
@@ -180,7 +180,7 @@ def what_was_held_in_another_run_is_kept(patch: Patch) -> None:
     """The next run's epochs may be the same."""
     real = ReplicationCore._assigned
 
-    def assigned(core: ReplicationCore, event: Assigned) -> Iterator[Effect]:
+    def assigned(core: ReplicationCore, event: ShardAssigned) -> Iterator[Effect]:
         if event.key in core._records.runs:
             core._records._runs[event.key] = event.run
         return real(core, event)
@@ -218,7 +218,7 @@ def what_follows_on_a_copy_is_refused_of_who_leads_no_longer(patch: Patch) -> No
         if copies._may_tell(assignment, peer, told):
             yield from real(copies, peer, link, told, assignment)
         else:
-            yield Answer(peer, link, copies._other_holders(told, assignment))
+            yield SendReply(peer, link, copies._other_holders(told, assignment))
 
     patch.setattr(Copies, "_record", record)
 

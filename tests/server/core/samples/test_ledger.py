@@ -10,42 +10,42 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_server.core.samples.ledger import MAX_CLOSED_COUNTS, MAX_HELD_RANGES, Ledger
+from shoal_server.core.samples.ledger import MAX_CLOSED_COUNTS, MAX_HELD_RANGES, SampleLedger
 from shoal_server.core.samples.requests import (
-    Answer,
-    Request,
-    SampleRange,
+    LedgerRange,
+    SampleAnswer,
+    SampleRequest,
     StaleRequest,
     TooManyRanges,
 )
-from shoal_server.core.samples.spans import Spans
+from shoal_server.core.samples.spans import IntegerSpans
 
 
 class Worker:
     """Numbers its requests and keeps its incarnation, as a client does."""
 
-    def __init__(self, ledger: Ledger, member_id: str, incarnation: str = "1") -> None:
+    def __init__(self, ledger: SampleLedger, member_id: str, incarnation: str = "1") -> None:
         self.ledger, self.member_id, self.incarnation = ledger, member_id, incarnation
         self.sequence = 0
 
     def ask(
         self,
         num_samples: int = 0,
-        done: Sequence[SampleRange] = (),
-        held: Sequence[SampleRange] = (),
-    ) -> SampleRange | None:
+        done: Sequence[LedgerRange] = (),
+        held: Sequence[LedgerRange] = (),
+    ) -> LedgerRange | None:
         self.sequence += 1
         return self.ledger.answer(self.request(num_samples, done, held)).range
 
     def reserve(
         self,
         num_samples: int,
-        held: Sequence[SampleRange] = (),
+        held: Sequence[LedgerRange] = (),
         *,
-        back: Sequence[SampleRange] = (),
+        back: Sequence[LedgerRange] = (),
         reserve: int = 100,
         step: int = 5,
-    ) -> Answer:
+    ) -> SampleAnswer:
         """What it is answered, as one that goes on while nobody answers."""
         self.sequence += 1
         request = self.request(num_samples, (), held)
@@ -54,9 +54,9 @@ class Worker:
         )
 
     def request(
-        self, num_samples: int, done: Sequence[SampleRange], held: Sequence[SampleRange]
-    ) -> Request:
-        return Request(
+        self, num_samples: int, done: Sequence[LedgerRange], held: Sequence[LedgerRange]
+    ) -> SampleRequest:
+        return SampleRequest(
             member_id=self.member_id,
             incarnation=self.incarnation,
             sequence=self.sequence,
@@ -65,7 +65,7 @@ class Worker:
             num_samples=num_samples,
         )
 
-    def must(self, num_samples: int, done: Sequence[SampleRange] = ()) -> SampleRange:
+    def must(self, num_samples: int, done: Sequence[LedgerRange] = ()) -> LedgerRange:
         granted = self.ask(num_samples, done)
         assert granted is not None
         return granted
@@ -73,15 +73,15 @@ class Worker:
 
 def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
     """Each epoch's positions come in order, and only the last completion exhausts the ledger."""
-    ledger = Ledger(dataset_size=5, num_epochs=2)
+    ledger = SampleLedger(dataset_size=5, num_epochs=2)
     worker = Worker(ledger, "a")
-    seen: list[SampleRange] = []
-    done: Sequence[SampleRange] = ()
+    seen: list[LedgerRange] = []
+    done: Sequence[LedgerRange] = ()
     while (granted := worker.ask(2, done)) is not None:
         assert not ledger.exhausted
         seen.append(granted)
         done = [granted]
-    assert seen == [SampleRange(e, a, b) for e in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))]
+    assert seen == [LedgerRange(e, a, b) for e in (0, 1) for a, b in ((0, 2), (2, 4), (4, 5))]
     assert ledger.exhausted
     assert ledger.counts().completed == 10
     assert ledger.counts().repeated_max == 0
@@ -89,7 +89,7 @@ def test_one_worker_walks_through_every_epoch_and_is_told_the_end() -> None:
 
 def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
     """The next lease after a loss is what the lost member held, and it counts as returned."""
-    ledger = Ledger(dataset_size=100, num_epochs=1)
+    ledger = SampleLedger(dataset_size=100, num_epochs=1)
     lost, survivor = Worker(ledger, "lost"), Worker(ledger, "survivor")
     held, own = lost.must(10), survivor.must(10)
     assert ledger.give_back("lost", "1") == 10
@@ -99,7 +99,7 @@ def test_a_lost_members_range_goes_out_before_anything_fresh() -> None:
 
 def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() -> None:
     """A fenced member's late report books nothing, so the sample is completed once: by the heir."""
-    ledger = Ledger(dataset_size=10, num_epochs=1)
+    ledger = SampleLedger(dataset_size=10, num_epochs=1)
     lost, heir = Worker(ledger, "lost"), Worker(ledger, "heir")
     held = lost.must(10)
     ledger.give_back("lost", "1")
@@ -114,7 +114,7 @@ def test_a_completion_after_the_range_was_given_back_is_ignored_and_counted() ->
 
 def test_a_new_incarnation_ends_the_earlier_one() -> None:
     """A member that restarts cannot leave ranges behind that nobody will ever complete."""
-    ledger = Ledger(dataset_size=10, num_epochs=1)
+    ledger = SampleLedger(dataset_size=10, num_epochs=1)
     before = Worker(ledger, "a", "1").must(10)
     assert Worker(ledger, "a", "2").must(10) == before
     assert ledger.give_back("a", "1") == 0, "the loss of the earlier one is old news"
@@ -123,7 +123,7 @@ def test_a_new_incarnation_ends_the_earlier_one() -> None:
 
 def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
     """A reply that was lost on the way costs no range and no count."""
-    ledger = Ledger(dataset_size=10, num_epochs=1)
+    ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(4)
     second = worker.must(4, [first])
@@ -135,11 +135,11 @@ def test_a_retry_gets_the_first_answer_and_books_nothing() -> None:
 
 def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
     """A delayed duplicate must not give back what the member has leased since."""
-    ledger = Ledger(dataset_size=10, num_epochs=1)
+    ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     worker.must(4)
     late = worker.request(4, [], [])
-    worker.must(4, [SampleRange(0, 0, 4)])
+    worker.must(4, [LedgerRange(0, 0, 4)])
     before = ledger.to_json()
     with pytest.raises(StaleRequest, match="request 1 came after request 2"):
         ledger.answer(late)
@@ -148,7 +148,7 @@ def test_an_overtaken_request_is_refused_and_changes_nothing() -> None:
 
 def test_what_a_member_no_longer_names_goes_back() -> None:
     """Books that missed a report (a coordinator died) do not wait for it for ever."""
-    ledger = Ledger(dataset_size=8, num_epochs=1)
+    ledger = SampleLedger(dataset_size=8, num_epochs=1)
     worker = Worker(ledger, "a")
     dropped = worker.must(4)
     assert worker.ask(4) == dropped
@@ -157,7 +157,7 @@ def test_what_a_member_no_longer_names_goes_back() -> None:
 
 def test_epochs_overlap_by_one_and_no_more() -> None:
     """With one sample of epoch 0 in flight epoch 1 is leased out, and epoch 2 does not begin."""
-    ledger = Ledger(dataset_size=4, num_epochs=3)
+    ledger = SampleLedger(dataset_size=4, num_epochs=3)
     slow, quick = Worker(ledger, "slow"), Worker(ledger, "quick")
     hanging = slow.must(1)
     quick_0 = quick.must(4)
@@ -171,7 +171,7 @@ def test_epochs_overlap_by_one_and_no_more() -> None:
 
 def test_counts_are_told_per_epoch() -> None:
     """Completed, in flight and returned add up for each epoch that is open."""
-    ledger = Ledger(dataset_size=6, num_epochs=2)
+    ledger = SampleLedger(dataset_size=6, num_epochs=2)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     first = a.must(4)
     b.must(2)
@@ -184,10 +184,10 @@ def test_counts_are_told_per_epoch() -> None:
 
 def test_a_member_that_hoards_ranges_gets_no_more() -> None:
     """The number of spans a member can hold is bounded, and the refusal changes nothing."""
-    ledger = Ledger(dataset_size=1000, num_epochs=1)
+    ledger = SampleLedger(dataset_size=1000, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
-    held: list[SampleRange] = []
-    apart: list[SampleRange] = []
+    held: list[LedgerRange] = []
+    apart: list[LedgerRange] = []
     while len(held) < MAX_HELD_RANGES:
         granted = a.ask(1, held=held)
         assert granted is not None
@@ -201,24 +201,24 @@ def test_a_member_that_hoards_ranges_gets_no_more() -> None:
 
 def test_who_comes_first_leaves_the_others_their_share() -> None:
     """Members hold in proportion to what they would hold, whole units of it."""
-    ledger = Ledger(dataset_size=90, num_epochs=1)
+    ledger = SampleLedger(dataset_size=90, num_epochs=1)
     quick, slow = Worker(ledger, "quick"), Worker(ledger, "slow")
     assert slow.reserve(0, reserve=50).range is None
     first = quick.reserve(100, reserve=100)
-    assert first.range == SampleRange(0, 0, 60)
-    assert slow.reserve(100, reserve=50).range == SampleRange(0, 60, 90)
+    assert first.range == LedgerRange(0, 0, 60)
+    assert slow.reserve(100, reserve=50).range == LedgerRange(0, 60, 90)
 
 
 def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> None:
     """What it gives back is leased to them, and counts as trained on by nobody yet."""
-    ledger = Ledger(dataset_size=90, num_epochs=1)
+    ledger = SampleLedger(dataset_size=90, num_epochs=1)
     first, later = Worker(ledger, "first"), Worker(ledger, "later")
     held = first.reserve(100).range
-    assert held == SampleRange(0, 0, 90)
+    assert held == LedgerRange(0, 0, 90)
     assert first.reserve(0, [held]).reserve_max >= 90
     assert later.reserve(10).range is None
     assert first.reserve(0, [held]).reserve_max == 45
-    back, kept = SampleRange(0, 45, 90), SampleRange(0, 0, 45)
+    back, kept = LedgerRange(0, 45, 90), LedgerRange(0, 0, 45)
     first.reserve(0, [kept], back=[back])
     assert later.reserve(100).range == back
     assert ledger.counts().repeated_max == 0
@@ -226,8 +226,8 @@ def test_who_holds_more_than_its_share_is_told_so_once_others_lack_samples() -> 
 
 def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
     """Twice what they would hold; without a reserve, one epoch ahead."""
-    ledger = Ledger(dataset_size=10, num_epochs=50)
-    held: list[SampleRange] = []
+    ledger = SampleLedger(dataset_size=10, num_epochs=50)
+    held: list[LedgerRange] = []
     worker = Worker(ledger, "a")
     while (granted := worker.reserve(10, held, reserve=60).range) is not None:
         held.append(granted)
@@ -236,19 +236,19 @@ def test_short_epochs_are_open_as_far_as_members_hold_samples_ahead() -> None:
 
 def test_a_member_is_told_what_of_its_claims_the_books_do_not_have() -> None:
     """They were replaced, for instance: it is not to begin what is another's by now."""
-    ledger = Ledger(dataset_size=20, num_epochs=1)
+    ledger = SampleLedger(dataset_size=20, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     held, other = a.reserve(5).range, b.reserve(5).range
-    assert (held, other) == (SampleRange(0, 0, 5), SampleRange(0, 5, 10))
-    answer = a.reserve(0, [SampleRange(0, 0, 8)])
-    assert answer.not_held == (SampleRange(0, 5, 8),)
-    assert a.reserve(0, [SampleRange(0, 0, 5)]).not_held == ()
+    assert (held, other) == (LedgerRange(0, 0, 5), LedgerRange(0, 5, 10))
+    answer = a.reserve(0, [LedgerRange(0, 0, 8)])
+    assert answer.not_held == (LedgerRange(0, 5, 8),)
+    assert a.reserve(0, [LedgerRange(0, 0, 5)]).not_held == ()
 
 
 def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> None:
     """All that it held goes out again; most of its reserve nobody has trained on."""
     for silent_s, counted in ((0.0, 20), (3.0, 35), (100.0, 50), (inf, 50)):
-        ledger = Ledger(dataset_size=100, num_epochs=1)
+        ledger = SampleLedger(dataset_size=100, num_epochs=1)
         worker = Worker(ledger, "a")
         held = worker.reserve(50, reserve=50).range
         assert held is not None
@@ -256,17 +256,17 @@ def test_of_a_lost_member_only_what_it_can_have_begun_counts_as_returned() -> No
         ledger.answer(replace(request, sequence=worker.sequence + 1))
         assert ledger.give_back("a", "1", silent_s=silent_s) == 50
         assert ledger.counts().returned == counted
-        assert Worker(ledger, "b").must(100) == SampleRange(0, 0, 100)
+        assert Worker(ledger, "b").must(100) == LedgerRange(0, 0, 100)
 
 
 def test_what_was_reported_before_is_booked_once_more_or_not_at_all() -> None:
     """Books that a dead coordinator left may lack it; it counts then, and is not repeated."""
-    ledger = Ledger(dataset_size=10, num_epochs=1)
+    ledger = SampleLedger(dataset_size=10, num_epochs=1)
     worker = Worker(ledger, "a")
     first = worker.must(5)
     stored = ledger.to_json()
     second = worker.must(5, [first])
-    for books in (ledger, Ledger.from_json(stored)):
+    for books in (ledger, SampleLedger.from_json(stored)):
         request = replace(
             worker.request(0, [], [second]), sequence=9, completed_before=[first], reserve=10
         )
@@ -276,7 +276,7 @@ def test_what_was_reported_before_is_booked_once_more_or_not_at_all() -> None:
 
 
 def test_a_request_that_books_nothing_is_no_news() -> None:
-    ledger = Ledger(dataset_size=5, num_epochs=1)
+    ledger = SampleLedger(dataset_size=5, num_epochs=1)
     a, b = Worker(ledger, "a"), Worker(ledger, "b")
     assert a.reserve(5).is_news
     assert b.reserve(5).is_news, "a member that was not there before"
@@ -285,8 +285,8 @@ def test_a_request_that_books_nothing_is_no_news() -> None:
 
 def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
     """The books do not grow with the number of epochs."""
-    ledger = Ledger(dataset_size=1, num_epochs=500)
-    worker, done = Worker(ledger, "a"), list[SampleRange]()
+    ledger = SampleLedger(dataset_size=1, num_epochs=500)
+    worker, done = Worker(ledger, "a"), list[LedgerRange]()
     while (granted := worker.ask(1, done)) is not None:
         done = [granted]
     assert ledger.counts().completed == 500
@@ -298,19 +298,19 @@ def test_only_the_newest_closed_epochs_are_told_one_by_one() -> None:
 def test_a_ledger_of_nothing_is_refused(size: int, epochs: int) -> None:
     """The message names both numbers."""
     with pytest.raises(ValueError, match=f"dataset_size is {size} and num_epochs {epochs}"):
-        Ledger(dataset_size=size, num_epochs=epochs)
+        SampleLedger(dataset_size=size, num_epochs=epochs)
 
 
 def test_books_that_do_not_add_up_are_refused() -> None:
     """A record in which a sample is in two places is not gone on from."""
-    ledger = Ledger(dataset_size=4, num_epochs=1)
+    ledger = SampleLedger(dataset_size=4, num_epochs=1)
     Worker(ledger, "a").must(2)
     data = ledger.to_json()
     data["open"][0]["free"] = [[1, 4]]
     with pytest.raises(ValueError, match="twice"):
-        Ledger.from_json(data)
+        SampleLedger.from_json(data)
     with pytest.raises(ValueError, match="format 9"):
-        Ledger.from_json({**ledger.to_json(), "format": 9})
+        SampleLedger.from_json({**ledger.to_json(), "format": 9})
 
 
 # The slow twin: one entry a sample, who has it.
@@ -339,14 +339,14 @@ class Twin:
                 self.state[key] = FREE
                 self.returned += 1
 
-    def complete(self, who: str, r: SampleRange) -> None:
+    def complete(self, who: str, r: LedgerRange) -> None:
         for i in range(r.start, r.stop):
             if self.state.get((r.epoch, i)) == who:
                 self.state[r.epoch, i] = DONE
             else:
                 self.ignored += 1
 
-    def lease(self, who: str, num_samples: int) -> SampleRange | None:
+    def lease(self, who: str, num_samples: int) -> LedgerRange | None:
         oldest = self.oldest()
         for e in range(oldest, min(oldest + 2, self.epochs)):
             free = [i for i in range(self.size) if self.state[e, i] == FREE]
@@ -355,7 +355,7 @@ class Twin:
                 while stop - free[0] < num_samples and self.state.get((e, stop)) == FREE:
                     self.state[e, stop] = who
                     stop += 1
-                return SampleRange(e, free[0], stop)
+                return LedgerRange(e, free[0], stop)
         return None
 
 
@@ -376,11 +376,11 @@ def test_the_ledger_does_what_the_slow_twin_does(
     size: int, epochs: int, operations: list[tuple[str, str, int, int]]
 ) -> None:
     """Same leases, same counts, whatever happens; and JSON and back in between changes nothing."""
-    ledger, twin = Ledger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
-    hands: dict[str, list[SampleRange]] = {name: [] for name in NAMES}
+    ledger, twin = SampleLedger(dataset_size=size, num_epochs=epochs), Twin(size, epochs)
+    hands: dict[str, list[LedgerRange]] = {name: [] for name in NAMES}
     incarnation = dict.fromkeys(NAMES, 0)
     for sequence, (what, name, argument, choice) in enumerate(operations, start=1):
-        ledger = Ledger.from_json(json.loads(json.dumps(ledger.to_json())))
+        ledger = SampleLedger.from_json(json.loads(json.dumps(ledger.to_json())))
         who = f"{name}{incarnation[name]}"
         if what == "lose":
             ledger.give_back(name, str(incarnation[name]))
@@ -393,9 +393,9 @@ def test_the_ledger_does_what_the_slow_twin_does(
         if choice == 3:
             held.clear()  # drops what it had
         if what == "lie":
-            done = [SampleRange(choice, argument, argument + 3)]
+            done = [LedgerRange(choice, argument, argument + 3)]
         number = 0 if what == "lie" else argument
-        request = Request(
+        request = SampleRequest(
             member_id=name,
             incarnation=str(incarnation[name]),
             sequence=sequence,
@@ -404,7 +404,7 @@ def test_the_ledger_does_what_the_slow_twin_does(
             num_samples=number,
         )
         for r in done:
-            twin.complete(who, SampleRange(r.epoch, r.start, min(r.stop, r.start + size)))
+            twin.complete(who, LedgerRange(r.epoch, r.start, min(r.stop, r.start + size)))
         twin.release(who, {(r.epoch, i) for r in held for i in range(r.start, r.stop)})
         if len({(e, a) for (e, a) in _starts(twin, who)}) >= MAX_HELD_RANGES and number:
             return
@@ -434,7 +434,7 @@ def test_whoever_is_lost_every_sample_is_completed_in_the_end(
     size: int, epochs: int, losses: list[tuple[int, int]]
 ) -> None:
     """None is lost, each is booked once, and training ran at most `repeated_max` samples twice."""
-    ledger = Ledger(dataset_size=size, num_epochs=epochs)
+    ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     trained = 0
     for i, (victim, num_samples) in enumerate(losses):
         worker = Worker(ledger, f"w{victim}", str(i))
@@ -444,7 +444,7 @@ def test_whoever_is_lost_every_sample_is_completed_in_the_end(
             worker.ask(0, [granted])
     for name, incarnation in ledger.holders:
         ledger.give_back(name, incarnation)
-    last, done = Worker(ledger, "last"), list[SampleRange]()
+    last, done = Worker(ledger, "last"), list[LedgerRange]()
     while (granted := last.ask(4, done)) is not None:
         trained += granted.stop - granted.start
         done = [granted]
@@ -463,7 +463,7 @@ def test_spans_are_a_set_of_numbers(
     edits: list[tuple[bool, int, int]], probe: tuple[int, int]
 ) -> None:
     """After any edits the spans hold what a set would, sorted, apart and merged."""
-    spans, numbers = Spans(), set[int]()
+    spans, numbers = IntegerSpans(), set[int]()
     for adds, start, stop in edits:
         if adds:
             spans.add(start, stop)
@@ -481,9 +481,9 @@ def test_spans_are_a_set_of_numbers(
 
 def shared_out(num_members: int, num_steps: int, asked_steps: int, step: int = 32) -> list[int]:
     """Steps that each member gets of one epoch, where they ask in turns and finish at one pace."""
-    ledger = Ledger(dataset_size=num_steps * step, num_epochs=1)
+    ledger = SampleLedger(dataset_size=num_steps * step, num_epochs=1)
     workers = [Worker(ledger, f"w{i}") for i in range(num_members)]
-    done: dict[str, list[SampleRange]] = {w.member_id: [] for w in workers}
+    done: dict[str, list[LedgerRange]] = {w.member_id: [] for w in workers}
     steps = Counter[str]({w.member_id: 0 for w in workers})
     while not ledger.exhausted:
         for worker in workers:
@@ -519,7 +519,7 @@ def test_what_is_less_than_members_would_hold_is_shared_out(
 
 def test_who_waits_for_samples_is_known() -> None:
     """From when it is told to ask again until it has some; not while it works at something."""
-    ledger = Ledger(dataset_size=20, num_epochs=1)
+    ledger = SampleLedger(dataset_size=20, num_epochs=1)
     works, waits = Worker(ledger, "works"), Worker(ledger, "waits")
     held = works.must(20)
     assert works.ask(20, held=[held]) is None

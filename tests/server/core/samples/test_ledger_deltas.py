@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shoal_server.core.samples.ledger import Ledger
+from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.samples.ledger_deltas import MemberNumbers, encoded, folded
-from shoal_server.core.samples.requests import Request, SampleRange, TooManyRanges
+from shoal_server.core.samples.requests import LedgerRange, SampleRequest, TooManyRanges
 
 NAMES = ("a", "b", "worker-3")
 STEPS = st.lists(
@@ -27,16 +27,16 @@ STEPS = st.lists(
 class Copy:
     """What was written of a ledger: a base, and deltas behind it."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: SampleLedger) -> None:
         self.write_base(ledger)
 
-    def write_base(self, ledger: Ledger) -> None:
+    def write_base(self, ledger: SampleLedger) -> None:
         ledger.take_touched()
         self.base = json.dumps(ledger.to_json())
         self.numbers = MemberNumbers(ledger.to_json())
         self.deltas: list[bytes] = []
 
-    def append(self, ledger: Ledger, *, fails: bool = False) -> None:
+    def append(self, ledger: SampleLedger, *, fails: bool = False) -> None:
         touched = ledger.take_touched()
         part = ledger.to_json(touched)
         delta = encoded(part, touched, self.numbers)
@@ -47,17 +47,17 @@ class Copy:
         self.numbers.note(part)
 
     def read(self) -> dict[str, Any]:
-        return Ledger.from_json(folded(json.loads(self.base), self.deltas)).to_json()
+        return SampleLedger.from_json(folded(json.loads(self.base), self.deltas)).to_json()
 
 
 class Member:
     def __init__(self) -> None:
         self.incarnation, self.sequence = 0, 0
-        self.held: list[SampleRange] = []
+        self.held: list[LedgerRange] = []
 
-    def request(self, name: str, num_samples: int, done: list[SampleRange]) -> Request:
+    def request(self, name: str, num_samples: int, done: list[LedgerRange]) -> SampleRequest:
         self.sequence += 1
-        return Request(
+        return SampleRequest(
             member_id=name,
             incarnation=str(self.incarnation),
             sequence=self.sequence,
@@ -67,7 +67,7 @@ class Member:
         )
 
 
-def take(ledger: Ledger, members: dict[str, Member], step: tuple[str, str, int]) -> None:
+def take(ledger: SampleLedger, members: dict[str, Member], step: tuple[str, str, int]) -> None:
     what, name, number = step
     member = members[name]
     match what:
@@ -75,7 +75,7 @@ def take(ledger: Ledger, members: dict[str, Member], step: tuple[str, str, int])
             ledger.give_back(name, str(member.incarnation))
             member.incarnation, member.held, member.sequence = member.incarnation + 1, [], 0
         case "ignore":
-            ledger.ignore([SampleRange(0, 0, number)])
+            ledger.ignore([LedgerRange(0, 0, number)])
         case _:
             done = [member.held.pop(0)] if what == "report" and member.held else []
             try:
@@ -93,7 +93,7 @@ def test_a_base_and_its_deltas_are_the_books(
     size: int, epochs: int, steps: list[tuple[str, str, int]]
 ) -> None:
     """After each write, whatever came before it, failed writes and new bases among it."""
-    ledger = Ledger(dataset_size=size, num_epochs=epochs)
+    ledger = SampleLedger(dataset_size=size, num_epochs=epochs)
     members = {name: Member() for name in NAMES}
     copy = Copy(ledger)
     for step in steps:
@@ -110,7 +110,7 @@ def test_a_base_and_its_deltas_are_the_books(
 
 def test_a_delta_of_many_members_is_small() -> None:
     """Fifty members that each completed a range and leased another: ten bytes each."""
-    ledger = Ledger(dataset_size=10_000_000, num_epochs=3)
+    ledger = SampleLedger(dataset_size=10_000_000, num_epochs=3)
     members = {f"host-{i:02}-0": Member() for i in range(50)}
     copy = Copy(ledger)
     for _ in range(40):
@@ -137,6 +137,6 @@ def test_a_delta_of_many_members_is_small() -> None:
 )
 def test_what_is_no_delta_is_refused(broken: bytes) -> None:
     """Cut off, of another format, of numbers without end, of members that there are not."""
-    books = Ledger(dataset_size=5, num_epochs=1).to_json()
+    books = SampleLedger(dataset_size=5, num_epochs=1).to_json()
     with pytest.raises(ValueError):
         folded(books, [broken])

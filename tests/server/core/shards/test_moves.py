@@ -7,7 +7,7 @@ from shoal_server.core.shards.assignments import (
     handed_over,
     promoted,
 )
-from shoal_server.core.shards.moves import moved, told
+from shoal_server.core.shards.moves import changes_between, moved
 
 A, B, C = (Holder(server_id=f"ps-{n}", incarnation=f"i{n}") for n in range(3))
 LED_BY_A = ShardAssignment(shard_id=0, epoch=3, primary=A, backups=(B,))
@@ -21,7 +21,7 @@ def job(shard: ShardAssignment) -> JobAssignments:
 def test_a_backup_that_takes_over_tells_of_a_loss_while_the_lost_server_has_its_lease() -> None:
     before, after = job(LED_BY_A), job(promoted(LED_BY_A, A, B))
     for present in ({A, B}, {B}):
-        assert told(before, after, present) == [
+        assert changes_between(before, after, present) == [
             (
                 "server_lost",
                 "lost ps-0: ps-1 leads 1 shard in its place, with every update that was"
@@ -33,7 +33,7 @@ def test_a_backup_that_takes_over_tells_of_a_loss_while_the_lost_server_has_its_
 
 def test_a_shard_that_is_handed_over_has_moved() -> None:
     before, after = job(TO_B), job(handed_over(TO_B, A))
-    assert told(before, after, {A, B}) == []
+    assert changes_between(before, after, {A, B}) == []
     assert moved(before, after, {A, B}) == {("ps-0", "ps-1"): 1}
 
 
@@ -46,4 +46,4 @@ def test_so_has_one_whose_first_server_keeps_no_copy_by_then() -> None:
 def test_a_server_that_ends_before_it_has_handed_over_is_lost() -> None:
     after = job(promoted(TO_B, A, B))
     assert not moved(job(TO_B), after, {B})
-    assert [kind for kind, _ in told(job(TO_B), after, {B})] == ["server_lost"]
+    assert [kind for kind, _ in changes_between(job(TO_B), after, {B})] == ["server_lost"]

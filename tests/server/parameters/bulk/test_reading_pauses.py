@@ -7,12 +7,12 @@ from collections.abc import Iterator
 import pytest
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, Kind
+from shoal_proto.bulk import Frame, FrameKind
 from shoal_server.parameters.bulk import reading_pauses
 from shoal_server.parameters.bulk.reading_pauses import AWAITED_S, MANY, ReadingPauses
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 
-PUSH = bulk.message(Kind.MESSAGE, b"push")
+PUSH = bulk.message(FrameKind.MESSAGE, b"push")
 NEVER_S = 3600.0
 
 
@@ -68,7 +68,7 @@ async def test_the_end_of_reading_and_of_sending_ends_a_pause(
     else:
         reader.wire.end_sending()
     # Nor is another one made before the end.
-    with pytest.raises(HungUp):
+    with pytest.raises(PeerHungUp):
         async with asyncio.timeout(20):
             await reading
     assert reader.num_read == 2
@@ -80,7 +80,7 @@ async def test_what_comes_in_a_pause_is_read_behind_it(
     reader = Reader(ends[0])
     reading = await paused(reader, ends[1])
     ends[1].close()
-    with pytest.raises(HungUp):
+    with pytest.raises(PeerHungUp):
         async with asyncio.timeout(20):
             await reading
     assert reader.num_read == 2

@@ -6,9 +6,9 @@ import socket
 import pytest
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Frame, Kind
+from shoal_proto.bulk import Frame, FrameKind
 from shoal_proto.errors import MalformedMessage
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 
 LARGE = bytes(range(256)) * 16 * 1024
 """More than the kernel takes at once."""
@@ -67,7 +67,7 @@ async def test_a_connection_that_is_gone_takes_nothing(
 
 
 def told(shard_id: int) -> bytes:
-    return bulk.header(Kind.ROOM, shard_id=shard_id)
+    return bulk.header(FrameKind.ROOM, shard_id=shard_id)
 
 
 async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_waits(
@@ -121,7 +121,7 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
     waiting = asyncio.create_task(wire.next_frame())
     await asyncio.sleep(0)
     theirs.close()
-    with pytest.raises(HungUp):
+    with pytest.raises(PeerHungUp):
         async with asyncio.timeout(20):
             await waiting
 
@@ -143,7 +143,7 @@ async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_tak
     assert not other.send_now(told(3))
     async with asyncio.timeout(20):
         assert [(await wire.next_frame()).shard_id for _ in range(2)] == [1, 2]
-        with pytest.raises(HungUp):
+        with pytest.raises(PeerHungUp):
             await wire.next_frame()
 
 

@@ -59,7 +59,7 @@ async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: 
             assert await on_disk.get() == 5
             disk.goes_on.clear()
             kept.end(last)
-            kept.let_go("job", but=())
+            kept.release_job("job", but=())
             kept.lead(now)
             loop.call_later(0.1, disk.goes_on.set)
             assert await on_disk.get() == 1

@@ -13,7 +13,7 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient, ShapeMismatch, St
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec, StalenessPolicy
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.parameters.optimizers.checks import check_spec
-from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, new_dense_shard
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, new_dense_shard
 from shoal_server.parameters.shard.reply_writer import in_messages
 
 SIZES = (130, 65)
@@ -45,7 +45,7 @@ def raw(tensor: Tensor) -> bytes:
 
 def push(
     shard: DenseShard, base_version: int, gradient: Tensor, *, base: Tensor, session: str = "s"
-) -> Values:
+) -> DenseValues:
     data = raw(gradient) + (raw(base) if shard.body.needs_base else b"")
     a_push = DensePush(
         session=session,

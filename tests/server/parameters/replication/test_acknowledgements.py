@@ -9,8 +9,8 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.acknowledgement_pb2 import ACKNOWLEDGEMENT_APPLIED
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.replication.protocol.effects import Acknowledge
-from shoal_server.core.replication.protocol.events import Asked
+from shoal_server.core.replication.protocol.effects import AcknowledgeVersion
+from shoal_server.core.replication.protocol.events import AckRequested
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.record_log import RecordLog
@@ -22,14 +22,14 @@ class Agreeing:
     """A driver whose core acknowledges whatever it is asked for."""
 
     def __init__(self) -> None:
-        self.acknowledge: Callable[[Acknowledge], None] | None = None
+        self.acknowledge: Callable[[AcknowledgeVersion], None] | None = None
 
     def carry_out(self, handlers: Mapping[type, Callable[[Any], None]]) -> None:
-        self.acknowledge = handlers[Acknowledge]
+        self.acknowledge = handlers[AcknowledgeVersion]
 
-    def tell(self, event: object) -> None:
-        assert isinstance(event, Asked) and self.acknowledge is not None
-        self.acknowledge(Acknowledge(event.token))
+    def submit_event(self, event: object) -> None:
+        assert isinstance(event, AckRequested) and self.acknowledge is not None
+        self.acknowledge(AcknowledgeVersion(event.token))
 
 
 def led() -> ShardReplica:

@@ -10,7 +10,7 @@ from shoal_proto.errors import MalformedMessage
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import Piece
-from shoal_server.parameters.replication.wire.frames import INLINE_BYTES, Assembly
+from shoal_server.parameters.replication.wire.frames import INLINE_BYTES, RequestAssembler
 from shoal_server.parameters.shard.chunk_assembler import Budget
 from shoal_server.parameters.shard.memory import Memory
 
@@ -35,7 +35,7 @@ def pieces(num_bytes: int) -> Iterator[pb.FollowRequest]:
 
 def test_what_fits_is_counted_until_it_is_whole() -> None:
     mine = memory()
-    assembly = Assembly(mine, lambda key, image: True)
+    assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(4 << 20)) is None
     *first, last = pieces(4 << 20)
     for piece in first:
@@ -50,7 +50,7 @@ def test_what_fits_is_counted_until_it_is_whole() -> None:
 def test_a_record_beyond_the_memory_is_let_go_by() -> None:
     """Nothing of it is kept; what comes behind it is read."""
     mine = memory()
-    assembly = Assembly(mine, lambda key, image: True)
+    assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(64 << 20)) is None
     assert mine.held_bytes == 0, "what is announced and not sent takes nothing"
     most_bytes = 0
@@ -70,7 +70,7 @@ def test_a_record_beyond_the_memory_is_let_go_by() -> None:
 def test_pieces_count_however_small_they_are(piece_bytes: int) -> None:
     """What one stream holds uncounted is less than a piece of the usual size."""
     mine = memory()
-    assembly = Assembly(mine, lambda key, image: True)
+    assembly = RequestAssembler(mine, lambda key, image: True)
     assert assembly.take(record(8 << 30)) is None
     data = bytes(piece_bytes)
     piece = pb.FollowRequest(bytes=Piece(data=data, checksum=crc32(data)))
@@ -85,7 +85,7 @@ def test_pieces_count_however_small_they_are(piece_bytes: int) -> None:
 
 def test_what_comes_with_the_start_counts_too() -> None:
     mine = memory()
-    streams = [Assembly(mine, lambda key, image: True) for _ in range(8)]
+    streams = [RequestAssembler(mine, lambda key, image: True) for _ in range(8)]
     for stream in streams:
         start = pb.RecordStart(job="j", shard_id=1, epoch=1, num_bytes=1 << 20)
         start.record.row_ids = bytes(2 << 20)
@@ -99,7 +99,7 @@ def test_what_comes_with_the_start_counts_too() -> None:
 
 def test_a_stream_that_breaks_off_gives_back_what_it_held() -> None:
     mine = memory()
-    assembly = Assembly(mine, lambda key, image: True)
+    assembly = RequestAssembler(mine, lambda key, image: True)
     assembly.take(record(4 << 20))
     assembly.take(next(pieces(4 << 20)))
     assert 0 <= mine.held_bytes - (1 << 20) < 1024
@@ -109,7 +109,7 @@ def test_a_stream_that_breaks_off_gives_back_what_it_held() -> None:
 
 def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
     wanted = {("j", 1): 7}
-    assembly = Assembly(memory(), lambda key, image: wanted.get(key) == image)
+    assembly = RequestAssembler(memory(), lambda key, image: wanted.get(key) == image)
     for image, kept in ((6, 0), (7, 2 << 20)):
         start = pb.ChunkStart(job="j", shard_id=1, image=image, num_bytes=2 << 20)
         assert assembly.take(pb.FollowRequest(chunk=start)) is None
@@ -121,7 +121,7 @@ def test_chunks_of_an_image_that_nobody_receives_are_not_kept() -> None:
 def test_a_size_that_no_record_has_is_refused() -> None:
     """Before anything is allocated."""
     with pytest.raises(MalformedMessage, match="too large"):
-        Assembly(memory(), lambda key, image: True).take(record(2**53 - 1))
+        RequestAssembler(memory(), lambda key, image: True).take(record(2**53 - 1))
 
 
 def lent(data: bytearray, *, offset_bytes: int = 0) -> OnlyPiece:
@@ -131,7 +131,7 @@ def lent(data: bytearray, *, offset_bytes: int = 0) -> OnlyPiece:
 
 def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> None:
     shared = bytearray(PIECE)
-    assembly = Assembly(memory(), lambda key, image: True)
+    assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(len(shared)))
     whole = assembly.take(lent(shared))
     assert whole is not None and whole.is_borrowed
@@ -144,7 +144,7 @@ def test_a_record_in_one_lent_piece_is_told_to_be_borrowed_and_can_be_kept() -> 
 def test_lent_pieces_of_what_comes_in_several_are_copied() -> None:
     """The first is the sender's again before the last is there; and chunks are kept."""
     shared = bytearray(PIECE)
-    assembly = Assembly(memory(), lambda key, image: True)
+    assembly = RequestAssembler(memory(), lambda key, image: True)
     assembly.take(record(2 * len(shared)))
     assembly.take(lent(shared))
     whole = assembly.take(lent(shared, offset_bytes=len(shared)))

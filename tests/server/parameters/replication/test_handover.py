@@ -21,7 +21,7 @@ from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Revision
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.mirror import Item
+from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.etcd.records import assignments as records
 from shoal_server.parameters.process import running
 
@@ -91,7 +91,7 @@ async def first_move(servers: ParameterServers, since: int) -> dict[int, ShardAs
     async with aclosing(watch) as batches:
         async for batch in batches:
             for event in batch.events:
-                stored = records.parse(Item(event.key, event.value, event.mod_revision))
+                stored = records.parse(MirroredKey(event.key, event.value, event.mod_revision))
                 if isinstance(stored, records.StoredShard):
                     h = stored.assignment
                     if h.epoch > epochs.setdefault(h.shard_id, h.epoch):
@@ -110,7 +110,7 @@ async def all_moved(servers: ParameterServers) -> None:
     async with aclosing(watch) as batches, asyncio.timeout(LIMIT_S):
         while waits:
             for event in (await anext(batches)).events:
-                stored = records.parse(Item(event.key, event.value, event.mod_revision))
+                stored = records.parse(MirroredKey(event.key, event.value, event.mod_revision))
                 if isinstance(stored, records.StoredShard) and stored.assignment.successor is None:
                     waits.discard(stored.assignment.shard_id)
 

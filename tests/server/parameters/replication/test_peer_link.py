@@ -6,7 +6,12 @@ from collections.abc import Awaitable, Callable
 from shoal_proto.errors import AccessDenied
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
-from shoal_server.core.replication.protocol.events import Held, LinkBroke, LinkOpened, Replied
+from shoal_server.core.replication.protocol.events import (
+    LinkBroken,
+    LinkOpened,
+    RecordDelivered,
+    ReplyReceived,
+)
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
 from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
@@ -21,7 +26,9 @@ class Refused:
     """Whose way to the other server cannot be found out."""
 
     def __init__(self) -> None:
-        self.told: asyncio.Queue[LinkOpened | LinkBroke | Held | Replied] = asyncio.Queue()
+        self.told: asyncio.Queue[LinkOpened | LinkBroken | RecordDelivered | ReplyReceived] = (
+            asyncio.Queue()
+        )
 
     async def reach(self, holder: Holder) -> str | None:
         raise AccessDenied("etcd does not let this server in")
@@ -41,7 +48,9 @@ class Refused:
     def chunk(self, request: ImageChunk) -> Awaitable[Buffer]:
         raise NotImplementedError
 
-    def tell(self, event: LinkOpened | LinkBroke | Held | Replied) -> None:
+    def submit_event(
+        self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
+    ) -> None:
         self.told.put_nowait(event)
 
 
@@ -53,7 +62,7 @@ def test_a_link_that_fails_for_whatever_reason_is_told_to_be_broken() -> None:
         link = PeerLink(ME, PEER, 3, owner, PeerTimeouts())
         link.start()
         async with asyncio.timeout(WITHIN_S):
-            assert await owner.told.get() == LinkBroke(PEER, 3, is_gone=False)
+            assert await owner.told.get() == LinkBroken(PEER, 3, is_gone=False)
         await link.close()
 
     asyncio.run(run())

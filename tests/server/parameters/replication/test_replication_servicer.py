@@ -24,15 +24,15 @@ from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.protocol.messages import (
-    Holds,
+    BackupRefusalReason,
+    BackupRefused,
+    BackupState,
     ImageChunk,
+    ImageInstalled,
     ImageStart,
-    Installed,
     Offer,
-    Received,
-    Refused,
+    RecordsReceived,
     Reply,
-    Why,
 )
 from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
@@ -219,12 +219,12 @@ class Link:
         return await self.answers(num)
 
 
-def told(answers: Sequence[Reply]) -> list[int | Why]:
+def told(answers: Sequence[Reply]) -> list[int | BackupRefusalReason]:
     """Of each: the version that is there, or why it was refused."""
     return [
-        answer.why if isinstance(answer, Refused) else answer.version
+        answer.why if isinstance(answer, BackupRefused) else answer.version
         for answer in answers
-        if isinstance(answer, Received | Installed | Refused)
+        if isinstance(answer, RecordsReceived | ImageInstalled | BackupRefused)
     ]
 
 
@@ -232,7 +232,7 @@ async def test_a_copy_is_the_same_to_the_last_bit(world: World) -> None:
     """An image, and what was pushed since: each acknowledged with its version, in order."""
     world.primary.push()
     async with Link(world) as link:
-        assert await link.ask([OFFER]) == [Holds(KEY, EPOCH)]
+        assert await link.ask([OFFER]) == [BackupState(KEY, EPOCH)]
         assert told(await link.ask(world.primary.image())) == [2]
         for version in (3, 4, 5):
             assert told(await link.ask(world.primary.told(world.primary.push()))) == [version]
@@ -254,7 +254,7 @@ async def test_an_image_goes_on_where_its_link_broke(world: World) -> None:
         await link.write(image[: starts[2]])
         # What is written is read in order: the offer is answered behind two chunks.
         (holds,) = await link.ask([OFFER])
-    assert isinstance(holds, Holds)
+    assert isinstance(holds, BackupState)
     assert (holds.version, holds.image, holds.next_chunk) == (0, 1, 2)
     async with Link(world) as link:
         assert await link.ask([OFFER]) == [holds]
@@ -269,7 +269,7 @@ async def test_a_copy_goes_on_behind_a_link_that_broke(world: World) -> None:
         assert told(await link.ask(world.primary.told(world.primary.push()))) == [2]
     async with Link(world) as link:
         (holds,) = await link.ask([OFFER])
-        assert holds == Holds(KEY, EPOCH, EPOCH, 1, 2)
+        assert holds == BackupState(KEY, EPOCH, EPOCH, 1, 2)
         assert told(await link.ask(world.primary.told(world.primary.push()))) == [3]
     await world.assert_same()
 
@@ -293,7 +293,7 @@ async def test_a_copy_that_differs_is_dropped_and_made_anew(world: World) -> Non
         for _ in range(9):
             digest = frames.of_digest(KEY, EPOCH, walk.next(world.primary.shard))
             await link.write([digest])
-        assert told(await link.answers(1)) == [Why.NO_COPY]
+        assert told(await link.answers(1)) == [BackupRefusalReason.NO_COPY]
         assert (received.num_different, world.version) == (1, 0)
         assert told(await link.ask(world.primary.image())) == [2]
     await world.assert_same()
@@ -404,7 +404,7 @@ async def test_no_bad_image_is_kept(world: World, spoil: Callable[[pb.ImageStart
     spoil(image[0].image)
     async with Link(world) as link:
         (refused,) = told(await link.ask(image))
-        assert refused in (Why.FAILED, Why.FULL)
+        assert refused in (BackupRefusalReason.FAILED, BackupRefusalReason.FULL)
         assert world.version == 0
         assert told(await link.ask(world.primary.image())) == [1]
     await world.assert_same()
@@ -414,7 +414,7 @@ async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
     """One that comes too early or before its image is refused; one that comes twice is there."""
     image = world.primary.image()
     first, second, third = (world.primary.told(world.primary.push()) for _ in range(3))
-    no_copy = Why.NO_COPY
+    no_copy = BackupRefusalReason.NO_COPY
     async with Link(world) as link:
         assert told(await link.ask(first)) == [no_copy]
         assert told(await link.ask(image)) == [1]
@@ -425,7 +425,7 @@ async def test_records_are_taken_in_order_or_not_at_all(world: World) -> None:
 
 async def test_only_the_primary_of_the_record_is_believed(world: World) -> None:
     """Another epoch, another primary, a shard or a job that nobody knows: nothing changes."""
-    other = Why.OTHER_HOLDERS
+    other = BackupRefusalReason.OTHER_HOLDERS
     async with Link(world) as link:
         for image in (
             world.primary.image(EPOCH - 1),
@@ -464,7 +464,7 @@ async def test_a_stream_of_images_belongs_to_a_link(world: World) -> None:
         with pytest.raises(MalformedMessage, match="belongs to no link"):
             await images.answers(1)
     async with Link(world) as link:
-        assert await link.ask([OFFER]) == [Holds(KEY, EPOCH)]
+        assert await link.ask([OFFER]) == [BackupState(KEY, EPOCH)]
         async with Link(world, images_of=world.links) as images:
             await images.write(world.primary.image())
             assert told(await link.answers(1)) == [1]
@@ -536,7 +536,7 @@ async def test_an_image_of_a_deposed_primary_does_not_replace_what_is_led_here(
             push = new(sequence=sequence, blocks=[0], gradient=gradient)
             replica.state.push(push, lambda session: True)
         gate.go_on.set()
-        assert told(await link.ask([OFFER])) == [Why.OTHER_HOLDERS]
+        assert told(await link.ask([OFFER])) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.epoch, replica.state.version) == (
         ReplicaRole.PRIMARY,
@@ -569,7 +569,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
         await world.write(led_by(world))
         replica = await led(world)
         go_on.set()
-        assert told(await link.answers(1)) == [Why.OTHER_HOLDERS]
+        assert told(await link.answers(1)) == [BackupRefusalReason.OTHER_HOLDERS]
     assert world.copy() is replica
     assert (replica.role, replica.state.version) == (ReplicaRole.PRIMARY, 1)
 
@@ -600,5 +600,5 @@ async def test_an_image_that_is_older_than_the_copy_is_refused(world: World) -> 
     world.primary.push()
     async with Link(world) as link:
         assert told(await link.ask(world.primary.image())) == [2]
-        assert told(await link.ask(older)) == [Why.FAILED]
+        assert told(await link.ask(older)) == [BackupRefusalReason.FAILED]
     await world.assert_same()

@@ -14,13 +14,13 @@ from support.clusters.parameter_servers import ParameterServers
 
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk_opening
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import InternalError
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.parameters.bulk import places
+from shoal_server.parameters.bulk import arena_slots
 from shoal_server.parameters.bulk.wire import FrameConnection
 from shoal_server.parameters.replication.record_log import RecordLog
 from shoal_server.parameters.replication.wire import frames, streams
@@ -131,8 +131,8 @@ def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20
 
 async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
-    with mmap.mmap(-1, 2 * places.PLACE_BYTES) as mapped:
-        own = places.Places(mapped)
+    with mmap.mmap(-1, 2 * arena_slots.PLACE_BYTES) as mapped:
+        own = arena_slots.ArenaSlots(mapped)
         first = await own.fill(memoryview(b"first"))
         second = await own.fill(memoryview(b"second"))
         waiting = asyncio.ensure_future(own.fill(memoryview(b"third")))
@@ -151,10 +151,10 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()
-    with ours, theirs, mmap.mmap(-1, places.PLACE_BYTES) as mapped:
+    with ours, theirs, mmap.mmap(-1, arena_slots.PLACE_BYTES) as mapped:
         ours.setblocking(False)
         theirs.setblocking(False)
-        own = places.Places(mapped)
+        own = arena_slots.ArenaSlots(mapped)
         stream, other_end = BulkStream(FrameConnection(ours), "here", own), FrameConnection(theirs)
         told = list(frames.of_record("j", 0, 1, record, stream.inline_bytes))
         log = RecordLog(1)
@@ -167,7 +167,7 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
         assert stream.write_now(*told, keep=keep)
         start, placed = await other_end.next_frame(), await other_end.next_frame()
         assert FollowRequest.FromString(bytes(start.body)).record.num_bytes == len(data)
-        assert (placed.kind, placed.num_bytes, placed.checksum) == (Kind.PLACED, len(data), 0)
+        assert (placed.kind, placed.num_bytes, placed.checksum) == (FrameKind.PLACED, len(data), 0)
         assert mapped[placed.at : placed.at + len(data)] == data
         assert not stream.write_now(*told, keep=keep)
         own.free(placed.at)

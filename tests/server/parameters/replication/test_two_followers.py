@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.parameters.bulk.places import NUM_PLACES
+from shoal_server.parameters.bulk.arena_slots import NUM_PLACES
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
@@ -79,7 +79,7 @@ class World:
             gradient=memoryview(self.gradient),
             is_borrowed=True,
         )
-        led.state.push(push, lambda session: True, on_applied=led.leading.tell_applied)
+        led.state.push(push, lambda session: True, on_applied=led.leading.report_applied)
         gradient.fill_(float("nan"))
 
     def follows(self, server: RunningServer) -> bool:

@@ -67,4 +67,5 @@ def test_what_reads_as_no_route_is_passed_over() -> None:
     """Details of other kinds, and of later versions, lead nowhere."""
     route = Route(3, 6, "ps-2", "[::1]:7710")
     details = {"shard 1": "soon", "shard x": "1 a b", "job": "1 a b", "shard 2": "1 a "}
-    assert routes.of(WrongEpoch("elsewhere", details=details | routes.told([route]))) == [route]
+    error = WrongEpoch("elsewhere", details=details | routes.as_details([route]))
+    assert routes.of(error) == [route]

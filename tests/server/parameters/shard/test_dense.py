@@ -19,7 +19,7 @@ from shoal_proto.pieces import Buffer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import PushReply, ShardData
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.parameters.shard.dense import DensePush, DenseShard, Values, new_dense_shard
+from shoal_server.parameters.shard.dense import DensePush, DenseShard, DenseValues, new_dense_shard
 from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.reply_writer import in_messages
 from shoal_server.parameters.shard.sessions import MAX_OUTCOMES
@@ -67,7 +67,7 @@ REPLIES = {3 << 3 | 2: PushReply, 2 << 3 | 2: ShardData}
 """By the tag of the piece in it."""
 
 
-def read(values: Values) -> torch.Tensor:
+def read(values: DenseValues) -> torch.Tensor:
     data = bytearray(b"".join(REPLIES[m[0]].FromString(m).piece.data for m in values.messages))
     return torch.frombuffer(data, dtype=torch.float32)
 

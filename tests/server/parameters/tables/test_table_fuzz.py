@@ -14,7 +14,7 @@ from support.models.table_specs import OPTIMIZERS, live, look_up, new_push, new_
 
 from shoal_proto.v1.tables_pb2 import Admission, Eviction, Initialiser, RowFate, TableSpec
 from shoal_server.parameters.shard.image import UpdateRecord
-from shoal_server.parameters.shard.versioned import PushResult
+from shoal_server.parameters.shard.versioned import ShardPushResult
 from shoal_server.parameters.tables.shard import TablePush, TableShard, table_from_image
 
 NUM_IDS = 6
@@ -128,7 +128,7 @@ class Pusher:
     name: str
     births: dict[int, int] = field(default_factory=dict)
     sequence: int = 0
-    last: tuple[TablePush, PushResult] | None = None
+    last: tuple[TablePush, ShardPushResult] | None = None
 
 
 class World:

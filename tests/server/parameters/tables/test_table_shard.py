@@ -214,7 +214,7 @@ def test_staleness_is_told_and_counted() -> None:
 
 
 def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
-    """Wrong epoch, lengths, shard, base, NaN, and a row from two lives."""
+    """Wrong epoch, lengths, shard, base, NaN, and a row with two births."""
     table = new_table(num_shards=2)
     shard = new_shard(table)
     here, there = (int(np.flatnonzero(shards_of(np.arange(50), 2) == i)[0]) for i in (0, 1))
@@ -231,7 +231,7 @@ def test_what_is_no_push_of_this_shard_changes_nothing() -> None:
         shard.push(new_push([here], [good], row_ids=b"1234"), live)
     with pytest.raises(MalformedMessage, match="base version 7"):
         shard.push(new_push([here], [good], base_version=7), live)
-    with pytest.raises(MalformedMessage, match="two lives"):
+    with pytest.raises(MalformedMessage, match="different births"):
         shard.push(new_push([here, here], [good, good], births=[0, 5]), live)
     with pytest.raises(NonFiniteGradient) as refused:
         shard.push(new_push([here], [[1.0, float("inf")]]), live)

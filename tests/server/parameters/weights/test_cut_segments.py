@@ -12,7 +12,7 @@ from shoal_server.parameters.shard.memory import Memory
 from shoal_server.parameters.weights.cut_segments import MIN_ROWS, num_positions
 from shoal_server.parameters.weights.holdings import WeightHoldings
 from shoal_server.parameters.weights.peers import WeightPeers
-from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.store import SegmentOrigin
 
 LIMIT_BYTES = 1 << 20
 
@@ -36,7 +36,7 @@ async def test_a_segment_for_which_there_is_no_memory_is_refused_and_takes_none(
             memory[:4] = b"rows"
 
         async def make(publication: int, num_bytes: int) -> None:
-            origin = Origin(epoch=1, publication=publication, rank=1)
+            origin = SegmentOrigin(epoch=1, publication=publication, rank=1)
             await holdings.make("job/model", num_bytes, origin, filled)
 
         await make(1, LIMIT_BYTES // 2)

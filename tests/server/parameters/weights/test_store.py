@@ -4,7 +4,7 @@ import pytest
 
 from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment, SegmentWriter
-from shoal_server.parameters.weights.store import GRACE_S, Origin, SegmentStore
+from shoal_server.parameters.weights.store import GRACE_S, SegmentOrigin, SegmentStore
 
 SERIES = "job/policy"
 
@@ -27,7 +27,7 @@ def put(
     rank: int = 0,
     now_s: float = 0.0,
 ) -> None:
-    origin = Origin(epoch=epoch, publication=publication, rank=rank)
+    origin = SegmentOrigin(epoch=epoch, publication=publication, rank=rank)
     store.admit(SERIES, segment.digest, origin)
     store.insert(SERIES, segment, origin, now_s)
 

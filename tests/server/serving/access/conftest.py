@@ -7,7 +7,7 @@ from support.clusters.tls_world import TlsWorld, tls_world
 from support.members.scripted_member import Script, ScriptedMember
 
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import Role
+from shoal_proto.tls.names import CertificateRole
 
 
 @pytest.fixture(scope="package")
@@ -19,7 +19,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TlsWorld]:
 @pytest.fixture(scope="package")
 def member(world: TlsWorld) -> Iterator[ScriptedMember]:
     """It trains in job j as long as the tests run."""
-    with identity.using(world.files(Role.WORKER)):
+    with identity.using(world.files(CertificateRole.WORKER)):
         joined = ScriptedMember(
             [world.cluster.coordinator], Script(job="j", member_id="a", desired=1)
         )

@@ -14,17 +14,17 @@ from support.members.scripted_member import Script, ScriptedMember
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.parameters.dense import ParameterClient
 from shoal_proto import bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.errors import AccessDenied
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsIdentity
 from shoal_proto.tls.identity import in_folder
-from shoal_proto.tls.names import SERVER_NAME, Caller, Role
+from shoal_proto.tls.names import SERVER_NAME, Caller, CertificateRole
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
 from shoal_server.parameters.bulk.encryption import encrypted
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 
 SIZE = 3_000_001
 SCHEMA = [ParameterSpec(name="w", shape=[SIZE], dtype="float32")]
@@ -48,7 +48,7 @@ def test_pushes_and_pulls_by_each_way(
 
     monkeypatch.setattr("shoal_client.bulk.opening.secured", noted)
     address = world.cluster.coordinator
-    with identity.using(world.files(Role.WORKER)):
+    with identity.using(world.files(CertificateRole.WORKER)):
         script = Script(job=f"by-{transport}", member_id="a", desired=1)
         with closing(ScriptedMember([address], script)) as member:
             member.start().trains_with("a")
@@ -70,7 +70,7 @@ def test_no_tensor_of_another_job_is_read(
     world: TlsWorld, member: ScriptedMember, transport: str
 ) -> None:
     """Whoever has the token of a member still needs a certificate for its job."""
-    other = world.issued(Caller(Role.WORKER, "reads-others", "other"))
+    other = world.issued(Caller(CertificateRole.WORKER, "reads-others", "other"))
     with identity.using(other):
         client = ParameterClient(
             [world.cluster.coordinator], member.token, timeout_s=30.0, transport=transport
@@ -82,7 +82,7 @@ def test_no_tensor_of_another_job_is_read(
 def test_a_plain_connection_to_the_port_is_not_taken(world: TlsWorld) -> None:
     port = _bulk_port(world)
     with socket.create_connection(("127.0.0.1", port), 5.0) as plain:
-        plain.sendall(bulk.message(Kind.HELLO, b"k" * bulk.KEY_BYTES))
+        plain.sendall(bulk.message(FrameKind.HELLO, b"k" * bulk.KEY_BYTES))
         plain.settimeout(10.0)
         # An alert of TLS at most, and no frame.
         assert len(_rest_of(plain)) < bulk.HEADER_BYTES
@@ -122,10 +122,10 @@ async def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path) ->
     """More than sockets hold, so that each side has to wait for the other."""
     folder = CertificateFolder(tmp_path / "certs")
     folder.init()
-    calling = TlsIdentity(in_folder(folder.path, Role.SERVER)).material.client
+    calling = TlsIdentity(in_folder(folder.path, CertificateRole.SERVER)).material.client
     listener = socket.create_server(("127.0.0.1", 0))
     large = np.random.default_rng(1).bytes(4 * 1024 * 1024)
-    with listener, identity.using(in_folder(folder.path, Role.SERVER)):
+    with listener, identity.using(in_folder(folder.path, CertificateRole.SERVER)):
         address = listener.getsockname()
 
         def call() -> ssl.SSLSocket:
@@ -143,22 +143,22 @@ async def test_frames_arrive_whole_in_both_directions_at_once(tmp_path: Path) ->
 
         async def send(end: FrameConnection) -> None:
             for _ in range(3):
-                await end.send(bulk.message(Kind.MESSAGE, large))
-                if not end.send_now(bulk.header(Kind.BEAT)):
-                    await end.send(bulk.header(Kind.BEAT))
-            await end.send(bulk.header(Kind.END))
+                await end.send(bulk.message(FrameKind.MESSAGE, large))
+                if not end.send_now(bulk.header(FrameKind.BEAT)):
+                    await end.send(bulk.header(FrameKind.BEAT))
+            await end.send(bulk.header(FrameKind.END))
 
-        async def receive(end: FrameConnection) -> list[tuple[Kind, int]]:
+        async def receive(end: FrameConnection) -> list[tuple[FrameKind, int]]:
             got = []
-            while (frame := await end.next_frame()).kind is not Kind.END:
-                assert frame.kind is Kind.BEAT or bytes(frame.body) == large
+            while (frame := await end.next_frame()).kind is not FrameKind.END:
+                assert frame.kind is FrameKind.BEAT or bytes(frame.body) == large
                 got.append((frame.kind, len(frame.body)))
             return got
 
         results = await asyncio.gather(*(f(end) for end in ends for f in (send, receive)))
         for got in (results[1], results[3]):
-            assert got == [(Kind.MESSAGE, len(large)), (Kind.BEAT, 0)] * 3
+            assert got == [(FrameKind.MESSAGE, len(large)), (FrameKind.BEAT, 0)] * 3
         ours.close()
-        with pytest.raises(HungUp):
+        with pytest.raises(PeerHungUp):
             await ends[1].next_frame()
         theirs.close()

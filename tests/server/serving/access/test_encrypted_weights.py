@@ -4,7 +4,7 @@ import os
 import socket
 import ssl
 import uuid
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from support.clusters.tls_world import TlsWorld
@@ -13,12 +13,12 @@ from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES
-from shoal_proto.errors import AccessDenied
+from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.segments import transfer
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import Caller, Role
+from shoal_proto.tls.names import Caller, CertificateRole
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1 import weights_pb2 as pb
 
@@ -36,7 +36,7 @@ def published(world: TlsWorld, series: str, *, may_be_local: bool = True) -> byt
         segment_bytes=[NUM_BYTES],
     )
     with (
-        identity.using(world.files(Role.WORKER)),
+        identity.using(world.files(CertificateRole.WORKER)),
         closing(
             SeriesPublisher(
                 [world.cluster.coordinator], series, lambda: publisher, may_be_local=may_be_local
@@ -60,14 +60,14 @@ def test_a_reader_gets_its_series(
     """By a socket to another machine the bytes are encrypted, in both directions."""
     reached: list[socket.socket] = []
 
-    def noted(connected: socket.socket) -> socket.socket:
-        reached.append(secured(connected))
+    def noted(connected: socket.socket, name: str) -> socket.socket:
+        reached.append(secured(connected, name))
         return reached[-1]
 
     monkeypatch.setattr(transfer, "secured", noted)
     series = f"svc/by-{may_be_local}"
     data = published(world, series, may_be_local=may_be_local)
-    caller = Caller(Role.READER, f"reads-{may_be_local}", series=series)
+    caller = Caller(CertificateRole.READER, f"reads-{may_be_local}", series=series)
     with identity.using(world.issued(caller)):
         reader = SeriesReader(
             [world.cluster.coordinator], series, "reader", may_be_local=may_be_local
@@ -84,7 +84,9 @@ def test_a_reader_of_another_series_gets_nothing(world: TlsWorld) -> None:
     servers = [
         pb.StoreServer(id="ps-0", address=address) for address in world.cluster.parameter_servers
     ]
-    with identity.using(world.issued(Caller(Role.READER, "reads-another", series="svc/open"))):
+    with identity.using(
+        world.issued(Caller(CertificateRole.READER, "reads-another", series="svc/open"))
+    ):
         for series in ("svc/secret", "svc/open"):
             with closing(WeightStores(series)) as stores, pytest.raises(Exception) as refused:
                 stores.fetch(servers, StagedSegment(digest), LIMIT_S)
@@ -103,8 +105,59 @@ def test_a_reader_puts_nothing(world: TlsWorld) -> None:
     request = pb.PutSegmentRequest(series="svc/open", epoch=1, segment=described)
     server = pb.StoreServer(id="ps-0", address=world.cluster.parameter_servers[0])
     with (
-        identity.using(world.issued(Caller(Role.READER, "puts", series="svc/open"))),
+        identity.using(world.issued(Caller(CertificateRole.READER, "puts", series="svc/open"))),
         closing(WeightStores("svc/open")) as stores,
         pytest.raises(AccessDenied),
     ):
         stores.put(server, request, segment, LIMIT_S)
+
+
+def relaying(world: TlsWorld, series: str, name: str) -> SeriesReader:
+    return SeriesReader(
+        [world.cluster.coordinator], series, name, may_be_local=False, relay_at="127.0.0.1"
+    )
+
+
+def test_a_relay_serves_readers_of_its_series_alone(
+    world: TlsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within TLS, in both directions."""
+    reached: list[socket.socket] = []
+
+    def noted(connected: socket.socket, name: str) -> socket.socket:
+        reached.append(secured(connected, name))
+        return reached[-1]
+
+    monkeypatch.setattr(transfer, "secured", noted)
+    series = "svc/relayed"
+    data = published(world, series)
+    digest = sealed(data).digest
+    with ExitStack() as stack:
+        own = Caller(CertificateRole.READER, "reads-relayed", series=series)
+        with identity.using(world.issued(own)):
+            relay = stack.enter_context(closing(relaying(world, series, "relay")))
+            record = relay.wait(0, LIMIT_S)
+            relay.fetch(record)
+            relay.report(record.number, record.digest)
+            with closing(relaying(world, series, "child")) as child:
+                (segment,) = child.fetch(record)
+                assert segment.view() == data
+                assert child.relayed_bytes == len(data)
+        assert {type(each) for each in reached} == {ssl.SSLSocket}
+        assert relay._relay is not None
+        server = pb.StoreServer(id="relay", address=relay._relay.address)
+        other = Caller(CertificateRole.READER, "reads-open", series="svc/open")
+        with (
+            identity.using(world.issued(other)),
+            closing(WeightStores(series, may_be_local=False, of_relays=True)) as stores,
+            pytest.raises(AccessDenied, match="its own series"),
+        ):
+            stores.fetch([server], StagedSegment(digest), LIMIT_S)
+
+
+def test_a_relay_needs_a_readers_certificate(world: TlsWorld) -> None:
+    with (
+        identity.using(world.files(CertificateRole.WORKER)),
+        pytest.raises(CertificateRefused, match="a reader's certificate"),
+    ):
+        relaying(world, "svc/relayed", "refused")

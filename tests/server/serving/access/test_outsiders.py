@@ -33,7 +33,7 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls import identity
 from shoal_proto.tls.files import TlsFiles
-from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Caller, Role
+from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Caller, CertificateRole
 from shoal_proto.v1 import (
     clocks_pb2,
     membership_pb2,
@@ -161,7 +161,7 @@ def state(world: TlsWorld) -> dict[bytes, bytes]:
 
 def standing(world: TlsWorld) -> str:
     """What the coordinator says of the job."""
-    with identity.using(world.files(Role.OPERATOR)):
+    with identity.using(world.files(CertificateRole.OPERATOR)):
         coordinators = Coordinators([world.cluster.coordinator])
         try:
             request = membership_pb2.GetJobRequest(job="j")
@@ -186,7 +186,7 @@ def test_each_call_is_refused_to_each_role_that_it_is_not_for(
 ) -> None:
     before, token, told = state(world), member.token(), standing(world)
     answered = []
-    for role in Role:
+    for role in CertificateRole:
         with closing(Caught(world, credentials(world.files(role)))) as caller:
             for method, roles in MAY_CALL.items():
                 if role in roles:
@@ -205,11 +205,11 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
     before, token, told = state(world), member.token(), standing(world)
-    other = Caller(Role.WORKER, "worker-of-another", "other")
+    other = Caller(CertificateRole.WORKER, "worker-of-another", "other")
     answered = []
     with closing(Caught(world, credentials(world.issued(other)))) as caller:
         for method, roles in MAY_CALL.items():
-            if Role.WORKER not in roles or method in OF_NO_JOB:
+            if CertificateRole.WORKER not in roles or method in OF_NO_JOB:
                 continue
             error = caller.call(method, token)
             if error is None or error.code() is not grpc.StatusCode.PERMISSION_DENIED:
@@ -225,12 +225,12 @@ def test_a_reader_reads_its_series_and_nothing_else(
 ) -> None:
     """Each call that its role may make is refused for another series. A segment is put over a bulk
     connection, where no table of calls stands in between."""
-    before, reader = state(world), Caller(Role.READER, "engine", series="j/policy")
+    before, reader = state(world), Caller(CertificateRole.READER, "engine", series="j/policy")
     other = Token(job="other")
     with closing(Caught(world, credentials(world.issued(reader)))) as caller:
         assert caller.call("/shoal.v1.WeightSeries/Watch", member.token()) is None
         for method, roles in MAY_CALL.items():
-            if Role.READER in roles and "WeightS" in method:
+            if CertificateRole.READER in roles and "WeightS" in method:
                 error = caller.call(method, other)
                 assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
                 assert "another series" in from_rpc_error(error, "it").what, method
@@ -246,7 +246,7 @@ def test_a_reader_reads_its_series_and_nothing_else(
 def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:
     """Of another it knows the public id, and not the incarnation."""
     told = standing(world)
-    with closing(Caught(world, credentials(world.files(Role.WORKER)))) as caller:
+    with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         token = member.token()
         token.incarnation = ""
         error = caller.call("/shoal.v1.Membership/Drain", token)
@@ -258,7 +258,7 @@ def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
     """A worker's certificate is not enough: the server asks for the incarnation of a member."""
-    with closing(Caught(world, credentials(world.files(Role.WORKER)))) as caller:
+    with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         assert caller.call("/shoal.v1.Parameters/Drop", member.token()) is None
         stranger = member.token()
         stranger.incarnation = new_incarnation()
@@ -274,16 +274,16 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     report = membership_pb2.ReportExitRequest(
         job="j", member_id="a", pid=script.pid, host=HOST, exit_code=-9, launch_secret="guess"
     )
-    with identity.using(world.files(Role.WORKER)):
+    with identity.using(world.files(CertificateRole.WORKER)):
         coordinators = Coordinators([world.cluster.coordinator])
         with closing(coordinators), pytest.raises(AccessDenied, match="no report on a"):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
     assert standing(world) == told and member.failure is None
 
 
-@pytest.mark.parametrize("role", list(Role))
+@pytest.mark.parametrize("role", list(CertificateRole))
 def test_what_members_print_is_for_operators_and_viewers(
-    world: TlsWorld, member: ScriptedMember, role: Role
+    world: TlsWorld, member: ScriptedMember, role: CertificateRole
 ) -> None:
     """By the certificate with which they come over HTTP. Here nobody has started the member."""
     refusal = UnknownMember if role in READS_OUTPUT else AccessDenied
@@ -292,7 +292,10 @@ def test_what_members_print_is_for_operators_and_viewers(
         client = StatusClient(world.cluster.http_url)
     with client, pytest.raises(refusal):
         client.output("j", "a")
-    assert {Role.OPERATOR, Role.VIEWER} == READS_OUTPUT and member.failure is None
+    assert {
+        CertificateRole.OPERATOR,
+        CertificateRole.VIEWER,
+    } == READS_OUTPUT and member.failure is None
 
 
 @pytest.mark.parametrize("who", ["no TLS", "no certificate", "another authority", "expired"])
@@ -305,7 +308,7 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
         "no certificate": lambda: grpc.ssl_channel_credentials(
             (world.certificates / "ca.crt").read_bytes()
         ),
-        "another authority": lambda: credentials(world.strange_files(Role.OPERATOR)),
+        "another authority": lambda: credentials(world.strange_files(CertificateRole.OPERATOR)),
         "expired": lambda: credentials(expired(world)),
     }[who]()
     answered = []
@@ -323,7 +326,7 @@ def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMem
     before, token, told = state(world), member.token(), standing(world)
     # With a cache, gRPC's client goes on with the session of an earlier connection to that name.
     cache = (("grpc.ssl_session_cache", ssl_session_cache_lru(16)),)
-    using = credentials(world.files(Role.OPERATOR))
+    using = credentials(world.files(CertificateRole.OPERATOR))
     asked = ("/shoal.v1.Membership/GetCluster", "/shoal.v1.Parameters/Describe")
     with closing(Caught(world, using, cache)) as caller:
         first = [caller.call(method, token) for method in asked]
@@ -339,7 +342,7 @@ def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMem
 
 
 def expired(world: TlsWorld) -> TlsFiles:
-    return world.issued(Caller(Role.OPERATOR, "of-yesterday"), PAST)
+    return world.issued(Caller(CertificateRole.OPERATOR, "of-yesterday"), PAST)
 
 
 @pytest.mark.parametrize("name", [COORDINATOR_NAME, SERVER_NAME])
@@ -352,7 +355,7 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
     cluster = world.cluster
     address = cluster.coordinator if name == COORDINATOR_NAME else cluster.parameter_servers[0]
     cases = {
-        "alert": [world.strange_files(Role.OPERATOR), expired(world)],
+        "alert": [world.strange_files(CertificateRole.OPERATOR), expired(world)],
         "needs TLS": [None],
     }
     for kind, each in ((kind, files) for kind, found in cases.items() for files in found):
@@ -367,20 +370,24 @@ def test_a_refused_certificate_is_told_from_an_absent_server(
                 with closing(coordinators), pytest.raises(CertificateRefused):
                     coordinators.call(lambda c: MembershipStub(c).GetJob, request, timeout_s=60.0)
                 assert time.monotonic() - began_s < 30.0
-    with identity.using(world.files(Role.OPERATOR)):
+    with identity.using(world.files(CertificateRole.OPERATOR)):
         assert why_refused(address, name) is None
         assert why_refused("127.0.0.1:1", name) is None
 
 
 def test_a_worker_cannot_pose_as_a_coordinator(world: TlsWorld) -> None:
     """Nor a parameter server: its certificate has not the name that callers ask for."""
-    with identity.using(world.files(Role.WORKER)):
+    with identity.using(world.files(CertificateRole.WORKER)):
         refused = why_refused(world.cluster.parameter_servers[0], COORDINATOR_NAME)
     assert refused is not None and "not accepted here" in refused.seen
 
 
-@pytest.mark.parametrize("role", [Role.OPERATOR, Role.VIEWER, Role.WORKER])
-def test_each_call_is_let_through_to_the_roles_that_it_is_for(world: TlsWorld, role: Role) -> None:
+@pytest.mark.parametrize(
+    "role", [CertificateRole.OPERATOR, CertificateRole.VIEWER, CertificateRole.WORKER]
+)
+def test_each_call_is_let_through_to_the_roles_that_it_is_for(
+    world: TlsWorld, role: CertificateRole
+) -> None:
     """What it is then refused for is something else: there is no such job."""
     token = Token(job="nobody-trains-this", member_id="x", incarnation="1")
     with closing(Caught(world, credentials(world.files(role)))) as caller:

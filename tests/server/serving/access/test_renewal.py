@@ -13,14 +13,14 @@ from support.members.scripted_member import ScriptedMember
 from shoal_client.certificates.folder import CertificateFolder
 from shoal_client.commands.status import StatusClient
 from shoal_proto.tls import identity
-from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, Role
+from shoal_proto.tls.names import COORDINATOR_NAME, SERVER_NAME, CertificateRole
 
 WITHIN_S = 30.0
 
 
 def serial(world: TlsWorld, address: str, name: str) -> int:
     """Of the certificate that is shown there now, checked against the authority."""
-    files = world.files(Role.OPERATOR)
+    files = world.files(CertificateRole.OPERATOR)
     context = ssl.create_default_context(cafile=str(files.ca))
     context.load_cert_chain(files.cert, files.key)
     host, _, port = address.rpartition(":")
@@ -58,7 +58,7 @@ def test_a_command_that_goes_on_takes_the_renewed_certificate(
 ) -> None:
     """As `shoal top` does for days."""
     monkeypatch.setattr("shoal_proto.tls.files.LOOK_EVERY_S", 0.0)
-    operator = world.files(Role.OPERATOR)
+    operator = world.files(CertificateRole.OPERATOR)
     with identity.using(operator), StatusClient(world.cluster.http_url) as status:
         assert "j" in [job["job"] for job in status.jobs()]
         CertificateFolder(world.certificates).renew()

@@ -1,14 +1,14 @@
 """The line that tells a change of generations, from what coordinator and members know."""
 
 from shoal_server.core.generations.roster import Generation, Step
-from shoal_server.core.membership.changes import Departure, Story
+from shoal_server.core.membership.changes import ChangeSummary, Departure
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.stories import TOLD_WITHIN_S, Pause, Stories, seconds
+from shoal_server.status.history.stories import TOLD_WITHIN_S, ChangeReport, ChangeReports, seconds
 
 LOST = Departure(member_id="vm-2", cause="SIGKILL", lost=True)
 
 
-def story(number: int = 4, **fields: object) -> Story:
+def story(number: int = 4, **fields: object) -> ChangeSummary:
     known: dict[str, object] = {
         "generation": Generation(number),
         "cause": "lost vm-2 (SIGKILL); 3 go on",
@@ -21,16 +21,16 @@ def story(number: int = 4, **fields: object) -> Story:
         "steps_lost": 0,
         "down_s": 0.04,
     }
-    return Story(**{**known, **fields})  # type: ignore[arg-type]
+    return ChangeSummary(**{**known, **fields})  # type: ignore[arg-type]
 
 
-def pause(member_id: str = "vm-0", paused_s: float = 0.06, **fields: int) -> Pause:
+def pause(member_id: str = "vm-0", paused_s: float = 0.06, **fields: int) -> ChangeReport:
     known = {"generation": 4, "steps_lost": 0}
-    return Pause(member_id=member_id, paused_s=paused_s, **{**known, **fields})
+    return ChangeReport(member_id=member_id, paused_s=paused_s, **{**known, **fields})
 
 
 def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
-    stories = Stories()
+    stories = ChangeReports()
     assert stories.runs(story(), 100.0) == []
     (told,) = stories.paused(pause())
     assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
@@ -39,7 +39,7 @@ def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
 
 def test_the_longest_pause_and_the_most_steps_count() -> None:
     """Whatever is said after the line was told is kept with the change."""
-    stories = Stories()
+    stories = ChangeReports()
     stories.runs(story(), 100.0)
     stories.paused(pause())
     stories.paused(pause("vm-1", 0.25, steps_lost=3))
@@ -49,14 +49,14 @@ def test_the_longest_pause_and_the_most_steps_count() -> None:
 
 
 def test_only_those_who_trained_before_know_of_a_pause() -> None:
-    stories = Stories()
+    stories = ChangeReports()
     stories.runs(story(joined=("vm-9",)), 100.0)
     assert stories.paused(pause("vm-9")) == []
     assert stories.paused(pause(generation=3)) == [], "it speaks of an earlier one"
 
 
 def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
-    stories = Stories()
+    stories = ChangeReports()
     stories.runs(story(), 100.0)
     assert stories.due(100.0 + TOLD_WITHIN_S - 0.1) == []
     (told,) = stories.due(100.0 + TOLD_WITHIN_S)
@@ -65,7 +65,7 @@ def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
 
 
 def test_a_story_that_another_follows_is_told_before_it() -> None:
-    stories = Stories()
+    stories = ChangeReports()
     stories.runs(story(4), 100.0)
     told = stories.runs(story(5, cause="vm-2 joined; 4 train", stayed=()), 101.0)
     assert [each.generation for each in told] == [4, 5]
@@ -73,13 +73,13 @@ def test_a_story_that_another_follows_is_told_before_it() -> None:
 
 def test_who_goes_at_its_own_pace_pauses_for_nobody() -> None:
     """There is nothing to wait for: the line is told at once, without a pause."""
-    (told,) = Stories().runs(story(synchronous=False, down_s=0.0), 100.0)
+    (told,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
     assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
 
 
 def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
     """The coordinator knows of the rest already."""
-    stories = Stories()
+    stories = ChangeReports()
     stories.runs(story(down_s=0.05), 100.0)
     stories.paused(pause(paused_s=0.25))
     stories.paused(pause("vm-1", 0.3))

@@ -24,7 +24,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.publications.messages import publisher_of
-from shoal_server.parameters.weights.store import Origin
+from shoal_server.parameters.weights.store import SegmentOrigin
 
 if TYPE_CHECKING:
     from support.sim.publications.world import PublicationWorld
@@ -148,7 +148,7 @@ class SimPublisher:
     async def _put(
         self, begun: pb.BeginPublicationReply, segment: SimSegment, publication: int
     ) -> list[str]:
-        origin = Origin(epoch=begun.epoch, publication=publication, rank=self.rank)
+        origin = SegmentOrigin(epoch=begun.epoch, publication=publication, rank=self.rank)
         names = [each.id for each in begun.servers]
         if not names:
             raise _unavailable("no servers")

@@ -15,7 +15,7 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Put
 from shoal_server.parameters.weights.records import SeriesRecords
-from shoal_server.parameters.weights.store import Origin, Position, SegmentStore
+from shoal_server.parameters.weights.store import Position, SegmentOrigin, SegmentStore
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 LISTED_FOR_S = 5.0
@@ -93,7 +93,7 @@ class SimServer:
     # --- what it answers ---
 
     async def put(
-        self, series: str, segment: SimSegment, origin: Origin, chain: list[str]
+        self, series: str, segment: SimSegment, origin: SegmentOrigin, chain: list[str]
     ) -> list[str]:
         """Take a segment, and pass it on; the servers that have it."""
         self.store.admit(series, segment.digest, origin)

@@ -39,21 +39,21 @@ class ServerCopies:
         self.incoming: tuple[Request, Any] | None = None
         """The request that is being handled, and its data."""
         self.handlers: Mapping[type, Callable[[Any], None]] = {
-            fx.Lead: self._lead,
-            fx.Open: self._open,
-            fx.Stop: self._stop,
-            fx.Resume: self._resume,
+            fx.LeadShard: self._lead,
+            fx.OpenShard: self._open,
+            fx.StopPushes: self._stop,
+            fx.ResumePushes: self._resume,
             fx.StepDown: self._step_down,
-            fx.Drop: lambda effect: self._drop(effect.key),
-            fx.Settle: self._settle_last,
-            fx.Trim: self._trim,
+            fx.DropShard: lambda effect: self._drop(effect.key),
+            fx.SettleCopy: self._settle_last,
+            fx.TrimRecords: self._trim,
             fx.CutImage: self._cut_image,
             fx.ReleaseChunks: lambda effect: None,
             fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
-            fx.Replay: self._replay,
+            fx.ReplayRecord: self._replay,
             fx.BeginImage: self._begin_image,
             fx.StoreChunk: self._store_chunk,
-            fx.Adopt: self._adopt,
+            fx.AdoptImage: self._adopt,
             fx.DropImage: lambda effect: self._arriving.pop((effect.key, effect.image), None),
             fx.EnterEpoch: self._enter_epoch,
             fx.LoadJournal: self._load_journal,
@@ -96,7 +96,7 @@ class ServerCopies:
             copy = self.found[key] = self._new(key, epoch)
             copy.fill(updates)
             self._setting.ledger.loaded(copy)
-            self._server.tell(ev.Created(key, epoch, copy.version))
+            self._server.tell(ev.ShardCreated(key, epoch, copy.version))
             tell()
 
         self._server.process.act(self._takes_s(long=True), loaded)
@@ -112,9 +112,9 @@ class ServerCopies:
             return
         copy = self.found[key] = self._new(key, record.epoch)
         copy.fill([update])
-        self._server.tell(ev.Created(key, record.epoch, copy.version))
+        self._server.tell(ev.ShardCreated(key, record.epoch, copy.version))
 
-    def _lead(self, effect: fx.Lead) -> None:
+    def _lead(self, effect: fx.LeadShard) -> None:
         copy = self.found[effect.key]
         assert copy.num_applied == copy.version, f"{effect.key} is led before it has settled"
         copy.epoch, copy.leads = effect.epoch, True
@@ -122,22 +122,22 @@ class ServerCopies:
         self._setting.ledger.leads(self._server.me, copy)
         self._flush_later(copy)
 
-    def _open(self, effect: fx.Open) -> None:
+    def _open(self, effect: fx.OpenShard) -> None:
         copy = self.found[effect.key]
         copy.is_open = True
         self._setting.ledger.opened(copy)
 
-    def _stop(self, effect: fx.Stop) -> None:
+    def _stop(self, effect: fx.StopPushes) -> None:
         copy = self.found[effect.key]
 
         def stop() -> None:
             copy.is_stopped = True
             if not copy.is_dropped and copy.leads:
-                self._server.post(ev.Stopped(copy.key, copy.version))
+                self._server.post(ev.PushesStopped(copy.key, copy.version))
 
         copy.lane.put(self._takes_s(), stop)
 
-    def _resume(self, effect: fx.Resume) -> None:
+    def _resume(self, effect: fx.ResumePushes) -> None:
         copy = self.found[effect.key]
         copy.lane.put(self._takes_s(), lambda: setattr(copy, "is_stopped", False))
 
@@ -155,14 +155,14 @@ class ServerCopies:
                 self._setting.ledger.leads_no_longer(copy)
             copy.leads = False
 
-    def _trim(self, effect: fx.Trim) -> None:
+    def _trim(self, effect: fx.TrimRecords) -> None:
         copy = self.found[effect.key]
         for version in [each for each in copy.log if each <= effect.version]:
             del copy.log[version]
 
     # --- following ---
 
-    def _settle_last(self, effect: fx.Settle) -> None:
+    def _settle_last(self, effect: fx.SettleCopy) -> None:
         copy, last = self.found[effect.key], effect.last
 
         def read_to_end() -> None:
@@ -176,11 +176,11 @@ class ServerCopies:
     def _settle(self, copy: Copy) -> None:
         def settled() -> None:
             if not copy.is_dropped:
-                self._server.post(ev.Settled(copy.key, copy.num_applied))
+                self._server.post(ev.CopySettled(copy.key, copy.num_applied))
 
         copy.lane.put(self._takes_s(long=True), settled)
 
-    def _replay(self, effect: fx.Replay) -> None:
+    def _replay(self, effect: fx.ReplayRecord) -> None:
         request, update = self._incoming()
         assert isinstance(request, UpdateMessage) and request.version == effect.version, request
         copy = self.found.get(effect.key)
@@ -258,7 +258,7 @@ class ServerCopies:
 
         self._arriving_lanes[place].put(self._takes_s(), stored)
 
-    def _adopt(self, effect: fx.Adopt) -> None:
+    def _adopt(self, effect: fx.AdoptImage) -> None:
         image = self._arriving.pop((effect.key, effect.image))
         assert image.is_restored, f"{effect} of what has not been restored"
         before = self.found.get(effect.key)
@@ -300,7 +300,7 @@ class ServerCopies:
             disk.shards[copy.key] = OnDiskCopy(
                 copy.run, copy.epoch, tuple(copy.updates[:version]), chain
             )
-            self._server.post(ev.OnDisk(copy.key, version), copy)
+            self._server.post(ev.VersionJournaled(copy.key, version), copy)
 
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 
@@ -323,11 +323,11 @@ class ServerCopies:
             if key in self.found:
                 return
             if kept is None:
-                self._server.tell(ev.NotInJournal(key, effect.epoch))
+                self._server.tell(ev.JournalShardMissing(key, effect.epoch))
                 return
             copy = self.found[key] = self._new(key, effect.epoch)
             assert copy.run == kept.run, f"{effect} of run {kept.run}, not {copy.run}"
             copy.fill(kept.updates)
-            self._server.tell(ev.Created(key, effect.epoch, copy.version))
+            self._server.tell(ev.ShardCreated(key, effect.epoch, copy.version))
 
         self._server.process.act(self._takes_s(long=True), load)

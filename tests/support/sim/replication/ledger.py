@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from support.sim.replication.shard import NOTHING, Copy, Disk, Update, chained
 from support.sim.virtual_time import Clock
 
-from shoal_server.core.replication.protocol.events import Level
+from shoal_server.core.replication.protocol.events import AckLevel
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 
@@ -122,19 +122,21 @@ class Ledger:
         assert promise.opened == EMPTY, f"{copy.key} had values, and is loaded"
         promise.opened, promise.loaded = (1, copy.chain[1]), (copy.version, copy.chain[-1])
 
-    def acknowledged(self, who: Holder, copy: Copy, epoch: int, version: int, level: Level) -> None:
+    def acknowledged(
+        self, who: Holder, copy: Copy, epoch: int, version: int, level: AckLevel
+    ) -> None:
         """Record that a version, and so all before it, was acknowledged to a client."""
         self.num_acknowledged += 1
         key, row = copy.key, (version, copy.chain[version])
         assert not self.is_fenced(who), f"{who} acknowledges {key} although it may be dead"
-        if level is Level.APPLIED:
+        if level is AckLevel.APPLIED:
             return
         led = copy.run, key, epoch
         before = self._acknowledged_by.setdefault(led, who)
         assert before == who, f"{key}: {who} and {before} acknowledge in epoch {epoch}"
         promise = self._promises[copy.run, key]
         promise.replicated = self._longer(led, promise.replicated, row)
-        if level is Level.DURABLE:
+        if level is AckLevel.DURABLE:
             promise.durable = self._longer(led, promise.durable, row)
         self.check(key)
 

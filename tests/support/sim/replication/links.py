@@ -32,7 +32,7 @@ class End:
     receive: Callable[[object], None]
     broken: Callable[[], None]
     is_open: bool = True
-    was_heard: bool = False
+    has_replied: bool = False
     last_s: float = 0.0
     """Arrival time of the last message in transit to this end."""
     coming: deque[object] = field(default_factory=deque)
@@ -123,7 +123,7 @@ class Link:
         if isinstance(message, HangUp):
             self._break(end)
         else:
-            end.was_heard = True
+            end.has_replied = True
             end.receive(message)
 
     def _is_cut(self) -> bool:

@@ -10,8 +10,8 @@ from support.sim.replication.setting import Setting
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import (
-    ChunkTaken,
-    Holds,
+    BackupState,
+    ChunkReceived,
     ImageChunk,
     Key,
     Reply,
@@ -39,9 +39,9 @@ class ServerPeers:
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.OpenLink: self._open,
             fx.CloseLink: self._close,
-            fx.Send: self._send,
-            fx.Answer: self._answer,
-            fx.Probe: self._probe,
+            fx.SendRequest: self._send,
+            fx.SendReply: self._answer,
+            fx.ProbePeer: self._probe,
         }
 
     @property
@@ -75,11 +75,11 @@ class ServerPeers:
         if other is None or self._is_replaced(peer):
             is_gone = setting.chance.random() < 0.9
             within_s = 0.01 if is_gone else SILENCE_S
-            broke = ev.LinkBroke(peer, number, is_gone)
+            broke = ev.LinkBroken(peer, number, is_gone)
             self._server.process.act(within_s, lambda: self._server.tell(broke))
             return
         if is_cut:
-            broke = ev.LinkBroke(peer, number, is_gone=False)
+            broke = ev.LinkBroken(peer, number, is_gone=False)
             self._server.process.act(SILENCE_S, lambda: self._server.tell(broke))
             return
         me = self._server.me
@@ -92,7 +92,7 @@ class ServerPeers:
 
         def broken() -> None:
             if self._opened.pop((peer, number), None) is not None:
-                self._server.tell(ev.LinkBroke(peer, number, False, near.was_heard))
+                self._server.tell(ev.LinkBroken(peer, number, False, near.has_replied))
 
         def left() -> None:
             other.peers.caller_left(me, number)
@@ -112,14 +112,16 @@ class ServerPeers:
         if found is not None:
             found[0].close(found[1])
 
-    def _send(self, effect: fx.Send) -> None:
+    def _send(self, effect: fx.SendRequest) -> None:
         found = self._opened.get((effect.peer, effect.link))
         assert found is not None, f"{effect} over a link that is not there"
         link, end = found
         request = effect.request
         is_held = link.send(end, (request, self._data_of(request)))
         if is_held and isinstance(request, UpdateMessage):
-            held = ev.Held(effect.peer, effect.link, request.key, request.epoch, request.version)
+            held = ev.RecordDelivered(
+                effect.peer, effect.link, request.key, request.epoch, request.version
+            )
             self._server.process.act(0.0, lambda: self._server.tell(held))
 
     def _data_of(self, request: Request) -> Any:
@@ -135,11 +137,11 @@ class ServerPeers:
 
     def _hear_reply(self, peer: Holder, number: int, reply: Reply) -> None:
         ledger = self._setting.ledger
-        if isinstance(reply, ChunkTaken):
+        if isinstance(reply, ChunkReceived):
             ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
-        if isinstance(reply, Holds) and reply.image:
+        if isinstance(reply, BackupState) and reply.image:
             ledger.chunk_taken(self._server.me, reply.image, reply.next_chunk)
-        self._server.tell(ev.Replied(peer, number, reply))
+        self._server.tell(ev.ReplyReceived(peer, number, reply))
 
     # --- links to here ---
 
@@ -149,14 +151,14 @@ class ServerPeers:
     def hear(self, peer: Holder, number: int, message: Any) -> None:
         if message == HELLO:
             self.read_to_end(peer, before=number)
-            self._server.tell(ev.CallerCame(peer, number))
+            self._server.tell(ev.IncomingLinkOpened(peer, number))
             link, end = self._accepted[peer, number]
             link.send(end, WELCOME)
             return
         request, data = message
         copies = self._server.copies
         copies.incoming = request, data
-        self._server.tell(ev.Requested(peer, number, request))
+        self._server.tell(ev.RequestReceived(peer, number, request))
         copies.incoming = None
 
     def read_to_end(self, peer: Holder, before: float = inf) -> None:
@@ -178,22 +180,22 @@ class ServerPeers:
 
     def caller_left(self, peer: Holder, number: int) -> None:
         if self._accepted.pop((peer, number), None) is not None:
-            self._server.tell(ev.CallerLeft(peer, number))
+            self._server.tell(ev.IncomingLinkEnded(peer, number))
 
-    def _answer(self, effect: fx.Answer) -> None:
+    def _answer(self, effect: fx.SendReply) -> None:
         found = self._accepted.get((effect.peer, effect.link))
         if found is not None:  # Else its caller has left.
             found[0].send(found[1], effect.reply)
 
     # --- whether it lives ---
 
-    def _probe(self, effect: fx.Probe) -> None:
+    def _probe(self, effect: fx.ProbePeer) -> None:
         peer, setting = effect.peer, self._setting
         me = self._server.process
         name = f"{peer.server_id}#{peer.incarnation}"
 
         def answered(answers: bool) -> None:
-            self._server.tell(ev.Probed(peer, answers))
+            self._server.tell(ev.PeerProbed(peer, answers))
 
         def ask() -> None:
             other = self._find(peer)

@@ -14,7 +14,7 @@ from support.sim.replication.shard import Copy, Disk, Update
 from shoal_server.core.replication.backing.disowning import Disowning
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.events import Level
+from shoal_server.core.replication.protocol.events import AckLevel
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
@@ -44,7 +44,7 @@ class SimServer:
         self.copies = ServerCopies(self, setting)
         self.peers = ServerPeers(self, setting)
         self.registration = ServerRegistration(self, setting)
-        self.waiting: dict[Any, tuple[Key, int, int, Level, Answer]] = {}
+        self.waiting: dict[Any, tuple[Key, int, int, AckLevel, Answer]] = {}
         """By token: the awaited version, its epoch and its level of safety."""
         self.ended = ended
         self.is_ending = False
@@ -54,18 +54,18 @@ class SimServer:
         self._wakes_at_s = float("inf")
         self._posted: deque[tuple[ev.Event, Copy | None]] = deque()
         self._handlers: Mapping[type, Callable[[Any], None]] = {
-            fx.Write: lambda effect: self._write(effect.key),
-            fx.Refresh: lambda effect: self._refresh(effect.key),
-            fx.Acknowledge: self._acknowledge,
-            fx.Refuse: self._refuse,
-            fx.Note: lambda effect: None,
+            fx.WriteShardRecord: lambda effect: self._write(effect.key),
+            fx.RefreshShardRecord: lambda effect: self._refresh(effect.key),
+            fx.AcknowledgeVersion: self._acknowledge,
+            fx.RefuseVersion: self._refuse,
+            fx.LogLine: lambda effect: None,
             **self.copies.handlers,
             **self.peers.handlers,
         }
 
     def start(self) -> None:
         for key, kept in self.recovered.items():
-            self.tell(ev.JournalHas(key, kept.epoch, len(kept.updates)))
+            self.tell(ev.JournalShardFound(key, kept.epoch, len(kept.updates)))
         self.setting.store.watch(self.process, self.heard_record)
         self.process.act(0.05, self.registration.register)
         self.process.act(0.1, self._look_at_servers)
@@ -94,7 +94,7 @@ class SimServer:
             self._wakes_at_s = float("inf")
             due_s = self.core.wakes_s()
             if due_s <= self.process.now_s:
-                self.tell(ev.Woken())
+                self.tell(ev.WakeTimeReached())
             elif due_s < float("inf"):
                 self._wakes_at_s = due_s
                 self._wake_at(due_s)
@@ -114,7 +114,7 @@ class SimServer:
         event, copy = self._posted.popleft()
         if copy is None or self.copies.found.get(copy.key) is copy:
             self.tell(event)
-        elif isinstance(event, ev.Asked) and event.token in self.waiting:
+        elif isinstance(event, ev.AckRequested) and event.token in self.waiting:
             *_, answer = self.waiting.pop(event.token)
             answer("not here")
 
@@ -128,7 +128,7 @@ class SimServer:
         *,
         run: str,
         update: Update | None,
-        level: Level,
+        level: AckLevel,
         answer: Answer,
     ) -> None:
         """`update`: None for a pull. `run`: of the job, that the worker goes by."""
@@ -149,16 +149,16 @@ class SimServer:
                 if not version:
                     version = copy.num_applied = copy.add(update)
                     self.copies.on_applied(copy)
-                    self.post(ev.Applied(key, version), copy)
+                    self.post(ev.PushApplied(key, version), copy)
             self._ask(token, copy, epoch, version, level=level, answer=answer)
 
         copy.lane.put(self.setting.chance.random() * 0.003, apply)
 
     def _ask(
-        self, token: Any, copy: Copy, epoch: int, version: int, *, level: Level, answer: Answer
+        self, token: Any, copy: Copy, epoch: int, version: int, *, level: AckLevel, answer: Answer
     ) -> None:
         self.waiting[token] = copy.key, epoch, version, level, answer
-        self.post(ev.Asked(token, copy.key, epoch, version, level), copy)
+        self.post(ev.AckRequested(token, copy.key, epoch, version, level), copy)
 
     def disk_taken(self) -> None:
         """Another process has it from here on."""
@@ -196,16 +196,16 @@ class SimServer:
         self.tell(ev.LeaseEnded())
         self.registration.end(self.die)
 
-    def _acknowledge(self, effect: fx.Acknowledge) -> None:
+    def _acknowledge(self, effect: fx.AcknowledgeVersion) -> None:
         key, epoch, version, level, answer = self.waiting.pop(effect.token)
         copy = self.copies.found.get(key)
         assert copy is not None, f"{self.me} acknowledges {key}, and has nothing of it"
         self.setting.ledger.acknowledged(self.me, copy, epoch, version, level)
         answer("acknowledged")
 
-    def _refuse(self, effect: fx.Refuse) -> None:
+    def _refuse(self, effect: fx.RefuseVersion) -> None:
         *_, answer = self.waiting.pop(effect.token)
-        answer("no disk" if effect.why is fx.Refusal.NO_DISK else "refused")
+        answer("no disk" if effect.why is fx.AckRefusalReason.NO_DISK else "refused")
 
     # --- records ---
 
@@ -219,7 +219,7 @@ class SimServer:
             self.copies.let_journal_go(key, assignment)
 
     def _known(self, key: Key, assignment: ShardAssignment) -> None:
-        self.tell(ev.Assigned(key, assignment, self.registration.run_of(key)))
+        self.tell(ev.ShardAssigned(key, assignment, self.registration.run_of(key)))
         if self.registration.was_registered:
             self.copies.let_journal_go(key, assignment)
 
@@ -253,16 +253,18 @@ class SimServer:
             key,
             lambda record: self.core.revised(key, record, self.process.now_s),
             self._known,
-            lambda: self.tell(ev.Written(key)),
+            lambda: self.tell(ev.ShardRecordWritten(key)),
         )
 
     def _refresh(self, key: Key) -> None:
         def read(stored: Any) -> None:
             if stored is not None and self.registration.note_stored(key, stored):
                 self._known(key, stored.assignment)
-            self.tell(ev.Refreshed(key))
+            self.tell(ev.ShardRecordRefreshed(key))
 
-        self.registration.client.read(key, read, lambda is_unknown: self.tell(ev.Refreshed(key)))
+        self.registration.client.read(
+            key, read, lambda is_unknown: self.tell(ev.ShardRecordRefreshed(key))
+        )
 
     def _look_at_servers(self) -> None:
         """Look at the servers after a restart, while its journal has shards that others may have
@@ -272,7 +274,7 @@ class SimServer:
 
         def seen(present: frozenset[Holder], ended: frozenset[Holder]) -> None:
             known = ended | self.ended
-            self.tell(ev.ServersSeen(present, asked_s, known))
+            self.tell(ev.ServersListed(present, asked_s, known))
             missing = {key: self._records[key] for key in self._missing()}
             self._disowning.seen(
                 missing.values(), present, known, asked_s=asked_s, now_s=self.process.now_s

@@ -13,7 +13,7 @@ from shoal_server.core.shards.assignments import Holder, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Get, KeyValue, Put, Revision, unchanged_since
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.etcd.mirror import Item
+from shoal_server.etcd.mirror import MirroredKey
 from shoal_server.etcd.records import assignments as records
 
 ETCD = "etcd"
@@ -46,7 +46,7 @@ def key_of(entry: str) -> Key:
 
 @lru_cache(maxsize=256)
 def _decoded(key: str, value: bytes) -> tuple[ShardAssignment, str]:
-    stored = records.parse_shard(Item(key, value, Revision(1)))
+    stored = records.parse_shard(MirroredKey(key, value, Revision(1)))
     return stored.assignment, stored.run
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from support.sim.replication.setting import Setting
 from support.sim.replication.shard import Update
 
-from shoal_server.core.replication.protocol.events import Level
+from shoal_server.core.replication.protocol.events import AckLevel
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import ShardContent
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 2.5
 LOOKS_EACH_S = 0.5
 RETRY_S = 0.25
 FIRST_VALUES = -1
-_LEVELS = (Level.REPLICATED, Level.REPLICATED, Level.DURABLE, Level.APPLIED)
+_LEVELS = (AckLevel.REPLICATED, AckLevel.REPLICATED, AckLevel.DURABLE, AckLevel.APPLIED)
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Call:
     run: str
     """Run of the job whose values it was computed on."""
     update: Update | None
-    level: Level
+    level: AckLevel
     attempt: int = 0
     """Answers to earlier ones come too late."""
 
@@ -168,6 +168,6 @@ class SimWorker:
             self._next(call.key)
         elif call.attempt == attempt:
             if outcome == "no disk":
-                call.level = Level.REPLICATED
+                call.level = AckLevel.REPLICATED
             call.attempt += 1
             self._later(call, call.attempt, RETRY_S)

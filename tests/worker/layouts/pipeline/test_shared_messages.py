@@ -55,7 +55,7 @@ def test_whoever_waits_for_a_message_is_told_at_once_of_a_lost_stage(
 
 def test_a_message_of_another_size_and_one_too_many_are_refused() -> None:
     too_many, other = run_on_gloo(2, bodies.refused)
-    assert "sends more than there is room for" in too_many
+    assert "sends more than its shared memory holds" in too_many
     assert "12 bytes" in other
     assert "16 bytes" in other
 

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.backends.in_memory.run import run_in_memory
-from shoal.layouts.layer_exchanges import Told, difference
+from shoal.layouts.layer_exchanges import ExchangeRecord, difference
 from shoal.strategies.layout.strategy import LayoutStrategy
 
 MADE = {
@@ -46,7 +46,7 @@ def test_layers_of_one_size_in_another_order_are_refused_on_all(strategy: str, a
         assert "at the weights of the layer of twins.1.0.weight" in refusal
 
 
-def noted_where_one_is_left_out(made: Any) -> Told | None:
+def noted_where_one_is_left_out(made: Any) -> ExchangeRecord | None:
     """What a rank has noted where it waits, in vain, for the others."""
     model = Chain()
     run = Run(
@@ -63,7 +63,7 @@ def noted_where_one_is_left_out(made: Any) -> Told | None:
         take_step(strategy, loader().synchronous(0, *share), cross_entropy)
     except RuntimeError:
         # In memory ranks are told that they do different things; NCCL's would wait.
-        return strategy.position.exchanges.told()
+        return strategy.position.exchanges.record()
     raise AssertionError("messages of different sizes were added")
 
 

@@ -19,7 +19,7 @@ from shoal.data.batches import Loader
 from shoal.data.order import Order
 from shoal.layouts.base import World
 from shoal.layouts.tensor.layout import TensorLayout
-from shoal.layouts.tensor.plan import Role, TensorPlan
+from shoal.layouts.tensor.plan import SequenceRole, TensorPlan
 from shoal.layouts.tensor.sequence import Positions, summands_of
 from shoal.randomness import at
 from shoal.randomness.dropout import key_dropout
@@ -148,13 +148,13 @@ def test_blocks_are_found_and_shown() -> None:
     plan = _plan(tensor_models.gpt())
     roles = {entry.module: entry.role for entry in plan.sequence if entry.block == "blocks.0"}
     assert roles == {
-        "blocks.0": Role.BLOCK,
-        "blocks.0.ln_1": Role.NORM,
-        "blocks.0.attn": Role.AROUND,
-        "blocks.0.ln_2": Role.NORM,
-        "blocks.0.mlp.gate_proj": Role.COLUMN,
-        "blocks.0.mlp.up_proj": Role.COLUMN,
-        "blocks.0.mlp.down_proj": Role.ROW,
+        "blocks.0": SequenceRole.BLOCK,
+        "blocks.0.ln_1": SequenceRole.NORM,
+        "blocks.0.attn": SequenceRole.AROUND,
+        "blocks.0.ln_2": SequenceRole.NORM,
+        "blocks.0.mlp.gate_proj": SequenceRole.COLUMN,
+        "blocks.0.mlp.up_proj": SequenceRole.COLUMN,
+        "blocks.0.mlp.down_proj": SequenceRole.ROW,
     }
     assert "blocks.0: each rank computes its positions: 2 norms" in str(plan)
     assert not shoal.TensorParallel(min_split_bytes=0).plan(tensor_models.gpt(), 2).sequence
@@ -163,7 +163,7 @@ def test_blocks_are_found_and_shown() -> None:
 def test_blocks_behind_each_other_are_one() -> None:
     """Nothing is gathered between them."""
     plan = _plan(PostNorm())
-    assert [e.module for e in plan.sequence if e.role == Role.BLOCK] == [""]
+    assert [e.module for e in plan.sequence if e.role == SequenceRole.BLOCK] == [""]
 
 
 class Mixes(nn.Module):

@@ -23,7 +23,7 @@ from torch.optim.swa_utils import AveragedModel
 from shoal.state.plain_values import put_together, take_apart
 from shoal.state.registered import objects
 from shoal.state.registered.comparison import difference
-from shoal.state.registered.objects import Captured, RegisteredState
+from shoal.state.registered.objects import CapturedState, RegisteredState
 from shoal_proto.errors import InvalidSpec, MalformedMessage
 
 
@@ -40,9 +40,9 @@ class Counter:
         self.state = dict(state)
 
 
-def travelled(captured: Captured) -> Captured:
+def travelled(captured: CapturedState) -> CapturedState:
     """As another member receives it."""
-    return Captured(values=json.loads(json.dumps(captured.values)), tensors=captured.tensors)
+    return CapturedState(values=json.loads(json.dumps(captured.values)), tensors=captured.tensors)
 
 
 def optimizer_of(lr: float = 0.1) -> SGD:
@@ -224,7 +224,7 @@ def test_a_state_without_what_is_registered_is_refused_by_name() -> None:
     registered = RegisteredState()
     registered.add("schedule", Counter(last=0))
     with pytest.raises(InvalidSpec, match="nothing under 'schedule'"):
-        registered.adopt(Captured(values={"other": {}}))
+        registered.adopt(CapturedState(values={"other": {}}))
 
 
 def test_an_object_that_does_not_take_the_state_of_its_like_is_named() -> None:

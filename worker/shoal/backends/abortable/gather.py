@@ -58,7 +58,7 @@ def _gather(message: bytes, padded_bytes: int, group: dist.ProcessGroup) -> list
     return [each.numpy().tobytes() for each in received]
 
 
-def let_all_hear(group: dist.ProcessGroup) -> None:
+def meet_after_collective(group: dist.ProcessGroup) -> None:
     """Return once every rank has the result of the group's last collective."""
 
     def meet() -> None:

@@ -20,7 +20,7 @@ from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.torch_private.c10d import batched, takes_batches
 
 
-class Message(Protocol):
+class P2PMessage(Protocol):
     """A message under way."""
 
     def wait(self) -> Any: ...
@@ -51,11 +51,11 @@ class AbortableP2P:
         name: str = self.group.group_name
         return name
 
-    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Message:
+    def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> P2PMessage:
         """Begin to send the tensor, the only one of the list, to that rank of the group."""
         return self._sent(self.group.send(tensors, to, tag))
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Message:
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> P2PMessage:
         """Begin to receive the tensor, the only one of the list, from that rank of the group."""
         return self._sent(self.group.recv(tensors, source, tag))
 
@@ -69,7 +69,7 @@ class AbortableP2P:
 
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
-    ) -> Message:
+    ) -> P2PMessage:
         """Begin to send and receive all of these. The result is one message to wait for; it fails
         if any of them fails.
 
@@ -77,8 +77,8 @@ class AbortableP2P:
         a time would wait for ever once a message is longer than its buffers.
         """
 
-        def begin() -> list[Message]:
-            works: list[Message] = [
+        def begin() -> list[P2PMessage]:
+            works: list[P2PMessage] = [
                 self.group.send([_real(tensor)], to, tag) for tensor, to in sends
             ]
             works += [self.group.recv([_real(each)], peer, tag) for each, peer in receives]
@@ -98,10 +98,10 @@ class AbortableP2P:
             self._orders.put(None)
             self._has_thread = False
 
-    def _sent(self, work: Message) -> Message:
+    def _sent(self, work: P2PMessage) -> P2PMessage:
         return _Message(work, self._await) if self._takes_turns else work
 
-    def _await(self, work: Message) -> None:
+    def _await(self, work: P2PMessage) -> None:
         if not self._has_thread:
             self._has_thread = True
             arguments = (self._orders,)
@@ -130,14 +130,14 @@ def _stand_in(orders: "_Orders") -> None:
         del order, work, end
 
 
-_Orders = queue.SimpleQueue[tuple[Message, Callable[[str], None]] | None]
+_Orders = queue.SimpleQueue[tuple[P2PMessage, Callable[[str], None]] | None]
 Receives = Sequence[tuple[Tensor, int]]
 
 
 class _All:
     """Messages that are waited for as one."""
 
-    def __init__(self, messages: Sequence[Message]) -> None:
+    def __init__(self, messages: Sequence[P2PMessage]) -> None:
         self._messages = messages
 
     def wait(self) -> None:
@@ -146,7 +146,7 @@ class _All:
 
 
 class _Message:
-    def __init__(self, work: Message, wait: Callable[[Message], None]) -> None:
+    def __init__(self, work: P2PMessage, wait: Callable[[P2PMessage], None]) -> None:
         self._work, self._await = work, wait
 
     def wait(self) -> None:

@@ -16,7 +16,7 @@ Completion = torch.futures.Future[str]
 
 
 @dataclass(frozen=True)
-class Underway:
+class OngoingCollective:
     """A collective that has begun."""
 
     work: dist.Work
@@ -68,10 +68,10 @@ class AbortableWaiter:
         finally:
             self.forget()
 
-    def begin(self, work: dist.Work) -> "Underway":
+    def begin(self, work: dist.Work) -> "OngoingCollective":
         """Return the collective as something to wait for later, after others of the same
         trainer."""
-        return Underway(work, self.completion_of(work))
+        return OngoingCollective(work, self.completion_of(work))
 
     @property
     def is_waiting(self) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.backends.in_memory.meeting import Complete, Hub, Meeting
 from shoal.backends.in_memory.worlds import RankWorld, bind, own_world
 from shoal.backends.process_group.collectives import CollectiveGroup
-from shoal.backends.process_group.pending import Done, Pending
+from shoal.backends.process_group.pending import CompletedWork, Pending
 from shoal.backends.process_group.reductions import reduced
 from shoal.torch_private.c10d import HashStore
 from shoal_proto.errors import InvalidSpec
@@ -105,7 +105,7 @@ class InMemoryGroup(CollectiveGroup):
 
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
         self._meeting.send(self.rank(), to, tag, tensor)
-        return Done([tensor], self.timeout_s)
+        return CompletedWork([tensor], self.timeout_s)
 
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work:
         return _Receive(self._meeting, tensor, (source, self.rank(), tag), self.timeout_s)

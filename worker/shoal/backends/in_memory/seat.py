@@ -32,7 +32,7 @@ class InMemoryBackend:
     def group(self, seat: Seat, store: Store) -> "InMemorySeat":
         return InMemorySeat(seat, store)
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         return None
 
     def is_failure(self, error: BaseException) -> bool:

@@ -45,7 +45,7 @@ class RankWorld:
         """Exists since torch 2.14."""
 
 
-class _Own(threading.local):
+class _ThreadWorld(threading.local):
     world: RankWorld | None = None
 
 
@@ -76,7 +76,7 @@ class _MeshWorld:
 
 
 _numbers = itertools.count(1)
-_own = _Own()
+_own = _ThreadWorld()
 _torchs: Any = c10d.groups_table()
 _lock = threading.Lock()
 _bound: list[RankWorld] = []

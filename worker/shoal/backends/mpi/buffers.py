@@ -35,7 +35,7 @@ _TYPES = {
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-class Staged:
+class StagedTensor:
     """A tensor as MPI can reduce it, and the way back."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
@@ -59,7 +59,7 @@ class Staged:
             self._tensor.copy_(self._flat)
 
 
-def deliver(staged: Sequence[Staged]) -> None:
+def deliver(staged: Sequence[StagedTensor]) -> None:
     """Write the results of reductions to the tensors that were handed in."""
     for each in staged:
         each.deliver()

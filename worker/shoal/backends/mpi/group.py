@@ -14,7 +14,7 @@ from mpi4py import MPI
 from torch import Tensor
 
 from shoal.backends.mpi.buffers import (
-    Staged,
+    StagedTensor,
     copy,
     deliver,
     joined,
@@ -72,7 +72,7 @@ class MpiGroup(CollectiveGroup):
         self._world.fail(f"rank {self._world.rank} aborted")
 
     def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
-        staged = [Staged(tensor, op, self.size()) for tensor in tensors]
+        staged = [StagedTensor(tensor, op, self.size()) for tensor in tensors]
         return self._start(
             "all_reduce",
             tensors,
@@ -81,7 +81,7 @@ class MpiGroup(CollectiveGroup):
         )
 
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
-        staged = [Staged(tensor, op, self.size()) for tensor in tensors]
+        staged = [StagedTensor(tensor, op, self.size()) for tensor in tensors]
         here = self.rank() == root
         requests = [
             self._comm.Ireduce(MPI.IN_PLACE, each.numbers, each.op, root)
@@ -123,8 +123,8 @@ class MpiGroup(CollectiveGroup):
     def reduce_scatter_each(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> dist.Work:
-        given = [Staged(joined(parts, fill=True), op, self.size()) for parts in inputs]
-        taken = [Staged(output, op, self.size()) for output in outputs]
+        given = [StagedTensor(joined(parts, fill=True), op, self.size()) for parts in inputs]
+        taken = [StagedTensor(output, op, self.size()) for output in outputs]
         requests = [
             self._comm.Ireduce_scatter(
                 whole.numbers, part.numbers, [each.numel() for each in parts], part.op

@@ -12,7 +12,7 @@ from shoal.torch_private.watching import after_calls, before_calls
 log = structlog.get_logger(__name__)
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
@@ -27,15 +27,15 @@ class DeviceProgress:
     in that case, whereas a script that hangs by itself leaves it idle.
     """
 
-    def __init__(self, record: Callable[[], Event | None]) -> None:
+    def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:
         """`record` returns an event after all work that the trainer gave the device so far, or None
         if none can be recorded now."""
         self._record = record
-        self._event: Event | None = None
+        self._event: DeviceEvent | None = None
         self._since_s = 0.0
         self._is_failed = False
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         """Time of the check since which the device has not finished the work that it had then; None
         if it has finished."""
         if self._is_failed:
@@ -97,7 +97,7 @@ def cuda_progress(device: torch.device) -> DeviceProgress:
     """Progress of the default stream of this trainer's GPU."""
     _capturing.watch()
 
-    def record() -> Event:
+    def record() -> DeviceEvent:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.default_stream(device))
         return event

@@ -49,7 +49,7 @@ class GlooBackend:
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
         return GlooGroup(seat, store, self._live)
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         return None
 
     def is_failure(self, error: BaseException) -> bool:
@@ -135,9 +135,11 @@ class GlooGroup:
         """Do nothing: an operation that a cut has ended raises by itself."""
 
     def retire(self) -> None:
-        self.let_go(dist.destroy_process_group)
+        self.retire_group(dist.destroy_process_group)
 
-    def let_go(self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()) -> None:
+    def retire_group(
+        self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
+    ) -> None:
         """Retire the group: `forget` removes groups from torch, `also` is freed with Gloo's."""
         # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
         # it would wait for Gloo's threads with the interpreter locked.

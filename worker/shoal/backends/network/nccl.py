@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.communicators import connect
-from shoal.backends.abortable.gather import let_all_hear
+from shoal.backends.abortable.gather import meet_after_collective
 from shoal.backends.abortable.waiter import AbortableWaiter
 from shoal.backends.network import retired
 from shoal.backends.network.aborts import Aborts
@@ -102,9 +102,9 @@ class NcclBackend:
         text = str(error).lower()
         return isinstance(error, RuntimeError) and any(mark in text for mark in _FAILURE_MARKS)
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         progress = self._progress
-        return progress.stands_since_s(now_s) if progress is not None else None
+        return progress.stalled_since_s(now_s) if progress is not None else None
 
 
 class NcclGroup:
@@ -150,7 +150,7 @@ class NcclGroup:
 
     def retire(self) -> None:
         if not (self._reason or self._device.fault()):
-            self._host.let_go(dist.destroy_process_group, list(all_groups()))
+            self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
         # Also groups that were made after the cut, or of which torch's watchdog has aborted one.
         self._aborts.begin(backends_on(self._kind))
@@ -163,7 +163,7 @@ class NcclGroup:
             )
             retired.keep_for_ever(all_groups())
         # To destroy them would wait for operations that never end.
-        self._host.let_go(forget_groups, list(all_groups()))
+        self._host.retire_group(forget_groups, list(all_groups()))
 
     def keep_for_ever(self) -> None:
         self._host.keep_for_ever()
@@ -178,7 +178,7 @@ class NcclGroup:
         self._connecting.wait(dist.all_gather(found, own, group=group, async_op=True))
         gpus = [bytes(each.tolist()).rstrip(b"\0").decode() for each in found]
         if len(set(gpus)) < len(gpus):
-            let_all_hear(group)
+            meet_after_collective(group)
         check_unshared(gpus)
 
     def _raise_if_cut(self) -> None:

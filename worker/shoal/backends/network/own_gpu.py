@@ -15,7 +15,7 @@ _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVI
 
 
 @dataclass(frozen=True, kw_only=True)
-class LocalPlace:
+class LocalRank:
     """Index of one worker among those that its launcher runs on this host."""
 
     rank: int = 0
@@ -84,7 +84,7 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 
 @contextmanager
-def own_gpu_used(place: LocalPlace) -> Iterator[None]:
+def own_gpu_used(place: LocalRank) -> Iterator[None]:
     """Make "cuda" mean this worker's GPU within the block. Does nothing with one GPU or none.
 
     The setting remains after the block, for a script that evaluates what it has trained, but is
@@ -103,8 +103,8 @@ def own_gpu_used(place: LocalPlace) -> Iterator[None]:
         raise
 
 
-def check_gpu(place: LocalPlace, device: torch.device) -> None:
-    """Check the device of a model as `LocalPlace.check` does, and make NCCL use that device."""
+def check_gpu(place: LocalRank, device: torch.device) -> None:
+    """Check the device of a model as `LocalRank.check` does, and make NCCL use that device."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

@@ -49,7 +49,7 @@ class LiveGloo:
 
         Raises GenerationBroken if the store is aborted meanwhile.
         """
-        told = _Told(seat, store)
+        told = _GroupMessages(seat, store)
         try:
             self._store.move_to(_Addresses(store, seat))
             handle, failure = self._handle(seat).encode(), b""
@@ -86,7 +86,7 @@ class LiveGloo:
             self._live.append(made)
         return self._live[0].handle()
 
-    def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_Told") -> bytes:
+    def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_GroupMessages") -> bytes:
         """Reconfigure the group. Returns the failure; empty if there was none."""
         try:
             self._live[0].reconfigure(
@@ -122,7 +122,7 @@ def _faults(values: list[bytes]) -> list[str]:
     ]
 
 
-class _Told:
+class _GroupMessages:
     """Messages that the members of a generation exchange about its group."""
 
     def __init__(self, seat: Seat, store: Store) -> None:

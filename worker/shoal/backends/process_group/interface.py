@@ -71,7 +71,7 @@ class Backend(Protocol):
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         """Time (`time.monotonic`) since which the device has made no progress in the trainer's
         work. None if it advances, or if there is no device besides the host. Called by the
         session's watch thread with the present time."""
@@ -89,7 +89,7 @@ class _NoBackend:
     def group(self, seat: Seat, store: Store) -> Group:
         raise InternalError("a strategy was given no backend", expected="use_backend before enter")
 
-    def stands_since_s(self, now_s: float) -> float | None:
+    def stalled_since_s(self, now_s: float) -> float | None:
         return None
 
     def is_failure(self, error: BaseException) -> bool:

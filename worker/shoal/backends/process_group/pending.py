@@ -45,7 +45,7 @@ class Pending(dist.Work):
         return self.is_completed()
 
 
-class Done(Pending):
+class CompletedWork(Pending):
     """Work that was complete when it was created."""
 
     def finish(self, timeout_s: float) -> None: ...

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 LEAVING = b"L"
 
 
-class Links:
+class PeerSockets:
     """Takes over the connections: of rank 0 those to all others, of another rank the one to it."""
 
     def __init__(

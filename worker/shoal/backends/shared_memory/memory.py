@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from shoal.backends.shared_memory.links import Links
+from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.processors import NOTE_BYTES, Processors
 from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import GenerationBroken
@@ -63,7 +63,7 @@ class SharedMemory:
         self._num_met = self._num_awaited = 0
         self._lock = threading.Lock()
         self._reason = ""
-        self._links: Links | None = None
+        self._links: PeerSockets | None = None
         self._left: Callable[[], None] | None = None
         self._further: tuple[Semaphore, ...] = ()
 
@@ -77,7 +77,7 @@ class SharedMemory:
         """The same, and what else it has waited for. Any thread."""
         return self._num_met + self._num_awaited
 
-    def watch(self, links: Links, left: Callable[[], None]) -> None:
+    def watch(self, links: PeerSockets, left: Callable[[], None]) -> None:
         """`left` is called once this rank has left: it has written its last."""
         self._links, self._left = links, left
 

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
-from shoal.backends.shared_memory.links import Links
+from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
-from shoal.backends.shared_memory.rooms import ID_BYTES, NO_ROOM, KeptRooms, Room
+from shoal.backends.shared_memory.regions import ID_BYTES, NO_ROOM, KeptRegions, MemoryRegion
 from shoal.backends.shared_memory.semaphores import available
 from shoal_client.bulk.transport import transport_of
 
@@ -49,12 +49,12 @@ class _Opened:
     """State of one rank once the memory is open."""
 
     head: mmap.mmap
-    room: Room
+    room: MemoryRegion
     connections: list[socket.socket]
 
 
 def share_memory(
-    group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRooms | None = None
+    group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRegions | None = None
 ) -> SharedMemory | None:
     """Collective: share so many bytes among all ranks of the group, plus the memory for meetings.
     None, on every rank alike, if they are not on one machine or it gives no such memory.
@@ -82,11 +82,11 @@ def share_memory(
         limit_s,
     )
     left = room.close if kept is None else partial(kept.keep, room)
-    memory.watch(Links(opened.connections, memory.cut), left)
+    memory.watch(PeerSockets(opened.connections, memory.cut), left)
     return memory
 
 
-def _open(group: dist.ProcessGroup, num_bytes: int, old: Room | None) -> _Opened | None:
+def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) -> _Opened | None:
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
         listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
@@ -113,12 +113,12 @@ def _told(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
     return [bytes(each.tolist()) for each in told]
 
 
-def _room_for(num_bytes: int, old: Room | None) -> Room:
+def _room_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
     """The old one, which all ranks have, if it can be used again."""
     if old is not None and old.suits(num_bytes) and old.is_deserted():
         old.enter()
         return old
-    return Room.made(num_bytes)
+    return MemoryRegion.made(num_bytes)
 
 
 class _Refused(Exception):
@@ -156,7 +156,7 @@ def _address(name: bytes) -> str:
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
-def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Room) -> _Opened:
+def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: MemoryRegion) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
@@ -257,7 +257,7 @@ class _Greetings:
         del self._heard[connection]
 
 
-def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
+def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         # The kernel's limit: with Python's own, a full queue is an error at once.
@@ -276,7 +276,7 @@ def _receive(name: bytes, rank: int, old: Room | None) -> _Opened:
                 old.enter()
                 room = old
             else:
-                room = Room(descriptors[1], room_id, num_bytes)
+                room = MemoryRegion(descriptors[1], room_id, num_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)

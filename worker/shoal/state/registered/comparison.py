@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import gather_if_different, let_all_hear
+from shoal.backends.abortable.gather import gather_if_different, meet_after_collective
 from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
@@ -40,7 +40,7 @@ def compare(
     for at_step, holders in sorted(by_step.items()):
         found = difference(holders)
         if found:
-            let_all_hear(group)
+            meet_after_collective(group)
             raise _differs(at_step, found)
 
 
@@ -66,9 +66,10 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
     words = "; ".join(f"{value} by {', '.join(who[:8])}" for value, who in holders.items())
     return RegisteredStateDiffers(
         f"the members' state of {name!r} differs "
-        + ("before the first step" if step == UNTRAINED else f"behind step {step}"),
+        + ("before the first step" if step == UNTRAINED else f"after step {step}"),
         seen=f"{inside}: {words}",
-        expected="the same on every member: what one member alone counts is no state of the job",
+        expected="the same on every member: a count of one member alone is not part of the"
+        " job's state",
         fix="Change it with the same values on all members, in the step or `if step.committed`;"
         " of a metric, register the sum over members.",
         details=shown,

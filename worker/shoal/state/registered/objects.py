@@ -40,7 +40,7 @@ class Stateful(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Captured:
+class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Captured:
     kinds: Mapping[str, str] = field(default_factory=dict)
     """The class of each object, by name."""
 
-    def copied(self, into: Mapping[str, Tensor] | None = None) -> "Captured":
+    def copied(self, into: Mapping[str, Tensor] | None = None) -> "CapturedState":
         """Return a copy, which reuses the tensors of `into` where they fit."""
         return replace(
             self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
@@ -71,7 +71,7 @@ class RegisteredState:
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
         self._optimizer: Optimizer | None = None
-        self._committed: Captured | None = None
+        self._committed: CapturedState | None = None
         self._is_attempt = False
         """True while the objects may differ from `_committed`: a step is not committed yet."""
         self._deferred: list[Callable[[], object]] = []
@@ -183,13 +183,13 @@ class RegisteredState:
 
     # --- from member to member, and to disk ---
 
-    def current(self) -> Captured:
+    def current(self) -> CapturedState:
         """Return a copy of the state after the last committed step."""
         if self._is_attempt and self._committed is not None:
             return self._committed.copied()
         return self._capture().copied()
 
-    def adopt(self, captured: Captured) -> None:
+    def adopt(self, captured: CapturedState) -> None:
         """Load this state into the objects. Raises InvalidSpec if an object refuses it, or if it
         lacks an object."""
         missing = sorted(self._objects.keys() - captured.values.keys())
@@ -206,7 +206,7 @@ class RegisteredState:
         self._load(captured)
         self._is_attempt = False
 
-    def _check_kinds(self, captured: Captured) -> None:
+    def _check_kinds(self, captured: CapturedState) -> None:
         """Check the classes: torch's schedulers accept any state as attributes, so a scheduler of
         another class would silently start from its beginning."""
         for name, each in self._objects.items():
@@ -238,7 +238,7 @@ class RegisteredState:
             found[name] = {"values": now.values[name], "tensors": figures}
         return found
 
-    def _capture(self) -> Captured:
+    def _capture(self) -> CapturedState:
         values: dict[str, Json] = {}
         tensors: dict[str, Tensor] = {}
         for name, each in self._objects.items():
@@ -250,7 +250,7 @@ class RegisteredState:
             ]
             self._take(GROUPS, settings, values, tensors)
         kinds = {name: type(each).__name__ for name, each in self._objects.items()}
-        captured = Captured(values=values, tensors=tensors, kinds=kinds)
+        captured = CapturedState(values=values, tensors=tensors, kinds=kinds)
         if captured.num_bytes > MAX_TENSOR_BYTES:
             raise InvalidSpec(
                 "the registered state is too large",
@@ -274,7 +274,7 @@ class RegisteredState:
                 )
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
-    def _check_shapes(self, captured: Captured) -> None:
+    def _check_shapes(self, captured: CapturedState) -> None:
         """Check shapes and dtypes: copies and checkpoints of several steps must hold one tensor."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
@@ -287,7 +287,7 @@ class RegisteredState:
                     fix="Create it with its final size, or use a list of numbers.",
                 )
 
-    def _load(self, captured: Captured) -> None:
+    def _load(self, captured: CapturedState) -> None:
         for name, each in self._objects.items():
             now = take_apart(_state_of(name, each), name)[1]
             given = {
@@ -321,7 +321,7 @@ def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
         raise
 
 
-def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
+def into_shard(state_shard: StateShard, captured: CapturedState) -> StateShard:
     """Return the state shard with the registered state beside model and optimizer."""
     if not captured.values:
         return state_shard
@@ -332,7 +332,7 @@ def into_shard(state_shard: StateShard, captured: Captured) -> StateShard:
     return replace(state_shard, shards={**state_shard.shards, **shards}, values=values)
 
 
-def of_shard(state_shard: StateShard) -> Captured:
+def of_shard(state_shard: StateShard) -> CapturedState:
     """Return the registered state that `into_shard` added."""
     values: Any = state_shard.values.get("registered", {})
     shards = {
@@ -341,10 +341,10 @@ def of_shard(state_shard: StateShard) -> Captured:
         if name.startswith(REGISTERED)
     }
     kinds: Any = state_shard.values.get(KINDS, {})
-    return Captured(values=values, tensors=shards, kinds=kinds)
+    return CapturedState(values=values, tensors=shards, kinds=kinds)
 
 
-def into_state(state: State, captured: Captured) -> State:
+def into_state(state: State, captured: CapturedState) -> State:
     """Return a whole state with the registered state, as `into_shard` does for a shard."""
     if not captured.values:
         return state
@@ -353,7 +353,7 @@ def into_state(state: State, captured: Captured) -> State:
     return replace(state, tensors={**state.tensors, **tensors}, values=values)
 
 
-def of_state(state: State) -> tuple[State, Captured]:
+def of_state(state: State) -> tuple[State, CapturedState]:
     """Split a state that `into_state` returned into the two that it was given."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
     own = {
@@ -363,10 +363,10 @@ def of_state(state: State) -> tuple[State, Captured]:
     }
     values: Any = state.values.get("registered", {})
     kinds: Any = state.values.get(KINDS, {})
-    return replace(state, tensors=rest), Captured(values=values, tensors=own, kinds=kinds)
+    return replace(state, tensors=rest), CapturedState(values=values, tensors=own, kinds=kinds)
 
 
-def _values_of(captured: Captured) -> dict[str, Json]:
+def _values_of(captured: CapturedState) -> dict[str, Json]:
     return {"registered": dict(captured.values), KINDS: dict(captured.kinds)}
 
 

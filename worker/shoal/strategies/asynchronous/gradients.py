@@ -11,10 +11,10 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Gradients by name, on the host and contiguous; parameters without one are left out.
+    """Return the gradients by name, on the host and contiguous; missing ones are left out.
 
-    Raises the errors with which a server would refuse them, before any part of the step is sent:
-    DtypeMismatch or NonFiniteGradient.
+    Raises DtypeMismatch or NonFiniteGradient before any part of the step is sent, as a server
+    would.
     """
     found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in found.items():
@@ -46,7 +46,7 @@ def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     for gradient in gradients.values():
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    # One look at each device: on a GPU it waits for all work in progress.
+    # One read for each device: on a GPU it waits for all work in progress.
     if all(math.isfinite(torch.stack(own).sum().item()) for own in sums.values()):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]

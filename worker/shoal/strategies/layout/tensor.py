@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 from shoal.layouts.base import Layout, World
 from shoal.layouts.tensor.derivation import MIN_SPLIT_BYTES, derive
-from shoal.layouts.tensor.layout import SplitsItself, TensorLayout
+from shoal.layouts.tensor.layout import SelfSplittingModule, TensorLayout
 from shoal.layouts.tensor.plan import TensorPlan
 from shoal.layouts.tensor.sequence_blocks import check_has_blocks
 from shoal.model.elementwise_optimizers import refuse_unless_elementwise
-from shoal.planning.figures import Plan, Subject
+from shoal.planning.figures import Plan, PlanInput
 from shoal.planning.tensor import tensor_figures
 from shoal.strategies.layout.strategy import LayoutStrategy
 from shoal_proto.errors import InvalidSpec, UnsupportedOptimizer
@@ -29,7 +29,7 @@ class TensorParallel(LayoutStrategy):
     to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
     pairs with smaller weights stay whole on every member. `sequence=True`: between split
     layers of a block each member computes only its positions of the sequence.
-    `elementwise_optimizer=True` vouches for an optimizer that is not torch's own: it treats each
+    `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
     element of a parameter separately.
     """
 
@@ -59,7 +59,8 @@ class TensorParallel(LayoutStrategy):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """The split of the model over so many members: print it before anything runs."""
+        """Return the split of the model over `degree` members; it can be printed before anything
+        runs."""
         return derive(
             model,
             degree,
@@ -68,11 +69,11 @@ class TensorParallel(LayoutStrategy):
             sequence=self._sequence,
         )
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`."""
-        if isinstance(subject.model, SplitsItself):
+        if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
-                "this model's layers are split by itself, which is not computed beforehand",
+                "this model splits its layers itself, so their costs cannot be computed beforehand",
                 seen=type(subject.model).__name__,
                 expected="a model of torch's own layers",
             )
@@ -82,7 +83,7 @@ class TensorParallel(LayoutStrategy):
 
     def lay_out(self, model: nn.Module, world: World) -> Layout:
         plan = self.plan(model, world.world_size)
-        whole = not plan.splits and not isinstance(model, SplitsItself)
+        whole = not plan.splits and not isinstance(model, SelfSplittingModule)
         if world.world_size > 1 and whole:
             log.warning(
                 "tensor_plan_splits_nothing",

@@ -28,7 +28,7 @@ from shoal.model.elementwise_optimizers import refuse_further_state, refuse_lbfg
 from shoal.model.extra_state import refuse_extra_state
 from shoal.model.gradients import StepGradients, refuse_sparse, watch_parameters
 from shoal.model.tied_tensors import persistent_buffers, tied
-from shoal.planning.figures import Plan, Subject, uncompressed
+from shoal.planning.figures import Plan, PlanInput, uncompressed
 from shoal.state.shards import everything
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
@@ -156,7 +156,7 @@ class LocalSGD(SynchronousStrategy):
         self._watching = watch_parameters(model.parameters(), self._passes.ours)
         return model, optimizer
 
-    def figures(self, subject: Subject) -> Plan:
+    def figures(self, subject: PlanInput) -> Plan:
         """See `shoal.planning.figures.Planned`; changes are counted as without compression."""
         found = OuterLoopFigures(
             subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
@@ -202,7 +202,7 @@ class LocalSGD(SynchronousStrategy):
         self._outer_loop.regroup()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
 
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         self._gradients.forget()
 
     def _hand_over(self, leaving: Collection[int]) -> None:

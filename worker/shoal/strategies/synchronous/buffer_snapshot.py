@@ -28,8 +28,8 @@ class BufferSnapshot:
         """Tables with buffers that the model's state_dict leaves out, and the names of these."""
         self._passing: dict[int, str] = {}
         """Names of such buffers in the model, by the buffer's id."""
-        self._before: list[_Before] = []
-        self._copies: list[_Before] = []
+        self._before: list[_BufferCopy] = []
+        self._copies: list[_BufferCopy] = []
         """Copies made for the last step, reused in the next."""
         self._refusal: InvalidSpec | None = None
 
@@ -51,7 +51,7 @@ class BufferSnapshot:
         self._before = self._copies = [
             before
             if (before := kept.get(id(buffer))) is not None and before.is_still_so()
-            else _Before(buffer)
+            else _BufferCopy(buffer)
             for buffer in self._transient()
         ]
 
@@ -107,7 +107,7 @@ class BufferSnapshot:
             yield from (each for name in names if (each := table.get(name)) is not None)
 
 
-class _Before:
+class _BufferCopy:
     """Copy of a buffer that the model's state_dict leaves out: often a constant mask.
 
     On a GPU a copy serves until the buffer is written to, by torch's count. On the host copies are
@@ -202,7 +202,7 @@ class _Lasting:
 
 def _refusal(name: str, seen: Tensor | None, expected: str) -> InvalidSpec:
     return InvalidSpec(
-        f"another tensor was put in the place of a module's buffer {name!r}",
+        f"another tensor replaced a module's buffer {name!r}",
         seen="nothing" if seen is None else _outline(seen),
         expected=expected,
         fix="Make it with its final size, and write to it in place.",

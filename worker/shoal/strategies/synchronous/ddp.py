@@ -143,7 +143,7 @@ class DDP(SynchronousStrategy):
         self._rank = generation.rank
         self._wrap(group)
 
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         self._gradients.forget()
         if not self._passes.is_whole:
             # Until another member, or a checkpoint, gives it one.
@@ -207,7 +207,7 @@ class DDP(SynchronousStrategy):
         """DDP within a step; else the plain model, so that evaluating needs no other member."""
         replica = self._replicas.get(name)
         if self._passes.in_step and replica is not None and torch.is_grad_enabled():
-            self._tell_parts()
+            self._exchange_parts()
             first = self._agreement is not None and self._agreement.is_first_step
             if replica.ddp.meets_in_forward(is_first_step=first):
                 self._announce()

@@ -78,7 +78,8 @@ class GenerationCheckpoints:
             return max(common)
         if needed:
             raise StateLost(
-                "nobody holds the state that the job had reached, and no checkpoint is seen by all",
+                "no member holds the state that the job had reached, and no checkpoint is"
+                " seen by all",
                 seen="; ".join(f"rank {rank}: {json.loads(e)}" for rank, e in enumerate(messages)),
                 expected="a complete checkpoint that every member sees",
                 fix="Run it with --fresh to start from step 0.",
@@ -121,7 +122,7 @@ class GenerationCheckpoints:
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
-            checkpoints.offer(self.samples.told(state_shard()), writes=writes)
+            checkpoints.offer(self.samples.added_to(state_shard()), writes=writes)
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written

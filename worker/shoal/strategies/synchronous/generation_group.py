@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable, waiters_of
 from shoal.backends.process_group.interface import LONGEST_S, Backend, Group, Seat
 from shoal.backends.shared_memory.memory import SharedMemory
-from shoal.backends.shared_memory.rooms import KeptRooms
+from shoal.backends.shared_memory.regions import KeptRegions
 from shoal.membership.generation import Context, Generation
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
@@ -39,7 +39,7 @@ class GenerationGroup:
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
         """The opened group, also during the bring-up."""
-        self.kept_rooms = KeptRooms()
+        self.kept_rooms = KeptRegions()
         """Memory that its members shared, for the members of the next generation."""
         self._trainer = 0
         """The thread that connected the last group."""

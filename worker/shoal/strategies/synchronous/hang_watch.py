@@ -61,20 +61,20 @@ class HangWatchConfig:
     """Counts what moves between members in the background."""
     held_until_s: Callable[[], float]
     """The time until which no limit ran, by `time.monotonic`: now, while a member is paused."""
-    does: Callable[[TrainerStatus], None]
+    report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
-    device_stands_since_s: Callable[[float], float | None] = lambda now_s: None
+    device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
     """Time since which the device has been stuck in the trainer's work; None: it is not. Takes the
     present time. A stuck device is, as a rule, in a collective, and so waits for others."""
-    stands: Callable[[float, float], None] = lambda waited_s, stood_s: None
+    report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
     """Receives, at each look, for how many seconds the trainer has waited for others in a step or
     between two: while a limit ran, and in all. 0: the trainer does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerPlace:
+class TrainerThread:
     """The trainer's stage and thread."""
 
     stage: TrainerStage = TrainerStage.AWAY
@@ -94,7 +94,7 @@ class HangWatch:
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
-        self._place = TrainerPlace()
+        self._place = TrainerThread()
         """Replaced as a whole, so that the watch's thread reads consistent fields."""
         self._inside = 0
         self._loads = False
@@ -122,7 +122,7 @@ class HangWatch:
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         """Set the stage of the calling trainer. No group while one is being connected."""
-        self._place = TrainerPlace(
+        self._place = TrainerThread(
             stage=stage,
             generation=generation,
             group=group,
@@ -165,7 +165,7 @@ class HangWatch:
         if waits:
             self._sign_s = max(self._sign_s, now_s)
         own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
-        self._config.does(
+        self._config.report_status(
             TrainerStatus(
                 moved=self._moved,
                 waits=waits,
@@ -179,7 +179,7 @@ class HangWatch:
             return
         held_until_s = self._config.held_until_s()
         waited_s = 0.0 if since_s is None else now_s - max(since_s, held_until_s)
-        self._config.stands(max(waited_s, 0.0), 0.0 if since_s is None else now_s - since_s)
+        self._config.report_wait(max(waited_s, 0.0), 0.0 if since_s is None else now_s - since_s)
         if waited_s > self._config.limit_s:
             self._pending.clear()
             self._blocked = None
@@ -205,7 +205,7 @@ class HangWatch:
             limit = f"{self._config.leaderless_s:g} s"
             self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
-    def _waits_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
+    def _waits_since_s(self, place: TrainerThread, now_s: float) -> float | None:
         """The time since which the trainer has waited for others; None: it does not wait."""
         if place.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
@@ -215,7 +215,7 @@ class HangWatch:
         found = (
             self._oldest_wait_s(waiters, now_s),
             self._blocked_since_s(place, now_s),
-            self._config.device_stands_since_s(now_s),
+            self._config.device_stalled_since_s(now_s),
         )
         return min((since_s for since_s in found if since_s is not None), default=None)
 
@@ -237,7 +237,7 @@ class HangWatch:
         }
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
-    def _blocked_since_s(self, place: TrainerPlace, now_s: float) -> float | None:
+    def _blocked_since_s(self, place: TrainerThread, now_s: float) -> float | None:
         """The time since which the trainer has stood still in code that waits for other ranks.
 
         Finds the waits that are no wait of ours: torch's own collectives, memory that ranks share,

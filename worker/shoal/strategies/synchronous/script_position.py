@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
-from shoal.strategies.synchronous.script_places import Place
+from shoal.strategies.synchronous.script_points import ScriptPoint
 from shoal.strategies.synchronous.writes.state_inspection import StateInspection
 
 NUM_WORDS = 5
 NO_STATE = -1
 
 
-class AmidACall(OSError):
+class CallInterrupted(OSError):
     """The other members are in a call that this member's script has passed, or has not reached.
 
     An OSError: as with a port or a device that is taken, a later attempt may succeed.
@@ -63,29 +63,29 @@ class ScriptPosition:
     """The norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     """A look at what the optimizer keeps after each step."""
-    _place: Place | None = None
+    _place: ScriptPoint | None = None
     """The point at which the script waits for others, without the step."""
 
-    def stands(self, what: str, *, is_call: bool = False) -> None:
+    def mark_wait(self, what: str, *, is_call: bool = False) -> None:
         """Note the point at which the script waits for others from now on, if it waits."""
-        self._place = Place(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
+        self._place = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
         """Note, within the block, that the script waits in a call that all members make together in
         a step."""
         before = self._place
-        self.stands(what, is_call=True)
+        self.mark_wait(what, is_call=True)
         try:
             yield
         finally:
             self._place = before
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> ScriptPoint:
         """The point at which the script waits, if it waits. Any thread."""
         place = self._place
         if place is None or self.unconfirmed:
-            return Place(step=step, num_calls=self.num_calls, what="")
+            return ScriptPoint(step=step, num_calls=self.num_calls, what="")
         return replace(place, step=step)
 
     def stop(self, step: int, reason: str) -> None:
@@ -99,7 +99,7 @@ class ScriptPosition:
 
     def begin_step(self, step: int) -> None:
         """Note that a step begins, after so many committed ones."""
-        self.stands(f"session.step() behind {step} steps")
+        self.mark_wait(f"session.step() after {step} steps")
         self.norms.clear()
 
     def undo(self, step: int) -> None:
@@ -158,7 +158,7 @@ class ScriptPosition:
         if is_front and self.unconfirmed and self.num_calls < confirmed:
             self.num_calls, self.unconfirmed = confirmed, False
         elif repeated and not (is_front and self.in_call):
-            raise AmidACall(
+            raise CallInterrupted(
                 "the other members are in a call between two steps, such as session.evaluate, "
                 "and this member's script is not"
             )

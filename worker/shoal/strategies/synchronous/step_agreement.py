@@ -12,8 +12,8 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from shoal.backends.abortable.gather import gather, let_all_hear
-from shoal.backends.shared_memory.words import Words
+from shoal.backends.abortable.gather import gather, meet_after_collective
+from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.strategies.synchronous.hyperparameters import (
     Hyperparameters,
     Values,
@@ -136,7 +136,7 @@ class StepAgreement:
         self._members = members
         self._hyper = hyperparameters
         self._position = position
-        self._words = Words(group, NUM_WORDS)
+        self._words = SharedMessages(group, NUM_WORDS)
         self._vote = StepVote()
         """The newest vote."""
         self._digested: tuple[tuple[object, ...], int] = ((), 0)
@@ -180,7 +180,7 @@ class StepAgreement:
 
     # --- votes on passes ---
 
-    def tell_parts(self) -> None:
+    def exchange_parts(self) -> None:
         """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
         into parts, members vote before the first backward pass; members that share samples vote in
         each step, and before the first forward pass. Raises UnequalPasses on all members that share
@@ -204,7 +204,7 @@ class StepAgreement:
 
     def passing(self) -> None:
         """Vote as a backward pass begins. Raises as `announce`, before the pass sends anything."""
-        self.tell_parts()
+        self.exchange_parts()
         if self._words.is_told:
             self._hear_passes()
             self._cut.is_agreed = True
@@ -244,7 +244,7 @@ class StepAgreement:
                 is_last=True,
                 hyperparameters=self._applied(),
                 idle=tuple(idle),
-                layers=exchanges.word(),
+                layers=exchanges.summary(),
                 weight=self.weights.own,
                 is_faulty=is_faulty,
                 stops_before=wish is not None and wish <= self._step,
@@ -266,7 +266,7 @@ class StepAgreement:
         if self._settled:
             return None
         self.propose()
-        rows = self._words.hear()
+        rows = self._words.receive_values()
         self._settled = True
         if agree(rows):
             self.faults = [False] * len(rows)
@@ -287,7 +287,7 @@ class StepAgreement:
             self._compare(self._step, is_taken=not stops)
         if stops:
             self._position.agree_to_stop(self._step)
-            raise StepStopped(f"behind {self._step} steps")
+            raise StepStopped(f"after {self._step} steps")
         if any(each.has(Flag.STOPS_AFTER) for each in ballots):
             self._position.agree_to_stop(self._step + 1)
         if any(each.has(Flag.LEAVES) for each in ballots):
@@ -295,7 +295,7 @@ class StepAgreement:
         try:
             weights = weights_of(dict(zip(self._members, ballots, strict=True)), self._step)
         except InvalidSpec:
-            let_all_hear(self._group)
+            meet_after_collective(self._group)
             raise
         return 1.0 if weights is None else self.weights.factor(weights)
 
@@ -335,29 +335,29 @@ class StepAgreement:
         self._vote, applied = vote, vote.applied
         if applied and applied != self._digested[0]:
             self._digested = (applied, digest_of(applied))
-        self._words.tell(vote.ballot(self._digested[1] if applied else 0))
+        self._words.send_values(vote.ballot(self._digested[1] if applied else 0))
 
     def _hear_passes(self) -> Sequence[Ballot]:
         """The ballots of all. Raises UnequalPasses on all members if their passes differ."""
-        ballots = [Ballot(*row) for row in self._words.hear()]
+        ballots = [Ballot(*row) for row in self._words.receive_values()]
         self._check_passes(ballots)
         return ballots
 
     def _check_passes(self, ballots: Sequence[Ballot]) -> None:
         if all(each.passes == ballots[0].passes for each in ballots):
             return
-        let_all_hear(self._group)
+        meet_after_collective(self._group)
         by_member = dict(zip(self._members, ballots, strict=True))
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
         """Collective: exchange whole votes, on a step or on a round that began with `step`. See
         `check_votes`."""
-        told = self._position.exchanges.told()
+        told = self._position.exchanges.record()
         own = replace(self._vote, told=None if told is None else vars(told)).encode()
         alone = len(self._members) == 1
         votes = map(StepVote.decode, [own] if alone else gather(own, self._group))
-        let_all_hear(self._group)
+        meet_after_collective(self._group)
         check_votes(dict(zip(self._members, votes, strict=True)), step, is_taken=is_taken)
 
     def cut(self, reason: str) -> None:

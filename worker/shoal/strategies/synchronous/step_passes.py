@@ -193,7 +193,7 @@ class StepPasses:
         if self._writes.is_lost or self._state_writes.is_lost:
             raise GenerationBroken(
                 "the script has written to weights, or to the optimizer's state, for the first"
-                " time, in a step of which others were to have a copy"
+                " time, in a step that other members keep a copy of"
             )
         parameters, buffers = self._writes.before, self._buffers.before()
         found = {name: buffers[id(each)] for name, each in held.items() if id(each) in buffers}
@@ -238,7 +238,7 @@ class StepPasses:
                 f"step {step} was not taken, and its weights cannot be given back what they held",
                 seen="weights, or state of the optimizer, that the script wrote to for the first"
                 " time, in that step",
-                expected="writes from the first step on, or behind a step",
+                expected="writes from the first step on, or after a step",
                 fix="Start the job again from a checkpoint.",
             )
 

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, Self
 
-from shoal.backends.shared_memory.words import bits_of, number_of
-from shoal.layouts.layer_exchanges import Told, check_told, ranks_that_differ
+from shoal.backends.shared_memory.messages import bits_of, number_of
+from shoal.layouts.layer_exchanges import ExchangeRecord, check_exchanges, ranks_that_differ
 from shoal.strategies.synchronous.hyperparameters import (
     Values,
     by_value,
@@ -212,8 +212,10 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
-    told = [Told(**each.told) if each.told is not None else None for each in votes.values()]
-    check_told([each.layers for each in votes.values()], told, list(votes))
+    told = [
+        ExchangeRecord(**each.told) if each.told is not None else None for each in votes.values()
+    ]
+    check_exchanges([each.layers for each in votes.values()], told, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
         _check_hyperparameters(votes, step)
@@ -298,6 +300,6 @@ def _differ(what: str, **parts: Any) -> HyperparametersDiffer:
         expected="the same on every member in every step, also when it is taken again",
         fix="Let session.register carry what they come from, as it does torch's schedulers, or set"
         " them from batch.step before each step. What counts its own calls starts over on a member"
-        " that joins, and counts a step that is taken again twice (docs/strategies.md).",
+        " that joins, and counts a step that is taken again twice (docs/loop.md).",
         **parts,
     )

@@ -16,7 +16,7 @@ from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.process_group.interface import NO_BACKEND, Backend, Group
 from shoal.checkpoint.interface import CheckpointStore
 from shoal.checkpoint.samples import TrainedSamples
-from shoal.data.order import Order, Position
+from shoal.data.order import Order, SamplePosition
 from shoal.membership.generation import Context, Generation
 from shoal.membership.stores import GenerationStores, LoneStores
 from shoal.state.registered.comparison import UNTRAINED, compare
@@ -28,7 +28,7 @@ from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters
 from shoal.strategies.synchronous.loss_scale import update
-from shoal.strategies.synchronous.script_places import ScriptPlaces
+from shoal.strategies.synchronous.script_points import ScriptPoints
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
 from shoal.strategies.synchronous.step_passes import StepPasses
@@ -45,7 +45,7 @@ STORE_S = 2.0
 class SynchronousStrategy(Strategy):
     """Forms the group of each generation, cuts it when a peer is lost, and releases it.
 
-    A subclass builds the training over the group: `_bring_up` makes it, `_let_go` drops it.
+    A subclass builds the training: `_bring_up` makes it, `_release_training` drops it.
     """
 
     synchronous = True
@@ -65,7 +65,7 @@ class SynchronousStrategy(Strategy):
         self._reduces = True
         """True if the passes of the step are reduced as they are made."""
         self._watch: HangWatch | None = None
-        self._places: ScriptPlaces | None = None
+        self._places: ScriptPoints | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
 
@@ -79,7 +79,7 @@ class SynchronousStrategy(Strategy):
         """
 
     @abstractmethod
-    def _let_go(self) -> None:
+    def _release_training(self) -> None:
         """Drop all references to the group. Quick, raises nothing, may be called twice."""
 
     def _write_checkpoint(self) -> None:
@@ -103,10 +103,10 @@ class SynchronousStrategy(Strategy):
                     is_away=context.is_away,
                     num_moved=self.num_moved,
                     held_until_s=context.held_until_s,
-                    does=context.does,
+                    report_status=context.report_status,
                     hung=self.cut,
-                    device_stands_since_s=self._backend.stands_since_s,
-                    stands=self._stands,
+                    device_stalled_since_s=self._backend.stalled_since_s,
+                    report_wait=self._report_wait,
                 )
             )
             self._watch.start()
@@ -115,7 +115,7 @@ class SynchronousStrategy(Strategy):
         """Count of transfers between members outside the group's collectives. Any thread."""
         return 0
 
-    def _stands(self, waited_s: float, stood_s: float) -> None:
+    def _report_wait(self, waited_s: float, stood_s: float) -> None:
         places = self._places
         if places is not None and places.look(self.position.place(self._step), waited_s, stood_s):
             self.cut(self._generation_group.number)
@@ -197,11 +197,11 @@ class SynchronousStrategy(Strategy):
             raise GenerationBroken("there is no running generation")
         return self._process_group
 
-    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPlaces | None:
+    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPoints | None:
         if self._watch is None or not self._stores.is_shared or len(members) == 1:
             return None
         store = self._stores.open(generation.token, STORE_S)
-        return ScriptPlaces(
+        return ScriptPoints(
             *(store, generation.number, generation.rank, members),
             exchanges=self.position.exchanges,
             limit_s=self.context.limits.collective_s,
@@ -234,7 +234,7 @@ class SynchronousStrategy(Strategy):
         with ExitStack() as releases:
             # Whatever raises: a group that is not released blocks all later ones.
             releases.callback(self._generation_group.release)
-            releases.callback(self._let_go)
+            releases.callback(self._release_training)
             releases.callback(self._passes.forget)
             if self._agreement is not None:
                 releases.callback(self._agreement.close)
@@ -290,7 +290,7 @@ class SynchronousStrategy(Strategy):
         self._checkpoints.trains_on(trained)
 
     @property
-    def origin(self) -> Position:
+    def origin(self) -> SamplePosition:
         """The position from which on batches have their present size."""
         return self._checkpoints.samples.origin
 
@@ -299,7 +299,7 @@ class SynchronousStrategy(Strategy):
 
         The checkpoint includes what the script still changes after the step, weights too.
         """
-        if self._registered or self._checkpoints.samples.are_told:
+        if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.due(self._step)
         else:
             self._write_checkpoint()
@@ -378,10 +378,10 @@ class SynchronousStrategy(Strategy):
     def _reduce_in_backward(self, reduces: bool) -> None:
         """See `Layout.reduce_in_backward`."""
 
-    def _tell_parts(self) -> None:
-        """See `StepAgreement.tell_parts`."""
+    def _exchange_parts(self) -> None:
+        """See `StepAgreement.exchange_parts`."""
         if self._agreement is not None and self.passes_meet:
-            self._agreement.tell_parts()
+            self._agreement.exchange_parts()
 
     def _weighing(self) -> AbstractContextManager[None]:
         """See `StepPasses.weighing`.
@@ -452,12 +452,12 @@ class SynchronousStrategy(Strategy):
         """Undo the step in progress; no member takes it or a later one. May raise StateLost."""
         self._passes.undo()
         self._registered.undo()
-        self.position.stands("")
+        self.position.mark_wait("")
         self._passes.check_whole(self._step)
 
     def finish(self) -> None:
         group = self.group
-        self.position.stands("the end of its batches")
+        self.position.mark_wait("the end of its batches")
         if self.position.stop_at is not None:
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")

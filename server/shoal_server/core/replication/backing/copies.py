@@ -5,36 +5,36 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shoal_server.core.replication.protocol.effects import (
-    Adopt,
-    Answer,
+    AdoptImage,
     BeginImage,
-    Drop,
     DropImage,
+    DropShard,
     Effect,
     EnterEpoch,
-    Refresh,
-    Replay,
+    RefreshShardRecord,
+    ReplayRecord,
+    SendReply,
     StoreChunk,
 )
 from shoal_server.core.replication.protocol.messages import (
-    ChunkTaken,
-    Continue,
-    Holds,
+    BackupRefusalReason,
+    BackupRefused,
+    BackupState,
+    ChunkReceived,
+    CopyUpToDate,
     ImageChunk,
+    ImageInstalled,
     ImageStart,
-    Installed,
     Key,
     Offer,
-    Received,
-    Refused,
+    RecordsReceived,
     Reply,
     Request,
     UpdateMessage,
-    Why,
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 
-Begins = Continue | ImageStart
+Begins = CopyUpToDate | ImageStart
 """Requests with which a copy begins."""
 
 
@@ -72,7 +72,7 @@ class IncomingImage:
 
 
 @dataclass(slots=True)
-class _Asking:
+class _PendingOffers:
     """Offers that name a newer epoch than is known here, or that come while the copy settles."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Copies:
         self._runs = runs
         self._held: dict[Key, Copy] = {}
         self._coming: dict[Key, IncomingImage] = {}
-        self._asking: dict[Key, _Asking] = {}
+        self._asking: dict[Key, _PendingOffers] = {}
 
     def find(self, key: Key) -> Copy | None:
         return self._held.get(key)
@@ -112,12 +112,12 @@ class Copies:
     def drop(self, key: Key) -> Iterator[Effect]:
         if self._held.pop(key, None) is None:
             return
-        yield Drop(key)
+        yield DropShard(key)
         asking = self._asking.get(key)
         if asking is not None and not asking.is_reading:
             # Offers that came while the copy settled need not wait any more.
             asking.is_reading = True
-            yield Refresh(key)
+            yield RefreshShardRecord(key)
 
     # --- what primaries tell ---
 
@@ -131,9 +131,9 @@ class Copies:
                 yield from self._chunk(peer, link, request)
             case UpdateMessage():
                 yield from self._record(peer, link, request, assignment)
-            case Continue() | ImageStart():
+            case CopyUpToDate() | ImageStart():
                 if not self._may_tell(assignment, peer, request):
-                    yield Answer(peer, link, self._other_holders(request, assignment))
+                    yield SendReply(peer, link, self._other_holders(request, assignment))
                 elif isinstance(request, ImageStart):
                     yield from self._image(peer, link, request)
                 else:
@@ -153,12 +153,14 @@ class Copies:
 
     def _other_holders(
         self, told: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
-    ) -> Refused:
+    ) -> BackupRefused:
         """The answer to one that the record does not name as that epoch's primary, or that it does
         not name this server to. Epochs of another run say nothing of this one's."""
         is_same_run = isinstance(told, UpdateMessage) or told.run in ("", self._runs.get(told.key))
         newest = assignment.epoch if assignment is not None and is_same_run else 0
-        return Refused(told.key, told.epoch, Why.OTHER_HOLDERS, str(assignment), newest)
+        return BackupRefused(
+            told.key, told.epoch, BackupRefusalReason.OTHER_HOLDERS, str(assignment), newest
+        )
 
     def _offered(
         self, peer: Holder, link: int, offer: Offer, assignment: ShardAssignment | None
@@ -166,22 +168,22 @@ class Copies:
         key = offer.key
         copy = self._held.get(key)
         if copy is not None and copy.phase is CopyPhase.SETTLING:
-            self._asking.setdefault(key, _Asking()).offers.append((peer, link, offer))
+            self._asking.setdefault(key, _PendingOffers()).offers.append((peer, link, offer))
         elif self._may_tell(assignment, peer, offer):
-            yield Answer(peer, link, self._holds(peer, offer))
+            yield SendReply(peer, link, self._holds(peer, offer))
         else:
             # The primary may have seen a newer record than this server.
-            asking = self._asking.setdefault(key, _Asking())
+            asking = self._asking.setdefault(key, _PendingOffers())
             asking.offers.append((peer, link, offer))
             if not asking.is_reading:
                 asking.is_reading = True
-                yield Refresh(key)
+                yield RefreshShardRecord(key)
 
     def _holds(self, peer: Holder, offer: Offer) -> Reply:
         key = offer.key
         copy, coming = self._held.get(key), self._coming.get(key)
         is_his = coming is not None and (coming.peer, coming.start.epoch) == (peer, offer.epoch)
-        return Holds(
+        return BackupState(
             key,
             offer.epoch,
             copy_epoch=copy.epoch if copy is not None else 0,
@@ -198,19 +200,23 @@ class Copies:
             if self._may_tell(assignment, peer, offer):
                 yield from self._offered(peer, link, offer, assignment)
             else:
-                yield Answer(peer, link, self._other_holders(offer, assignment))
+                yield SendReply(peer, link, self._other_holders(offer, assignment))
 
     def _continued(
-        self, peer: Holder, link: int, request: Continue, assignment: ShardAssignment | None
+        self, peer: Holder, link: int, request: CopyUpToDate, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
         key, copy = request.key, self._held.get(request.key)
         if copy is None or assignment is None or copy.received != request.version:
-            yield Answer(peer, link, Refused(key, request.epoch, Why.NO_COPY, str(copy)))
+            yield SendReply(
+                peer,
+                link,
+                BackupRefused(key, request.epoch, BackupRefusalReason.NO_COPY, str(copy)),
+            )
             return
         copy.primary, copy.epoch, copy.content = peer, request.epoch, assignment.content
         yield from self._forget_image(key)
         yield EnterEpoch(key, request.epoch)
-        yield Answer(peer, link, Installed(key, request.epoch, 0, copy.received))
+        yield SendReply(peer, link, ImageInstalled(key, request.epoch, 0, copy.received))
 
     def _record(
         self, peer: Holder, link: int, record: UpdateMessage, assignment: ShardAssignment | None
@@ -224,8 +230,8 @@ class Copies:
             or (copy.primary, copy.epoch) != (peer, record.epoch)
             or record.version > copy.received + 1
         ):
-            refusal = Refused(key, record.epoch, Why.NO_COPY, str(copy))
-            yield Answer(
+            refusal = BackupRefused(key, record.epoch, BackupRefusalReason.NO_COPY, str(copy))
+            yield SendReply(
                 peer, link, refusal if may_tell else self._other_holders(record, assignment)
             )
             return
@@ -233,10 +239,12 @@ class Copies:
         if is_next:
             copy.received = record.version
         # First: somebody waits for it, and to apply it takes a while.
-        received = Received(key, record.epoch, copy.received)
-        yield Answer(peer, link, received if may_tell else self._other_holders(record, assignment))
+        received = RecordsReceived(key, record.epoch, copy.received)
+        yield SendReply(
+            peer, link, received if may_tell else self._other_holders(record, assignment)
+        )
         if is_next:
-            yield Replay(key, record.version)
+            yield ReplayRecord(key, record.version)
 
     # --- images ---
 
@@ -249,11 +257,15 @@ class Copies:
         ):
             coming.link = link
             # What has been stored since the link broke, the other end has not heard.
-            yield Answer(peer, link, ChunkTaken(key, start.image, coming.stored))
+            yield SendReply(peer, link, ChunkReceived(key, start.image, coming.stored))
             return
         yield from self._forget_image(key)
         if start.next_chunk:
-            yield Answer(peer, link, Refused(key, start.epoch, Why.NO_COPY, "no such image"))
+            yield SendReply(
+                peer,
+                link,
+                BackupRefused(key, start.epoch, BackupRefusalReason.NO_COPY, "no such image"),
+            )
             return
         self._coming[key] = IncomingImage(peer, link, start)
         yield BeginImage(key, start.image)
@@ -273,7 +285,7 @@ class Copies:
         coming = self._coming.get(key)
         if coming is not None and coming.start.image == image:
             coming.stored = index + 1
-            yield Answer(coming.peer, coming.link, ChunkTaken(key, image, coming.stored))
+            yield SendReply(coming.peer, coming.link, ChunkReceived(key, image, coming.stored))
 
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
@@ -287,22 +299,30 @@ class Copies:
         copy = self._held.get(key)
         if assignment is None or not self._may_tell(assignment, peer, start):
             yield from self._forget_image(key)
-            yield Answer(peer, link, self._other_holders(start, assignment))
+            yield SendReply(peer, link, self._other_holders(start, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
             # What a primary was told to be received here must not be replaced by less.
             yield from self._forget_image(key)
-            yield Answer(peer, link, Refused(key, start.epoch, Why.FAILED, "it is older"))
+            yield SendReply(
+                peer,
+                link,
+                BackupRefused(key, start.epoch, BackupRefusalReason.FAILED, "it is older"),
+            )
         else:
             del self._coming[key]
             self._held[key] = Copy(peer, start.epoch, start.born, start.version, assignment.content)
-            yield Adopt(key, image, start.epoch, start.version)
-            yield Answer(peer, link, Installed(key, start.epoch, image, start.version))
+            yield AdoptImage(key, image, start.epoch, start.version)
+            yield SendReply(peer, link, ImageInstalled(key, start.epoch, image, start.version))
 
-    def failed(self, key: Key, image: int, why: Why, detail: str) -> Iterator[Effect]:
+    def failed(
+        self, key: Key, image: int, why: BackupRefusalReason, detail: str
+    ) -> Iterator[Effect]:
         coming = self._coming.get(key)
         if coming is not None and coming.start.image == image:
             del self._coming[key]
-            yield Answer(coming.peer, coming.link, Refused(key, coming.start.epoch, why, detail))
+            yield SendReply(
+                coming.peer, coming.link, BackupRefused(key, coming.start.epoch, why, detail)
+            )
 
     def forget_unwanted_image(
         self, key: Key, assignment: ShardAssignment | None
@@ -313,7 +333,7 @@ class Copies:
         if coming is not None and not self._may_tell(assignment, coming.peer, coming.start):
             yield from self._forget_image(key)
             refusal = self._other_holders(coming.start, assignment)
-            yield Answer(coming.peer, coming.link, refusal)
+            yield SendReply(coming.peer, coming.link, refusal)
 
     def _forget_image(self, key: Key) -> Iterator[Effect]:
         coming = self._coming.pop(key, None)

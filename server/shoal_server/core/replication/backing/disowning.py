@@ -4,7 +4,7 @@ server keeps no journal any more. Until the records say so, others wait for the 
 from collections.abc import Collection
 
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
-from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_disk
 
 
@@ -15,7 +15,7 @@ class Disowning:
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
         self._dead_after_s = limits.dead_after_s
-        self._absences = Absences[Holder](limits.longest_gap_s)
+        self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
 
     def seen(

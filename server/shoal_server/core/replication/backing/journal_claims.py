@@ -9,7 +9,7 @@ from math import inf
 
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.absences import Absences
+from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import (
     Holder,
     ShardAssignment,
@@ -30,7 +30,7 @@ class JournalClaims:
         process left there."""
         self._not_there: dict[Key, int] = {}
         """Claimed shards, with their epochs, that the journal turned out not to have."""
-        self._absences = Absences[Holder](limits.longest_gap_s)
+        self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf
         self._longest_gap_s = limits.longest_gap_s

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
-from shoal_server.core.replication.protocol.effects import Effect, Note, Probe
+from shoal_server.core.replication.protocol.effects import Effect, LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
 
@@ -62,14 +62,14 @@ class PrimaryWatch:
     def _look(self, peer: Holder) -> Iterator[Effect]:
         if peer in self._backed and peer not in self._callers and peer not in self._silent:
             self._silent[peer] = _Silent()
-            yield Probe(peer)
+            yield ProbePeer(peer)
 
     def probed(self, peer: Holder, answers: bool, now_s: float) -> Iterator[Effect]:
         silent = self._silent.get(peer)
         if silent is None:
             return
         if not answers and not silent.is_dead:
-            yield Note("primary_lost", peer=peer)
+            yield LogLine("primary_lost", peer=peer)
         silent.is_dead = not answers
         silent.again_s = now_s + self._probe_s
 
@@ -88,4 +88,4 @@ class PrimaryWatch:
         for peer, silent in self._silent.items():
             if silent.again_s <= now_s:
                 silent.again_s = inf
-                yield Probe(peer)
+                yield ProbePeer(peer)

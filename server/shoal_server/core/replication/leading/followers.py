@@ -43,7 +43,7 @@ class Follower:
     def begin(self, received: int, version: int) -> None:
         """Start following: every later push is sent to it; `version`: the primary's own."""
         self.phase = FollowerPhase.FOLLOWING
-        self.heard(received)
+        self.note_received(received)
         self._goal, self._rounds = version, 0
 
     def needs_from(self, version: int) -> int:
@@ -58,7 +58,7 @@ class Follower:
         self.phase = FollowerPhase.UNLINKED
         self.counts = False
 
-    def heard(self, received: int) -> bool:
+    def note_received(self, received: int) -> bool:
         """Note its confirmation of all records up to a version; returns True if that is new."""
         if received <= self.confirmed:
             return False

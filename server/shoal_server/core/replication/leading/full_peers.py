@@ -61,7 +61,7 @@ class FullPeers:
         """Forget a server that is gone, or that is offered nothing any more."""
         self._full.pop(holder, None)
 
-    def over(self, now_s: float) -> list[Holder]:
+    def expired(self, now_s: float) -> list[Holder]:
         """Servers whose pause has ended; each is returned once."""
         ready = [h for h, full in self._full.items() if 0.0 < full.until_s <= now_s]
         for holder in ready:

@@ -8,16 +8,16 @@ from math import inf
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.waiters import Waiters
 from shoal_server.core.replication.protocol.effects import (
-    Acknowledge,
+    AcknowledgeVersion,
+    AckRefusalReason,
     Effect,
-    Open,
-    Refusal,
-    Refuse,
-    Resume,
-    Stop,
-    Trim,
+    OpenShard,
+    RefuseVersion,
+    ResumePushes,
+    StopPushes,
+    TrimRecords,
 )
-from shoal_server.core.replication.protocol.events import Level, Token
+from shoal_server.core.replication.protocol.events import AckLevel, Token
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
     Holder,
@@ -98,7 +98,7 @@ class LedShard:
         self._began_at = version
         self._disk = _Disk(keeps)
         self._trimmed = version
-        self._waiters = {level: Waiters() for level in (Level.REPLICATED, Level.DURABLE)}
+        self._waiters = {level: Waiters() for level in (AckLevel.REPLICATED, AckLevel.DURABLE)}
 
     @property
     def epoch(self) -> int:
@@ -138,26 +138,26 @@ class LedShard:
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
         return self._disk.version if is_named else None
 
-    def asked(self, token: Token, version: int, level: Level) -> Effect | None:
+    def asked(self, token: Token, version: int, level: AckLevel) -> Effect | None:
         """The answer, if there is one yet."""
         if self.is_deposed:
-            return Refuse(token, Refusal.DEPOSED)
-        if level is Level.DURABLE and not self._disk.keeps:
-            return Refuse(token, Refusal.NO_DISK)
+            return RefuseVersion(token, AckRefusalReason.DEPOSED)
+        if level is AckLevel.DURABLE and not self._disk.keeps:
+            return RefuseVersion(token, AckRefusalReason.NO_DISK)
         if self.is_as_safe(version, level):
-            return Acknowledge(token)
+            return AcknowledgeVersion(token)
         self._waiters[level].add(version, token)
         return None
 
-    def is_as_safe(self, version: int, level: Level) -> bool:
+    def is_as_safe(self, version: int, level: AckLevel) -> bool:
         if self.is_deposed:
             return False
-        if level is Level.APPLIED:
+        if level is AckLevel.APPLIED:
             return True
         if not self.is_safe(version):
             return False
         durable = self.durable_version
-        return level is Level.REPLICATED or (durable is not None and durable >= version)
+        return level is AckLevel.REPLICATED or (durable is not None and durable >= version)
 
     def abandon(self, token: Token) -> None:
         for waiters in self._waiters.values():
@@ -167,20 +167,20 @@ class LedShard:
         """Remove and yield callers whose versions are safe now."""
         safe = self.safe_version
         reached = self.version if safe is None else safe
-        yield from self._waiters[Level.REPLICATED].release(reached)
+        yield from self._waiters[AckLevel.REPLICATED].release(reached)
         durable = self.durable_version
         if durable is not None:
-            yield from self._waiters[Level.DURABLE].release(min(reached, durable))
+            yield from self._waiters[AckLevel.DURABLE].release(min(reached, durable))
 
     @property
     def has_waiters(self) -> bool:
         return any(self._waiters.values())
 
-    def refused(self, why: Refusal, *levels: Level) -> Iterator[Effect]:
+    def refused(self, why: AckRefusalReason, *levels: AckLevel) -> Iterator[Effect]:
         """Refuse all callers that wait for one of these levels, by default for any."""
         for level in levels or self._waiters:
             for token in self._waiters[level].clear():
-                yield Refuse(token, why)
+                yield RefuseVersion(token, why)
 
     def not_kept(self, version: int) -> None:
         """Note that records up to that version are not kept, and cannot be sent."""
@@ -192,7 +192,7 @@ class LedShard:
         needed = min(needs, default=self.version)
         if needed > self._trimmed:
             self._trimmed = needed
-            yield Trim(self.key, needed)
+            yield TrimRecords(self.key, needed)
 
     # --- the disk ---
 
@@ -201,9 +201,9 @@ class LedShard:
         is_first = disk.version is None
         disk.version, disk.keeps = max(version, disk.version or 0), True
         if is_first:
-            self.tell_disk()
+            self.note_disk_version()
 
-    def tell_disk(self) -> bool:
+    def note_disk_version(self) -> bool:
         """Have the record say how far it is on disk by now; whether that is news."""
         disk = self._disk
         if disk.version is None or disk.version <= disk.told:
@@ -213,7 +213,7 @@ class LedShard:
 
     def disk_failed(self) -> Iterator[Effect]:
         self._disk.version, self._disk.keeps = None, False
-        yield from self.refused(Refusal.NO_DISK, Level.DURABLE)
+        yield from self.refused(AckRefusalReason.NO_DISK, AckLevel.DURABLE)
 
     # --- copies ---
 
@@ -309,7 +309,7 @@ class LedShard:
                 follower.draw_level(self.version)
         if not self.is_open and self.assignment.content is ShardContent.PRESENT:
             self.is_open = True
-            yield Open(self.key)
+            yield OpenShard(self.key)
         yield from self._handing_over(now_s, announced_s)
 
     def _handing_over(self, now_s: float, announced_s: float) -> Iterator[Effect]:
@@ -328,20 +328,20 @@ class LedShard:
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
         if is_due and self.is_safe(self.version):
             self.handover.phase = HandoverPhase.STOPPING
-            yield Stop(self.key)
+            yield StopPushes(self.key)
 
-    def told_of(self, epoch: int) -> Iterator[Effect]:
+    def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
         """A backup knows of that epoch: whoever waits need not wait until etcd tells so here."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
-            yield Stop(self.key)
-            yield from self.refused(Refusal.DEPOSED)
+            yield StopPushes(self.key)
+            yield from self.refused(AckRefusalReason.DEPOSED)
 
     def keep_leading(self) -> Iterator[Effect]:
         """Resume pushes if they were stopped: the shard cannot be handed over."""
         if self.handover.phase is HandoverPhase.STOPPED:
             self.handover.phase = HandoverPhase.NONE
-            yield Resume(self.key)
+            yield ResumePushes(self.key)
 
     def stopped(self, version: int) -> None:
         if self.handover.phase is HandoverPhase.STOPPING:

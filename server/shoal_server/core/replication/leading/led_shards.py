@@ -10,28 +10,28 @@ from shoal_server.core.replication.leading.led_shard import LedShard
 from shoal_server.core.replication.leading.links import Link, ReplicationLinks
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
+    AckRefusalReason,
     CloseImage,
     CutImage,
     Effect,
-    Note,
-    Refusal,
-    Send,
+    LogLine,
+    SendRequest,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import (
-    ChunkTaken,
-    Continue,
-    Holds,
+    BackupRefusalReason,
+    BackupRefused,
+    BackupState,
+    ChunkReceived,
+    CopyUpToDate,
     ImageChunk,
+    ImageInstalled,
     ImageStart,
-    Installed,
     Key,
     Offer,
-    Received,
-    Refused,
+    RecordsReceived,
     Reply,
     UpdateMessage,
-    Why,
 )
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 
@@ -40,14 +40,14 @@ TOGETHER_S = 0.05
 
 
 @dataclass(slots=True)
-class Touched:
+class TouchedShards:
     """Immediate effects, and the shards that are to be looked at again after them."""
 
     effects: list[Effect] = field(default_factory=list)
     shards: list[LedShard] = field(default_factory=list)
 
 
-class Leading:
+class LedShards:
     def __init__(self, limits: ReplicationLimits) -> None:
         self.links = ReplicationLinks(limits)
         self.full = FullPeers(limits)
@@ -80,7 +80,7 @@ class Leading:
     def end(self, key: Key) -> Iterator[Effect]:
         """Stop leading a shard in its current epoch, and refuse its waiting callers."""
         led = self._shards.pop(key)
-        yield from led.refused(Refusal.DEPOSED)
+        yield from led.refused(AckRefusalReason.DEPOSED)
         for holder in led.followers:
             yield from self._unfollow(led.key, holder)
 
@@ -115,17 +115,19 @@ class Leading:
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
-            yield Send(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
+            yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
-    def tell(self, led: LedShard, version: int) -> Iterator[Effect]:
+    def send_update(self, led: LedShard, version: int) -> Iterator[Effect]:
         """A push was applied."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
                 if link is not None:
-                    yield Send(holder, link.number, UpdateMessage(led.key, led.epoch, version))
+                    yield SendRequest(
+                        holder, link.number, UpdateMessage(led.key, led.epoch, version)
+                    )
 
-    def held(self, event: ev.Held) -> LedShard | None:
+    def held(self, event: ev.RecordDelivered) -> LedShard | None:
         """Note a `Held`; returns the shard if the follower's progress is new, else None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
@@ -136,14 +138,16 @@ class Leading:
 
     # --- what followers answer ---
 
-    def replied(self, peer: Holder, reply: Reply, now_s: float) -> Touched:
-        touched = Touched()
+    def replied(self, peer: Holder, reply: Reply, now_s: float) -> TouchedShards:
+        touched = TouchedShards()
         link = self.links.opened(peer)
         if link is None:
             return touched
-        if isinstance(reply, ChunkTaken):
+        if isinstance(reply, ChunkReceived):
             for each in link.images.taken(reply.image, reply.next_chunk):
-                effect = Send(peer, link.number, each) if isinstance(each, ImageChunk) else each
+                effect = (
+                    SendRequest(peer, link.number, each) if isinstance(each, ImageChunk) else each
+                )
                 touched.effects.append(effect)
             return touched
         led = self._shards.get(reply.key)
@@ -152,19 +156,26 @@ class Leading:
         if led is None or follower is None or reply.epoch != led.epoch:
             return touched
         match reply:
-            case Received():
-                if follower.phase is FollowerPhase.FOLLOWING and follower.heard(reply.version):
+            case RecordsReceived():
+                if follower.phase is FollowerPhase.FOLLOWING and follower.note_received(
+                    reply.version
+                ):
                     touched.shards.append(led)
-            case Installed():
+            case ImageInstalled():
                 self._installed(touched, led, follower, link, reply)
-            case Holds():
+            case BackupState():
                 touched.effects += self._holds(led, follower, link, reply)
-            case Refused():
+            case BackupRefused():
                 self._refused(touched, led, follower, reply, now_s)
         return touched
 
     def _installed(
-        self, touched: Touched, led: LedShard, follower: Follower, link: Link, reply: Installed
+        self,
+        touched: TouchedShards,
+        led: LedShard,
+        follower: Follower,
+        link: Link,
+        reply: ImageInstalled,
     ) -> None:
         """The image is installed, or the existing copy is good: later records follow."""
         current = link.images.current
@@ -176,17 +187,17 @@ class Leading:
             return
         peer = follower.holder
         if self.full.took(peer):
-            touched.effects.append(Note("copies_taken_again", peer=peer))
+            touched.effects.append(LogLine("copies_taken_again", peer=peer))
         follower.begin(reply.version, led.version)
         touched.effects += link.images.drop(led.key)
         for version in range(reply.version + 1, led.version + 1):
             record = UpdateMessage(led.key, led.epoch, version)
-            touched.effects.append(Send(peer, link.number, record))
+            touched.effects.append(SendRequest(peer, link.number, record))
         touched.effects += self._next_image(peer)
         touched.shards.append(led)
 
     def _holds(
-        self, led: LedShard, follower: Follower, link: Link, reply: Holds
+        self, led: LedShard, follower: Follower, link: Link, reply: BackupState
     ) -> Iterator[Effect]:
         if follower.phase is not FollowerPhase.OFFERED:
             return
@@ -194,13 +205,13 @@ class Leading:
         if reply.version and led.continues(reply.copy_epoch, reply.born, reply.version):
             follower.phase = FollowerPhase.CONTINUING
             follower.image_version = reply.version
-            goes_on = Continue(led.key, led.epoch, reply.version, led.run)
-            yield Send(peer, link.number, goes_on)
+            goes_on = CopyUpToDate(led.key, led.epoch, reply.version, led.run)
+            yield SendRequest(peer, link.number, goes_on)
             return
         follower.phase = FollowerPhase.IMAGE
         if link.images.may_continue(led.key, reply.image, reply.next_chunk):
             for request in link.images.go_on(reply.next_chunk):
-                yield Send(peer, link.number, request)
+                yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
         # What it had is not what it is to have, and is not counted before the image is there.
@@ -210,24 +221,24 @@ class Leading:
 
     def _refused(
         self,
-        touched: Touched,
+        touched: TouchedShards,
         led: LedShard,
         follower: Follower,
-        reply: Refused,
+        reply: BackupRefused,
         now_s: float,
     ) -> None:
         peer = follower.holder
-        if reply.why is Why.FULL:
+        if reply.why is BackupRefusalReason.FULL:
             if self.full.refused(peer, reply.detail, now_s):
-                note = Note("copies_refused", peer=peer, detail=reply.detail)
+                note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
             # Out of the record, those that wait may be given to a server that has room.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
-            touched.effects += led.told_of(reply.newest_epoch)
+            touched.effects += led.note_newer_epoch(reply.newest_epoch)
             detail = f"{reply.why.value}: {reply.detail}"
-            touched.effects.append(Note("copy_refused", led.key, peer, detail))
+            touched.effects.append(LogLine("copy_refused", led.key, peer, detail))
         self._lose(touched, led, peer)
         touched.effects += self._next_image(peer)
 
@@ -237,7 +248,7 @@ class Leading:
         shards = [self._shards[key] for key in keys if key in self._shards]
         return [led for led in shards if led.assignment.joining == peer]
 
-    def _lose(self, touched: Touched, led: LedShard, peer: Holder) -> None:
+    def _lose(self, touched: TouchedShards, led: LedShard, peer: Holder) -> None:
         led.lose(peer)
         touched.effects += self.links.unuse(peer, led.key)
         touched.shards.append(led)
@@ -279,7 +290,7 @@ class Leading:
                 current.start = start
                 return
             for request in link.images.cut(start):
-                yield Send(peer, link.number, request)
+                yield SendRequest(peer, link.number, request)
             return
         yield CloseImage(event.image)
 
@@ -289,15 +300,15 @@ class Leading:
             link = self.links.find(peer)
             current = link.images.current if link is not None else None
             if led is not None and current is not None and current.number == event.image:
-                touched = Touched()
+                touched = TouchedShards()
                 self._lose(touched, led, peer)
                 yield from touched.effects
                 yield from self._next_image(peer)
 
     # --- links ---
 
-    def link_broke(self, event: ev.LinkBroke, now_s: float) -> Touched:
-        peer, touched = event.peer, Touched()
+    def link_broke(self, event: ev.LinkBroken, now_s: float) -> TouchedShards:
+        peer, touched = event.peer, TouchedShards()
         link = self.links.find(peer)
         assert link is not None
         poison = link.images.broke()
@@ -305,14 +316,14 @@ class Leading:
         for led in followed:
             led.followers[peer].unlink()
         if poison is not None and poison in self._shards:
-            note = Note("copy_refused", poison, peer, "each link breaks under its image")
+            note = LogLine("copy_refused", poison, peer, "each link breaks under its image")
             touched.effects.append(note)
             self._lose(touched, self._shards[poison], peer)
         if self.links.broke(event, now_s):
             self.full.forget(peer)
             touched.effects += self.links.end(peer)
             if followed:
-                touched.effects.append(Note("backup_lost", peer=peer))
+                touched.effects.append(LogLine("backup_lost", peer=peer))
             for led in followed:
                 self._lose(touched, led, peer)
         return touched
@@ -353,12 +364,12 @@ class Leading:
         if now_s < self._tells_disk_s:
             return []
         self._tells_disk_s = inf
-        return [led for led in self._shards.values() if led.tell_disk()]
+        return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
         """Shards that a full server must still get, if its pause is over."""
         due: list[LedShard] = []
-        for peer in self.full.over(now_s):
+        for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]
             if not shards:
                 self.full.forget(peer)

@@ -8,7 +8,7 @@ from math import inf
 
 from shoal_server.core.replication.leading.outgoing_images import OutgoingImages
 from shoal_server.core.replication.protocol.effects import Effect, OpenLink
-from shoal_server.core.replication.protocol.events import LinkBroke
+from shoal_server.core.replication.protocol.events import LinkBroken
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder
@@ -85,20 +85,20 @@ class ReplicationLinks:
         """The shards that follow over the link."""
         return sorted(self._used[peer])
 
-    def came_up(self, peer: Holder) -> None:
+    def mark_open(self, peer: Holder) -> None:
         self._links[peer].phase = LinkPhase.OPEN
 
-    def broke(self, event: LinkBroke, now_s: float) -> bool:
+    def broke(self, event: LinkBroken, now_s: float) -> bool:
         """Note a break; returns True if the peer is given up, else the link is opened again."""
         link, limits = self._links[event.peer], self._limits
-        if event.was_heard or link.give_up_s == inf:
+        if event.has_replied or link.give_up_s == inf:
             link.give_up_s = now_s + limits.reconnect_s
         if event.is_gone or now_s >= link.give_up_s:
             return True
         link.phase, link.again_s = LinkPhase.BROKEN, now_s + limits.reconnect_s / 10
         return False
 
-    def heard(self, peer: Holder) -> None:
+    def note_reply(self, peer: Holder) -> None:
         """Note a message over the link: a later break gets the full time to reconnect."""
         self._links[peer].give_up_s = inf
 

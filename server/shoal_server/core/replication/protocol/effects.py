@@ -8,16 +8,16 @@ from shoal_server.core.replication.protocol.messages import Key, Reply, Request
 from shoal_server.core.shards.assignments import Holder
 
 
-class Refusal(Enum):
+class AckRefusalReason(Enum):
     """Reason why a version is not acknowledged."""
 
     DEPOSED = "another server leads the shard, or is about to"
-    FENCED = "this server may have been taken for dead"
+    FENCED = "other servers may have given this one up"
     NO_DISK = "the journal does not keep the shard"
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class WriteShardRecord:
     """Replace the shard's record by `ReplicationCore.revised` of it, by compare-and-swap, retried
     as often as needed; then `Written`."""
 
@@ -25,47 +25,47 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Refresh:
+class RefreshShardRecord:
     """Read the shard's record anew; then `Refreshed`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Acknowledge:
+class AcknowledgeVersion:
     token: Token
 
 
 @dataclass(frozen=True, slots=True)
-class Refuse:
+class RefuseVersion:
     token: Token
-    why: Refusal
+    why: AckRefusalReason
 
 
 @dataclass(frozen=True, slots=True)
-class Lead:
-    """Take pushes in this epoch, after `Open`; keep them in the journal, if there is one."""
+class LeadShard:
+    """Take pushes in this epoch, after `OpenShard`; keep them in the journal, if there is one."""
 
     key: Key
     epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class Open:
+class OpenShard:
     """Allow reads and pushes: the shard's first values have reached all its holders."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class StopPushes:
     """Refuse further pushes, because the shard is handed over; then `Stopped`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumePushes:
     """Take pushes again: the shard was not handed over."""
 
     key: Key
@@ -81,14 +81,14 @@ class StepDown:
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class DropShard:
     """Discard the shard and all that belongs to it."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Settle:
+class SettleCopy:
     """Apply all that was received; then `Settled` or `CopyFailed`."""
 
     key: Key
@@ -99,7 +99,7 @@ class Settle:
 
 
 @dataclass(frozen=True, slots=True)
-class Trim:
+class TrimRecords:
     """Discard kept records up to this version: no follower needs them."""
 
     key: Key
@@ -123,7 +123,7 @@ class CloseLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendRequest:
     """Send a request over a link that this server opened. The data of a record is found by its
     version, that of a chunk by its image."""
 
@@ -133,7 +133,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class SendReply:
     """Send a reply over a link that the peer opened."""
 
     peer: Holder
@@ -163,7 +163,7 @@ class CloseImage:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class ReplayRecord:
     """Apply the record that has just come, after those before it."""
 
     key: Key
@@ -190,7 +190,7 @@ class StoreChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Adopt:
+class AdoptImage:
     """Keep the restored image as a copy of that epoch, in place of any other."""
 
     key: Key
@@ -216,7 +216,7 @@ class EnterEpoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class ProbePeer:
     """Probe whether that exact process answers; then `Probed`."""
 
     peer: Holder
@@ -232,7 +232,7 @@ class LoadJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class LogLine:
     """Log a line for operators."""
 
     what: str
@@ -242,32 +242,32 @@ class Note:
 
 
 Effect = (
-    Write
-    | Refresh
-    | Acknowledge
-    | Refuse
-    | Lead
-    | Open
-    | Stop
-    | Resume
+    WriteShardRecord
+    | RefreshShardRecord
+    | AcknowledgeVersion
+    | RefuseVersion
+    | LeadShard
+    | OpenShard
+    | StopPushes
+    | ResumePushes
     | StepDown
-    | Drop
-    | Settle
-    | Trim
+    | DropShard
+    | SettleCopy
+    | TrimRecords
     | OpenLink
     | CloseLink
-    | Send
-    | Answer
+    | SendRequest
+    | SendReply
     | CutImage
     | ReleaseChunks
     | CloseImage
-    | Replay
+    | ReplayRecord
     | BeginImage
     | StoreChunk
-    | Adopt
+    | AdoptImage
     | DropImage
     | EnterEpoch
-    | Probe
+    | ProbePeer
     | LoadJournal
-    | Note
+    | LogLine
 )

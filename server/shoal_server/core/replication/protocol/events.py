@@ -11,7 +11,7 @@ Token = Hashable
 """Identifies a caller that waits for an acknowledgement."""
 
 
-class Level(Enum):
+class AckLevel(Enum):
     """Safety that an update must have before it is acknowledged."""
 
     APPLIED = "its primary has applied it"
@@ -23,7 +23,7 @@ class Level(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Assigned:
+class ShardAssigned:
     """The newest record of a shard was read. None: it is gone, or belongs to another run."""
 
     key: Key
@@ -33,23 +33,23 @@ class Assigned:
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """The effect `Write` was carried out, or no longer applies. An earlier `Assigned` had the
+class ShardRecordWritten:
+    """The effect `Write` was carried out, or no longer applies. An earlier `ShardAssigned` had the
     record as it is now."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class NotWritten:
-    """etcd refuses the write for good; `Written` follows when another attempt makes sense."""
+class ShardRecordNotWritten:
+    """etcd refuses the write for good; `ShardRecordWritten` follows when a retry makes sense."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class Refreshed:
-    """The newest record was read, and an `Assigned` came before; or it could not be read."""
+class ShardRecordRefreshed:
+    """The newest record was read, and an `ShardAssigned` came before; or it could not be read."""
 
     key: Key
 
@@ -70,7 +70,7 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class Created:
+class ShardCreated:
     """A shard that this server is to lead has got its first values, or has been loaded."""
 
     key: Key
@@ -79,7 +79,7 @@ class Created:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class PushApplied:
     """The primary here has applied a push."""
 
     key: Key
@@ -89,26 +89,26 @@ class Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class AckRequested:
     """A caller asks to be notified when a version has reached a level of safety."""
 
     token: Token
     key: Key
     epoch: int
     version: int
-    level: Level
+    level: AckLevel
 
 
 @dataclass(frozen=True, slots=True)
-class Abandoned:
-    """A caller stopped waiting for its `Asked`."""
+class AckAbandoned:
+    """A caller stopped waiting for its `AckRequested`."""
 
     token: Token
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
-class OnDisk:
+class VersionJournaled:
     """This server's journal has the whole shard, up to this version."""
 
     key: Key
@@ -123,7 +123,7 @@ class DiskFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
+class PushesStopped:
     """Pushes of the epoch are refused from here on; the last one applied made this version."""
 
     key: Key
@@ -131,7 +131,7 @@ class Stopped:
 
 
 @dataclass(frozen=True, slots=True)
-class Settled:
+class CopySettled:
     """Everything that was received of a shard is applied."""
 
     key: Key
@@ -146,7 +146,7 @@ class CopyFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class ShardRetired:
     """Drop every copy of the shard here: its job is over, or it is to begin anew."""
 
     key: Key
@@ -162,19 +162,19 @@ class LinkOpened:
 
 
 @dataclass(frozen=True, slots=True)
-class LinkBroke:
+class LinkBroken:
     """A link broke, or could not be opened."""
 
     peer: Holder
     link: int
     is_gone: bool
     """True if the peer's process is known to be gone, so that waiting is useless."""
-    was_heard: bool = False
+    has_replied: bool = False
     """True if anything was received over the link."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RecordDelivered:
     """A sent record is in the memory of the peer's process. The peer reads it before it uses its
     copy (see `Settle`), even if this process dies."""
 
@@ -186,7 +186,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Replied:
+class ReplyReceived:
     peer: Holder
     link: int
     reply: Reply
@@ -215,7 +215,7 @@ class ImageNotCut:
 
 
 @dataclass(frozen=True, slots=True)
-class CallerCame:
+class IncomingLinkOpened:
     """A primary has opened a link to this server."""
 
     peer: Holder
@@ -223,7 +223,7 @@ class CallerCame:
 
 
 @dataclass(frozen=True, slots=True)
-class CallerLeft:
+class IncomingLinkEnded:
     """A primary's link ended; all that it had sent was read before."""
 
     peer: Holder
@@ -233,7 +233,7 @@ class CallerLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class Requested:
+class RequestReceived:
     peer: Holder
     link: int
     request: Request
@@ -265,7 +265,7 @@ class ImageFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class PeerProbed:
     """A probe ended; `answers` is True if that exact process answered."""
 
     peer: Holder
@@ -276,7 +276,7 @@ class Probed:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalHas:
+class JournalShardFound:
     """The journal has a shard of this server's last process, up to that version of that epoch."""
 
     key: Key
@@ -285,7 +285,7 @@ class JournalHas:
 
 
 @dataclass(frozen=True, slots=True)
-class NotInJournal:
+class JournalShardMissing:
     """The shard that `LoadJournal` asked for is not in the journal, or cannot be read."""
 
     key: Key
@@ -293,7 +293,7 @@ class NotInJournal:
 
 
 @dataclass(frozen=True, slots=True)
-class ServersSeen:
+class ServersListed:
     """Servers that etcd listed by a request sent at `asked_s`, none from memory."""
 
     present: frozenset[Holder]
@@ -303,42 +303,42 @@ class ServersSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class Woken:
+class WakeTimeReached:
     """Time has passed."""
 
 
 Event = (
-    Assigned
-    | Written
-    | NotWritten
-    | Refreshed
+    ShardAssigned
+    | ShardRecordWritten
+    | ShardRecordNotWritten
+    | ShardRecordRefreshed
     | LeaseRenewed
     | LeaseEnded
-    | Created
-    | Applied
-    | Asked
-    | Abandoned
-    | OnDisk
+    | ShardCreated
+    | PushApplied
+    | AckRequested
+    | AckAbandoned
+    | VersionJournaled
     | DiskFailed
-    | Stopped
-    | Settled
+    | PushesStopped
+    | CopySettled
     | CopyFailed
-    | Forget
+    | ShardRetired
     | LinkOpened
-    | LinkBroke
-    | Held
-    | Replied
+    | LinkBroken
+    | RecordDelivered
+    | ReplyReceived
     | ImageCut
     | ImageNotCut
-    | CallerCame
-    | CallerLeft
-    | Requested
+    | IncomingLinkOpened
+    | IncomingLinkEnded
+    | RequestReceived
     | ChunkStored
     | ImageRestored
     | ImageFailed
-    | Probed
-    | JournalHas
-    | NotInJournal
-    | ServersSeen
-    | Woken
+    | PeerProbed
+    | JournalShardFound
+    | JournalShardMissing
+    | ServersListed
+    | WakeTimeReached
 )

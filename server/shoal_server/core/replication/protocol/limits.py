@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 
 DEAD_AFTER_S = 900.0
-"""A server that etcd has not listed for so long is taken for dead with all that it held, both by
+"""A server that etcd has not listed for so long counts as dead with all that it held, both by
 the coordinator that reassigns its shards and by the server that leads them from its disk. If etcd
 is away for nine tenths of this time, more than ten minutes, pushes wait."""
 
 LONGEST_GAP_S = 4.0
 """Maximum time between two reads of etcd's list of servers for an absence to go on. Shorter than a
-lease: otherwise a server that was back in between, and acknowledged, may be taken for dead."""
+lease: otherwise a server that was back in between, and acknowledged, may count as dead."""
 
 STOPS_BEFORE = 0.9
 """Fraction of DEAD_AFTER_S after which a primary without a renewed lease stops acknowledging. The
@@ -21,7 +21,7 @@ class ReplicationLimits:
     """Limits of one server's core, in seconds."""
 
     reconnect_s: float = 0.5
-    """Time to reopen a broken link before the peer is taken for gone."""
+    """Time to reopen a broken link before the peer counts as gone."""
     probe_s: float = 0.3
     """Pause between two probes of a primary that has no link to this server."""
     full_s: float = 4.0

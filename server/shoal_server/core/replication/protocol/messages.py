@@ -26,7 +26,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class Continue:
+class CopyUpToDate:
     """Notice that the copy is up to date up to its version: later records follow."""
 
     key: Key
@@ -69,11 +69,11 @@ class ImageChunk:
     index: int
 
 
-Request = Offer | Continue | UpdateMessage | ImageStart | ImageChunk
+Request = Offer | CopyUpToDate | UpdateMessage | ImageStart | ImageChunk
 
 
 @dataclass(frozen=True, slots=True)
-class Holds:
+class BackupState:
     """State of a backup: its copy, and an image that is not complete."""
 
     key: Key
@@ -88,7 +88,7 @@ class Holds:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class RecordsReceived:
     """Notice that the backup has all records up to this version."""
 
     key: Key
@@ -97,7 +97,7 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class Installed:
+class ImageInstalled:
     """Notice that the image is now a copy of that version; image 0: the earlier copy goes on."""
 
     key: Key
@@ -107,13 +107,13 @@ class Installed:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkTaken:
+class ChunkReceived:
     key: Key
     image: int
     next_chunk: int
 
 
-class Why(Enum):
+class BackupRefusalReason(Enum):
     """Reason why a backup refuses a request."""
 
     OTHER_HOLDERS = "the record names other holders"
@@ -123,14 +123,14 @@ class Why(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class BackupRefused:
     key: Key
     epoch: int
-    why: Why
+    why: BackupRefusalReason
     detail: str = ""
     newest_epoch: int = 0
     """Newest epoch that the backup knows; if above the primary's own, the primary is deposed."""
 
 
-Reply = Holds | Installed | Received | ChunkTaken | Refused
+Reply = BackupState | ImageInstalled | RecordsReceived | ChunkReceived | BackupRefused
 Message = Request | Reply

@@ -8,7 +8,7 @@ from shoal_proto.checksum import crc32, verify
 from shoal_proto.errors import MalformedMessage, Overloaded
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.messages import (
-    Continue,
+    CopyUpToDate,
     ImageChunk,
     ImageStart,
     Key,
@@ -29,7 +29,7 @@ PART_BYTES = 128
 MAX_CHUNK_BYTES = 64 * 1024 * 1024
 BYTES = 4
 """Number of the field `bytes` in FollowRequest."""
-DECODER = pieces.Decoder(BYTES, pb.FollowRequest.FromString)
+DECODER = pieces.PieceDecoder(BYTES, pb.FollowRequest.FromString)
 Arriving = pb.FollowRequest | pieces.OnlyPiece
 """A message that comes in from a stream."""
 
@@ -59,7 +59,7 @@ def of_offer(offer: Offer) -> pb.FollowRequest:
     return pb.FollowRequest(offer=message)
 
 
-def of_continue(request: Continue) -> pb.FollowRequest:
+def of_continue(request: CopyUpToDate) -> pb.FollowRequest:
     job, shard_id = request.key
     message = pb.Continue(
         job=job,
@@ -165,7 +165,7 @@ def checked(message: pb.Bytes | pieces.AnyPiece) -> pieces.Buffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived:
+class ArrivedRequest:
     """A complete request, with its data."""
 
     request: Request
@@ -176,15 +176,14 @@ class Arrived:
     parts: Sequence[pieces.Buffer] = ()
     """The data of a record or of a chunk."""
     why_dropped: str = ""
-    """Why the data were dropped: there was no memory for them, or no such image is being
-    received."""
+    """The reason if the data were dropped: no memory, or no such image is being received."""
     is_borrowed: bool = False
-    """True if the sender reuses the memory of a record's data once the next request is asked for:
-    to keep the data for longer, take `owned`."""
+    """True if the sender reuses the memory of a record's data once the next request is read: to
+    keep the data for longer, use `owned`."""
     answer_may_wait: bool = False
-    """True if nobody waits for the answer to a record."""
+    """True if the answer to a record is not urgent."""
 
-    def owned(self) -> "Arrived":
+    def owned(self) -> "ArrivedRequest":
         """Return the same request with copies of its data."""
         return replace(self, parts=[bytes(part) for part in self.parts], is_borrowed=False)
 
@@ -197,10 +196,10 @@ class Arrived:
 
 @dataclass(slots=True)
 class _Unfinished:
-    arrived: Arrived
+    arrived: ArrivedRequest
     left_bytes: int
     memory: Memory | None
-    """Counts the data; None: they were reserved before."""
+    """The memory in which data are counted; None: their memory was reserved before."""
     parts: list[pieces.Buffer] = field(default_factory=list)
     held_bytes: int = 0
     """Bytes of the parts that are reserved in `memory`."""
@@ -243,7 +242,7 @@ class _Unfinished:
         if self.uncounted_bytes <= INLINE_BYTES + PART_BYTES:
             return True
         try:
-            self.memory.reserve(self.uncounted_bytes, "what another server tells of its shards")
+            self.memory.reserve(self.uncounted_bytes, "an update from a shard's primary")
         except Overloaded as error:
             self.drop(str(error))
             return False
@@ -264,9 +263,9 @@ class _Unfinished:
             self.memory.settle(self.held_bytes, is_held=False)
         self.held_bytes = 0
 
-    def whole(self) -> Arrived:
+    def whole(self) -> ArrivedRequest:
         self.give_back()
-        return Arrived(
+        return ArrivedRequest(
             self.arrived.request,
             push=self.arrived.push,
             header=self.arrived.header,
@@ -277,7 +276,7 @@ class _Unfinished:
         )
 
 
-class Assembly:
+class RequestAssembler:
     """Assembles the messages of one stream. It holds at most one record or chunk, of the announced
     size, and no more than there is memory for."""
 
@@ -293,7 +292,7 @@ class Assembly:
         if self._open is not None:
             self._open.drop("the stream is over")
 
-    def take(self, request: Arriving) -> Arrived | None:
+    def take(self, request: Arriving) -> ArrivedRequest | None:
         """Add a message; return the request that it completes. Raises MalformedMessage,
         ChecksumMismatch."""
         if isinstance(request, pieces.OnlyPiece):
@@ -313,30 +312,30 @@ class Assembly:
             return self._begin_chunk(request.chunk)
         return _small(request, kind or "nothing")
 
-    def _begin_record(self, start: pb.RecordStart) -> Arrived | None:
+    def _begin_record(self, start: pb.RecordStart) -> ArrivedRequest | None:
         _check_size(start.num_bytes, MAX_RECORD_BYTES)
         key = start.job, start.shard_id
         record = UpdateMessage(key, start.epoch, start.record.version)
-        arrived = Arrived(record, push=start.record, answer_may_wait=start.answer_may_wait)
+        arrived = ArrivedRequest(record, push=start.record, answer_may_wait=start.answer_may_wait)
         self._open = _Unfinished(arrived, start.num_bytes, self._memory)
         whole = self._add(checked(start.first))
         if self._open is not None:
             self._open.announce()
         return whole
 
-    def _begin_chunk(self, start: pb.ChunkStart) -> Arrived | None:
+    def _begin_chunk(self, start: pb.ChunkStart) -> ArrivedRequest | None:
         _check_size(start.num_bytes, MAX_CHUNK_BYTES)
         chunk = ImageChunk((start.job, start.shard_id), start.image, start.index)
-        self._open = _Unfinished(Arrived(chunk), start.num_bytes, memory=None)
+        self._open = _Unfinished(ArrivedRequest(chunk), start.num_bytes, memory=None)
         if not self._is_coming(chunk.key, chunk.image):
             self._open.drop("no such image is being received")
         return self._add(b"")
 
-    def _add(self, data: pieces.Buffer, *, is_lent: bool = False) -> Arrived | None:
+    def _add(self, data: pieces.Buffer, *, is_lent: bool = False) -> ArrivedRequest | None:
         unfinished = self._open
         if unfinished is None or len(data) > unfinished.left_bytes:
             raise MalformedMessage(
-                "bytes that nobody announced",
+                "bytes that no message announced",
                 seen=f"{len(data)} bytes",
                 expected=f"at most {unfinished.left_bytes if unfinished else 0}",
             )
@@ -347,15 +346,17 @@ class Assembly:
         return unfinished.whole()
 
 
-def _small(request: pb.FollowRequest, kind: str) -> Arrived:
+def _small(request: pb.FollowRequest, kind: str) -> ArrivedRequest:
     """Decode a request that is one message."""
     if kind == "offer":
         offer = request.offer
-        return Arrived(Offer((offer.job, offer.shard_id), offer.epoch, offer.born, offer.run))
+        return ArrivedRequest(
+            Offer((offer.job, offer.shard_id), offer.epoch, offer.born, offer.run)
+        )
     if kind == "continuation":
         message = request.continuation
         key = message.job, message.shard_id
-        return Arrived(Continue(key, message.epoch, message.version, message.run))
+        return ArrivedRequest(CopyUpToDate(key, message.epoch, message.version, message.run))
     if kind == "image":
         image = request.image
         start = ImageStart(
@@ -368,7 +369,7 @@ def _small(request: pb.FollowRequest, kind: str) -> Arrived:
             image.next_chunk,
             image.run,
         )
-        return Arrived(start, header=image.cut)
+        return ArrivedRequest(start, header=image.cut)
     raise MalformedMessage(
         "a message that does not belong here",
         seen=kind,

@@ -3,20 +3,20 @@
 from shoal_proto.errors import MalformedMessage
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_server.core.replication.protocol.messages import (
-    ChunkTaken,
-    Holds,
-    Installed,
-    Received,
-    Refused,
+    BackupRefusalReason,
+    BackupRefused,
+    BackupState,
+    ChunkReceived,
+    ImageInstalled,
+    RecordsReceived,
     Reply,
-    Why,
 )
 
 _REASONS = {
-    Why.OTHER_HOLDERS: pb.RefusalReason.REFUSAL_REASON_OTHER_HOLDERS,
-    Why.FULL: pb.RefusalReason.REFUSAL_REASON_FULL,
-    Why.NO_COPY: pb.RefusalReason.REFUSAL_REASON_NO_COPY,
-    Why.FAILED: pb.RefusalReason.REFUSAL_REASON_FAILED,
+    BackupRefusalReason.OTHER_HOLDERS: pb.RefusalReason.REFUSAL_REASON_OTHER_HOLDERS,
+    BackupRefusalReason.FULL: pb.RefusalReason.REFUSAL_REASON_FULL,
+    BackupRefusalReason.NO_COPY: pb.RefusalReason.REFUSAL_REASON_NO_COPY,
+    BackupRefusalReason.FAILED: pb.RefusalReason.REFUSAL_REASON_FAILED,
 }
 _WHY = {number: why for why, number in _REASONS.items()}
 
@@ -24,12 +24,12 @@ _WHY = {number: why for why, number in _REASONS.items()}
 def encode(reply: Reply) -> pb.FollowReply:
     job, shard_id = reply.key
     message = pb.FollowReply(job=job, shard_id=shard_id)
-    if not isinstance(reply, ChunkTaken):
+    if not isinstance(reply, ChunkReceived):
         message.epoch = reply.epoch
     match reply:
-        case Received():
+        case RecordsReceived():
             message.received = reply.version
-        case Holds():
+        case BackupState():
             message.holds.CopyFrom(
                 pb.Holds(
                     version=reply.version,
@@ -39,11 +39,11 @@ def encode(reply: Reply) -> pb.FollowReply:
                     next_chunk=reply.next_chunk,
                 )
             )
-        case Installed():
+        case ImageInstalled():
             message.installed.CopyFrom(pb.Installed(image=reply.image, version=reply.version))
-        case ChunkTaken():
+        case ChunkReceived():
             message.taken.CopyFrom(pb.ChunkTaken(image=reply.image, next_chunk=reply.next_chunk))
-        case Refused():
+        case BackupRefused():
             reason = _REASONS[reply.why]
             message.refused.CopyFrom(
                 pb.Refused(reason=reason, detail=reply.detail, newest_epoch=reply.newest_epoch)
@@ -56,10 +56,10 @@ def decode(message: pb.FollowReply) -> Reply:
     key = message.job, message.shard_id
     match message.WhichOneof("answer"):
         case "received":
-            return Received(key, message.epoch, message.received)
+            return RecordsReceived(key, message.epoch, message.received)
         case "holds":
             holds = message.holds
-            return Holds(
+            return BackupState(
                 key,
                 message.epoch,
                 holds.copy_epoch,
@@ -70,13 +70,13 @@ def decode(message: pb.FollowReply) -> Reply:
             )
         case "installed":
             installed = message.installed
-            return Installed(key, message.epoch, installed.image, installed.version)
+            return ImageInstalled(key, message.epoch, installed.image, installed.version)
         case "taken":
-            return ChunkTaken(key, message.taken.image, message.taken.next_chunk)
+            return ChunkReceived(key, message.taken.image, message.taken.next_chunk)
         case "refused":
             refused = message.refused
-            why = _WHY.get(refused.reason, Why.FAILED)
-            return Refused(key, message.epoch, why, refused.detail, refused.newest_epoch)
+            why = _WHY.get(refused.reason, BackupRefusalReason.FAILED)
+            return BackupRefused(key, message.epoch, why, refused.detail, refused.newest_epoch)
         case other:
             raise MalformedMessage(
                 "a backup sent a reply that this release does not know", seen=str(other)

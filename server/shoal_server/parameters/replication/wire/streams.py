@@ -13,7 +13,7 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from shoal_proto import bulk
-from shoal_proto.bulk import Kind
+from shoal_proto.bulk import FrameKind
 from shoal_proto.bulk_opening import greet, reach
 from shoal_proto.errors import MalformedMessage, ShoalError, Unavailable
 from shoal_proto.status import from_detail
@@ -24,8 +24,8 @@ from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, OpenFollowRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_server.parameters.bulk.places import NUM_PLACES, PLACE_BYTES, Places
-from shoal_server.parameters.bulk.wire import FrameConnection, HungUp
+from shoal_server.parameters.bulk.arena_slots import NUM_PLACES, PLACE_BYTES, ArenaSlots
+from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 from shoal_server.parameters.replication.wire import frames
 from shoal_server.parameters.replication.wire.frames import Frame, Piece
@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 FOLLOW = "/shoal.v1.Replication/Follow"
 OPEN_S = 2.0
 INLINE_BYTES = 4 * 1024
-"""A larger record goes through shared memory if there is some: within a message it would be copied
+"""Largest record that is sent within its message if there is shared memory: a message is copied
 several times."""
 
 
@@ -50,18 +50,18 @@ class PeerStream(Protocol):
     over."""
 
     inline_bytes: int
-    """A record's data of up to so many bytes are best written within its message."""
+    """Largest size at which a record's data are best written within its message."""
 
     async def write(self, frame: Frame) -> None: ...
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the record that may be written next to shared memory. None if they
-        cannot go through it now."""
+        """Copy to shared memory the data of the record that may be written next. None if that is
+        not possible now."""
         ...
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
-        """Write a record without waiting, if possible. True if all of it was written, else nothing
-        was. `keep` is called if its data lie in memory of this stream."""
+        """Write a record without waiting, if possible. True if all of it was written; otherwise
+        nothing was. `keep` is called if its data were copied to shared memory."""
         ...
 
     def replies(self) -> AsyncIterator[FollowReply]:
@@ -75,8 +75,8 @@ class PeerStream(Protocol):
 
     @property
     def is_in_memory(self) -> bool:
-        """True if all that was written lies in the memory of the other process, which can read it
-        even if this one dies."""
+        """True if all written data lie in the memory of the other process, which can read them even
+        if this process dies."""
         ...
 
 
@@ -132,14 +132,14 @@ class GrpcStream:
 
 
 class BulkStream:
-    def __init__(self, wire: FrameConnection, address: str, places: Places | None) -> None:
+    def __init__(self, wire: FrameConnection, address: str, places: ArenaSlots | None) -> None:
         self._wire = wire
         self._address = address
         self._places = places
         self.inline_bytes = INLINE_BYTES if places is not None else frames.INLINE_BYTES
 
     async def begin(self) -> None:
-        await self._send(bulk.header(Kind.FOLLOW))
+        await self._send(bulk.header(FrameKind.FOLLOW))
 
     def close(self) -> None:
         self._wire.socket.close()
@@ -150,14 +150,14 @@ class BulkStream:
             await self._send(_placed(frame, at))
         elif isinstance(frame, Piece):
             head = bulk.header(
-                Kind.PIECE,
+                FrameKind.PIECE,
                 offset_bytes=frame.offset_bytes,
                 num_bytes=len(frame.data),
                 checksum=frame.checksum,
             )
             await self._send(head, frame.data)
         else:
-            await self._send(bulk.message(Kind.MESSAGE, frame.SerializeToString()))
+            await self._send(bulk.message(FrameKind.MESSAGE, frame.SerializeToString()))
 
     def draft(self, data: memoryview) -> memoryview | None:
         places = self._places
@@ -169,7 +169,7 @@ class BulkStream:
         start, *rest = of_record
         if len(rest) > 1 or not isinstance(start, FollowRequest):
             return False
-        message = bulk.message(Kind.MESSAGE, start.SerializeToString())
+        message = bulk.message(FrameKind.MESSAGE, start.SerializeToString())
         if not rest:
             return self._wire.send_now(message)
         places, piece = self._places, rest[0]
@@ -187,29 +187,29 @@ class BulkStream:
     async def _send(self, *parts: bytes | memoryview) -> None:
         try:
             await self._wire.send(*parts)
-        except HungUp as error:
+        except PeerHungUp as error:
             raise self._broken(error) from error
 
     async def replies(self) -> AsyncIterator[FollowReply]:
         while True:
             try:
                 frame = await self._wire.next_frame()
-            except HungUp as error:
+            except PeerHungUp as error:
                 raise self._broken(error) from error
-            if frame.kind is Kind.MESSAGE:
+            if frame.kind is FrameKind.MESSAGE:
                 yield self._reply(frame)
-            elif frame.kind is Kind.ERROR:
+            elif frame.kind is FrameKind.ERROR:
                 raise self._error(frame)
-            elif frame.kind is Kind.ROOM and self._places is not None:
+            elif frame.kind is FrameKind.ROOM and self._places is not None:
                 self._places.free(frame.at)
-            elif frame.kind is Kind.END:
+            elif frame.kind is FrameKind.END:
                 return
 
     def deliver(self, take: Callable[[FollowReply], None]) -> None:
         def taken(frame: bulk.Frame) -> bool:
-            if frame.kind is Kind.MESSAGE:
+            if frame.kind is FrameKind.MESSAGE:
                 take(self._reply(frame))
-            elif frame.kind is Kind.ROOM and self._places is not None:
+            elif frame.kind is FrameKind.ROOM and self._places is not None:
                 self._places.free(frame.at)
             else:
                 return False
@@ -236,7 +236,7 @@ class BulkStream:
     def _unreadable(self, error: DecodeError) -> MalformedMessage:
         return MalformedMessage(f"a reply of {self._address} does not parse", seen=repr(error))
 
-    def _broken(self, error: HungUp) -> ShoalError:
+    def _broken(self, error: PeerHungUp) -> ShoalError:
         return Unavailable(
             f"the bulk connection to {self._address} broke",
             seen=str(error),
@@ -247,7 +247,7 @@ class BulkStream:
 def _placed(piece: Piece, at: int) -> bytes:
     """The frame that announces a piece in shared memory at `at`."""
     return bulk.header(
-        Kind.PLACED,
+        FrameKind.PLACED,
         offset_bytes=piece.offset_bytes,
         num_bytes=len(piece.data),
         at=at,
@@ -265,14 +265,14 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
     try:
         opened = await asyncio.shield(opening)
     except asyncio.CancelledError:
-        # The thread goes on: close what it opens.
+        # The thread continues: close the connection that it opens.
         opening.add_done_callback(_discard)
         raise
     except (OSError, ShoalError) as error:
         log.info("bulk_connection_failed", address=address, reason=repr(error))
         return None
     connected, mapped = opened
-    places = Places(mapped) if mapped is not None else None
+    places = ArenaSlots(mapped) if mapped is not None else None
     stream = BulkStream(FrameConnection(connected), address, places)
     try:
         await stream.begin()

@@ -27,8 +27,8 @@ CALL_IS_OVER = (asyncio.InvalidStateError, grpc.aio.UsageError, grpc.aio.Interna
 class WatchedStream:
     """A stream with one task that writes and one that reads. Lives on the event loop.
 
-    The other end answers or beats regularly, however long its work takes: silence means that it is
-    dead, or that the network is broken.
+    The other end answers or beats regularly, however long its work takes: silence means that the
+    other end is dead, or the network is broken.
     """
 
     def __init__(self, stream: PeerStream, address: str, timeouts: PeerTimeouts) -> None:
@@ -52,11 +52,11 @@ class WatchedStream:
 
     @property
     def inline_bytes(self) -> int:
-        """A record's data of up to so many bytes are best sent within its message."""
+        """Largest size at which a record's data are best sent within its message."""
         return self._stream.inline_bytes
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy the data of the record that may be sent next to shared memory; see
+        """Copy to shared memory the data of the record that may be sent next; see
         `PeerStream.draft`."""
         return self._stream.draft(data)
 
@@ -91,14 +91,14 @@ class WatchedStream:
 
     @property
     def is_received(self) -> bool:
-        """True if all that was sent counts as received: it lies in the memory of the other process,
-        which has said that it reads everything, even if this process dies."""
+        """True if all sent data count as received: they lie in the memory of the other process,
+        which has announced that it reads all of them, even if this process dies."""
         return self._reads_to_end and self._stream.is_in_memory
 
     def _heard(self, reply: pb.FollowReply) -> None:
         self._reads_to_end |= reply.reads_to_end
         self.heard_s = asyncio.get_running_loop().time()
-        self._silence.heard()
+        self._silence.note_message()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:
         """Run these tasks until one of them has ended, and end the others.
@@ -127,6 +127,6 @@ class WatchedStream:
     async def _await_silence(self) -> None:
         await self._silence.wait()
         raise Unavailable(
-            f"{self._address} says nothing any more",
+            f"{self._address} has fallen silent",
             seen=f"no answer for {self._timeouts.silence_s:g} s",
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from shoal.backends.abortable.gather import gather, let_all_hear
+from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal.model.several import optimizers_of
 from shoal.model.trained_parameters import are_same
 from shoal.state.optimizer_state import take_settings
@@ -22,8 +22,8 @@ class StateInspection:
     """
 
     def __init__(self) -> None:
-        self._state = _Seen()
-        self._settings = _Seen()
+        self._state = _InspectedObjects()
+        self._settings = _InspectedObjects()
         self.refusal: ShoalError | None = None
         """The error with which the state after the last step is to be refused."""
 
@@ -64,11 +64,11 @@ class StateInspection:
         words = gather(json.dumps(own).encode(), group)
         found = next((told for told in map(json.loads, words) if told is not None), None)
         if found is not None:
-            let_all_hear(group)
+            meet_after_collective(group)
             raise ShoalError.from_dict(found)
 
 
-class _Seen:
+class _InspectedObjects:
     """Objects that were inspected."""
 
     def __init__(self) -> None:

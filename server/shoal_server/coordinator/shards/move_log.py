@@ -1,5 +1,5 @@
-"""Moves of shards, told once they pause: when servers are evened out, a few shards move at a time,
-and a line each would bury what is told beside them."""
+"""Log of moved shards, written once moves pause: rebalancing moves a few shards at a time, and a
+line for each would bury other events."""
 
 import asyncio
 from collections import Counter
@@ -13,11 +13,11 @@ AT_MOST_S = 20.0
 """Maximum time after the first move until moves are reported."""
 
 
-class MovesTold:
-    """Lives on the event loop of the coordinator that leads."""
+class MoveLog:
+    """Moves not reported yet, on the event loop of the leading coordinator."""
 
     def __init__(self, tell: Callable[[str, str], object]) -> None:
-        """`tell`: takes a job, and a line of it."""
+        """`tell` is called with a job and a line to log for it."""
         self._tell = tell
         self._pending: dict[str, Moves] = {}
         self._tell_by_s: dict[str, float] = {}

@@ -24,7 +24,7 @@ _WORTH_KEEPING = 0.5
 """The least part of a room that has to be of use, or else a smaller one takes its place."""
 
 
-class Room:
+class MemoryRegion:
     """One piece of memory as one process has it. Open once it is made or received."""
 
     def __init__(self, descriptor: int, room_id: bytes, num_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Room:
         self.enter()
 
     @classmethod
-    def made(cls, num_bytes: int) -> "Room":
+    def made(cls, num_bytes: int) -> "MemoryRegion":
         """Make a new room. Raises OSError if the system gives no memory."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
@@ -81,17 +81,17 @@ class Room:
         return fcntl.fcntl(self._own, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 1, 0))
 
 
-class KeptRooms:
+class KeptRegions:
     """Rooms of one member between two generations."""
 
     def __init__(self) -> None:
-        self._rooms: list[Room] = []
+        self._rooms: list[MemoryRegion] = []
 
-    def take(self) -> Room | None:
+    def take(self) -> MemoryRegion | None:
         """The one that was kept first, which the caller has from now on; None: there is none."""
         return self._rooms.pop(0) if self._rooms else None
 
-    def keep(self, room: Room) -> None:
+    def keep(self, room: MemoryRegion) -> None:
         """Release the room in this process; the next generation may write to it."""
         room.leave()
         self._rooms.append(room)

@@ -13,7 +13,7 @@ NUM_PLACES = 16
 place although places are freed in batches of half of them."""
 
 
-class Places:
+class ArenaSlots:
     """The places of one connection. A place is filled, announced, and free again once the other end
     frees it. Lives on the event loop."""
 

@@ -22,7 +22,7 @@ _NUM_SETS = 2
 """Two sets: a rank may write the next words while another still reads these."""
 
 
-class Words:
+class SharedMessages:
     """Words of one rank. All ranks call the same methods in order. For one thread, but for
     `cut`."""
 
@@ -73,7 +73,7 @@ class Words:
         self._room = memory.room[:num_bytes].cast("q")
         self.beside = memory.room[first : first + beside_bytes]
 
-    def tell(self, words: Sequence[int]) -> None:
+    def send_values(self, words: Sequence[int]) -> None:
         """Send these words, `num_words` or fewer, to the other ranks, each of 63 bits and a sign.
         Waits for no rank."""
         self.is_told = True
@@ -92,7 +92,7 @@ class Words:
         self._message = message
         self._work = dist.all_reduce(message, group=self._group, async_op=True)
 
-    def hear(self) -> list[list[int]]:
+    def receive_values(self) -> list[list[int]]:
         """Return the words of each rank, by rank, once all have sent theirs. Raises
         GenerationBroken or RuntimeError if a rank dies before that. If it dies after writing, every
         rank still reads its words in memory; over Gloo only some may have received them."""

@@ -23,7 +23,7 @@ MAX_REST_S = 0.01
 """Bound on a rest: however busy the machine is, 1 GB is copied in about 8 s."""
 
 
-async def giving_way(run: Runner, work: Callable[[], T]) -> T:
+async def run_and_rest(run: Runner, work: Callable[[], T]) -> T:
     """Run `work` in a thread, rest, and return its result."""
 
     def timed() -> tuple[T, float]:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import structlog
 
 from shoal.layouts.layer_exchanges import (
+    ExchangeRecord,
     LayerExchanges,
-    Told,
     difference,
     different_layers,
     in_words,
@@ -42,7 +42,7 @@ _REFUSAL = "script/refusal"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ScriptPoint:
     """The point at which a script waits for the others."""
 
     step: int
@@ -55,7 +55,7 @@ class Place:
     """True if it is a call that all members make together."""
 
 
-class ScriptPlaces:
+class ScriptPoints:
     """One member's part in the detection, for one generation. The watch's thread calls all methods
     but `refusal` and `tell`."""
 
@@ -79,17 +79,17 @@ class ScriptPlaces:
         self._generation = generation
         self._rank = rank
         self._members = members
-        self._told: Place | None = None
+        self._told: ScriptPoint | None = None
         self._next_look_s = self._next_exchange_look_s = 0.0
-        self._read: list[Place] = []
+        self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
         """True if the finding is about the layers within a pass."""
         self._told_refusal: InvalidSpec | None = None
         if exchanges is not None:
-            exchanges.tell = self.tell
+            exchanges.report_refusal = self.report_refusal
 
-    def look(self, place: Place, waited_s: float, stood_s: float = 0.0) -> bool:
+    def look(self, place: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this place, so long without pauses and so long in all.
         True if the wait is in vain; all members know by then."""
         if self._found:
@@ -118,7 +118,7 @@ class ScriptPlaces:
         if self._of_layers:
             return different_layers(self._found)
         return InvalidSpec(
-            "the members' scripts wait for each other in different places",
+            "the members' scripts wait for each other at different points",
             seen=self._found,
             expected="the same calls in the same order on every member",
             fix="session.evaluate, session.all_reduce and, under strategies that spread the model,"
@@ -127,7 +127,7 @@ class ScriptPlaces:
             " What one member does alone belongs into session.pause.",
         )
 
-    def tell(self, refusal: InvalidSpec) -> None:
+    def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave, to members that wait for it.
         Returns once all members have read it, or after `heard_within_s`."""
         # From now on the watch of this member has nothing to find.
@@ -147,7 +147,7 @@ class ScriptPlaces:
         self._store.delete_key(_PLACE.format(self._rank))
         self._told, self._read = None, []
 
-    def _compare(self, place: Place) -> None:
+    def _compare(self, place: ScriptPoint) -> None:
         if self._told is None:
             self._store.set(_PLACE.format(self._rank), json.dumps(vars(place)))
             self._told = place
@@ -177,7 +177,7 @@ class ScriptPlaces:
         if stood_s < self._next_exchange_look_s:
             return
         self._next_exchange_look_s = stood_s * NEXT_LOOK
-        told = exchanges.told()
+        told = exchanges.record()
         if told is not None:
             self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(told)))
             self._compare_exchanges(exchanges.peers)
@@ -187,7 +187,7 @@ class ScriptPlaces:
         keys = [_EXCHANGES.format(rank) for rank in peers]
         if not self._store.check(keys):
             return
-        words = [Told(**json.loads(word)) for word in self._store.multi_get(keys)]
+        words = [ExchangeRecord(**json.loads(word)) for word in self._store.multi_get(keys)]
         names = [self._members[rank] for rank in peers]
         found = difference(dict(zip(names, words, strict=True)))
         if found is not None:
@@ -199,7 +199,7 @@ class ScriptPlaces:
         if not self._store.check(keys):
             self._read = []
             return
-        places = [Place(**json.loads(word)) for word in self._store.multi_get(keys)]
+        places = [ScriptPoint(**json.loads(word)) for word in self._store.multi_get(keys)]
         # The same twice in a row: no member has just gone on.
         before, self._read = self._read, places
         together = len({(each.step, each.num_calls) for each in places}) == 1

@@ -24,7 +24,7 @@ class Purpose(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class PermittedUse:
     """The permitted use of a key."""
 
     purpose: Purpose
@@ -34,14 +34,14 @@ class Use:
     """The series of a connection for segments."""
 
 
-class Offers:
+class BulkOffers:
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._given: dict[bytes, tuple[float, Use]] = {}
+        self._given: dict[bytes, tuple[float, PermittedUse]] = {}
         self._local_name, self._port = "", 0
 
     def listening(self, local_name: str, port: int) -> None:
-        """Set where connections are accepted from now on; port 0: nowhere."""
+        """Set the addresses at which connections are accepted from now on; port 0: none are."""
         self._local_name, self._port = local_name, port
 
     def make(
@@ -53,10 +53,10 @@ class Offers:
         if len(self._given) >= MAX_KEYS:
             del self._given[next(iter(self._given))]
         key = secrets.token_bytes(KEY_BYTES)
-        self._given[key] = self._now_s() + VALID_S, Use(purpose, caller, series)
+        self._given[key] = self._now_s() + VALID_S, PermittedUse(purpose, caller, series)
         return OpenBulkReply(key=key, local_name=self._local_name, port=self._port)
 
-    def redeem(self, key: bytes) -> Use | None:
+    def redeem(self, key: bytes) -> PermittedUse | None:
         """Use a key, and return its purpose; None if it is unknown, expired or already used."""
         valid_until_s, use = self._given.pop(key, (float("-inf"), None))
         return use if self._now_s() < valid_until_s else None

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import structlog
 
-from shoal_client.bulk.connection import Connection
+from shoal_client.bulk.connection import BulkConnection
 from shoal_client.bulk.opening import connect
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
@@ -18,19 +18,19 @@ AGAIN_S = 30.0
 """Time after which a bulk connection is tried again where none was possible."""
 
 
-class Opening(Protocol):
+class OpenBulkCall(Protocol):
     """Parameters.OpenBulk of the server."""
 
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
 
 
-class BulkWay:
+class BulkTransport:
     """Chooser of the transport to one server. For one thread at a time, except `close`."""
 
     def __init__(
         self,
         address: str,
-        open_bulk: Opening,
+        open_bulk: OpenBulkCall,
         token: Callable[[], Token],
         *,
         transport: str,
@@ -43,12 +43,14 @@ class BulkWay:
         self._room_for = room_for
         self._lock = threading.Lock()
         self._is_closed = False
-        self._connection: Connection | None = None
+        self._connection: BulkConnection | None = None
         self._largest_bytes = 0
         self._is_local_tried = transport == "auto"
         self._not_until_s = float("inf") if transport == "grpc" else 0.0
 
-    def connection(self, largest_bytes: int, num_parts: int, timeout_s: float) -> Connection | None:
+    def connection(
+        self, largest_bytes: int, num_parts: int, timeout_s: float
+    ) -> BulkConnection | None:
         """The connection, opened now if need be, for a call whose parts have at most so many
         bytes; None: gRPC it is. Raises grpc.RpcError."""
         held = self._connection
@@ -77,7 +79,7 @@ class BulkWay:
     @property
     def name(self) -> str:
         """Transport of the last call: `shared-memory`, `unix-socket`, `tcp` or `grpc`."""
-        return self._connection.way if self._connection is not None else "grpc"
+        return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:
         """A call under way on another thread fails, also one that is just connecting."""

@@ -5,8 +5,8 @@ from collections import Counter
 
 import pytest
 
-from shoal_server.coordinator.shards import moves_told
-from shoal_server.coordinator.shards.moves_told import MovesTold
+from shoal_server.coordinator.shards import move_log
+from shoal_server.coordinator.shards.move_log import MoveLog
 
 TO_1 = Counter({("ps-0", "ps-1"): 2})
 TO_0 = Counter({("ps-1", "ps-0"): 1})
@@ -29,10 +29,10 @@ async def lines() -> Lines:
 
 
 @pytest.fixture
-def told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MovesTold:
-    monkeypatch.setattr(moves_told, "QUIET_S", 0.05)
-    monkeypatch.setattr(moves_told, "AT_MOST_S", 0.2)
-    return MovesTold(lines.tell)
+def told(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> MoveLog:
+    monkeypatch.setattr(move_log, "QUIET_S", 0.05)
+    monkeypatch.setattr(move_log, "AT_MOST_S", 0.2)
+    return MoveLog(lines.tell)
 
 
 async def first(lines: Lines) -> None:
@@ -41,7 +41,7 @@ async def first(lines: Lines) -> None:
 
 
 async def test_moves_of_a_job_are_one_line_for_each_two_servers(
-    told: MovesTold, lines: Lines
+    told: MoveLog, lines: Lines
 ) -> None:
     for _ in range(3):
         told.add("a", TO_1)
@@ -54,7 +54,7 @@ async def test_moves_of_a_job_are_one_line_for_each_two_servers(
     ]
 
 
-async def test_moves_without_end_are_told_of(told: MovesTold, lines: Lines) -> None:
+async def test_moves_without_end_are_told_of(told: MoveLog, lines: Lines) -> None:
     """In time, though they never pause."""
     num_added = 0
     async with asyncio.timeout(30):
@@ -65,7 +65,7 @@ async def test_moves_without_end_are_told_of(told: MovesTold, lines: Lines) -> N
     assert lines[0] == ("a", f"{num_added} shards moved from ps-1 to ps-0")
 
 
-async def test_of_a_job_that_is_gone_nothing_is_told(told: MovesTold, lines: Lines) -> None:
+async def test_of_a_job_that_is_gone_nothing_is_told(told: MoveLog, lines: Lines) -> None:
     told.add("a", TO_1)
     told.add("b", TO_1)
     told.forget("a")

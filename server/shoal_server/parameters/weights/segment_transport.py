@@ -6,7 +6,7 @@ from typing import Protocol
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 
-class SegmentWay(Protocol):
+class SegmentTransport(Protocol):
     """A call of a bulk connection, from the server's side."""
 
     @property

@@ -6,22 +6,22 @@ import pytest
 import torch.distributed as dist
 
 from shoal.layouts.layer_exchanges import LayerExchanges
-from shoal.strategies.synchronous.script_places import LOOK_AFTER_S, Place, ScriptPlaces
+from shoal.strategies.synchronous.script_points import LOOK_AFTER_S, ScriptPoint, ScriptPoints
 from shoal_proto.errors import InvalidSpec
 
 MEMBERS = ["a", "b", "c"]
 GENERATION = 4
-STEP = Place(step=7, num_calls=0, what="session.step() behind 7 steps")
-CALL = Place(step=7, num_calls=0, what="session.evaluate", is_call=True)
+STEP = ScriptPoint(step=7, num_calls=0, what="session.step() after 7 steps")
+CALL = ScriptPoint(step=7, num_calls=0, what="session.evaluate", is_call=True)
 LONG_S = tuple(LOOK_AFTER_S * 2**number for number in range(5))
 
 
-def crew(store: dist.Store) -> list[ScriptPlaces]:
+def crew(store: dist.Store) -> list[ScriptPoints]:
     ranks = range(len(MEMBERS))
-    return [ScriptPlaces(store, GENERATION, rank, MEMBERS, heard_within_s=0.0) for rank in ranks]
+    return [ScriptPoints(store, GENERATION, rank, MEMBERS, heard_within_s=0.0) for rank in ranks]
 
 
-def waited(members: list[ScriptPlaces], *places: Place) -> list[bool]:
+def waited(members: list[ScriptPoints], *places: ScriptPoint) -> list[bool]:
     """Who finds its wait in vain, while each waits at its place for longer and longer."""
     found = [False] * len(members)
     for waited_s in LONG_S:
@@ -51,7 +51,7 @@ def test_a_call_that_one_member_makes_alone_is_found_by_all() -> None:
         pytest.param([STEP, replace(CALL, num_calls=1), STEP], id="another call"),
     ],
 )
-def test_members_that_may_still_meet_wait_on(places: list[Place]) -> None:
+def test_members_that_may_still_meet_wait_on(places: list[ScriptPoint]) -> None:
     assert waited(crew(dist.HashStore()), *places) == [False] * 3
 
 
@@ -73,7 +73,7 @@ def test_who_has_gone_on_is_not_held_to_where_it_was() -> None:
     assert waited(members, replace(CALL, what=""), CALL, CALL) == [False] * 3
 
 
-def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPlaces]:
+def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPoints]:
     """Members that split layers and have met for these in one step; -1 ends their passes."""
     found = []
     for rank, own in enumerate(deeds):
@@ -84,12 +84,12 @@ def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPlaces]:
         for deed in own:
             sites[deed].value() if deed >= 0 else exchanges.end()
         found.append(
-            ScriptPlaces(store, GENERATION, rank, MEMBERS, exchanges=exchanges, heard_within_s=0.0)
+            ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, heard_within_s=0.0)
         )
     return found
 
 
-def stood(members: list[ScriptPlaces]) -> list[bool]:
+def stood(members: list[ScriptPoints]) -> list[bool]:
     """Who finds its wait in vain, while no limit runs, as somebody is paused."""
     found = [False] * len(members)
     for stood_s in LONG_S:
@@ -133,7 +133,7 @@ def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
     """Regression: with a limit of 4 s some members heard of it, and others began anew without."""
     store, limit_s = dist.HashStore(), 4.0
     members = [
-        ScriptPlaces(store, GENERATION, rank, MEMBERS, limit_s=limit_s, heard_within_s=0.0)
+        ScriptPoints(store, GENERATION, rank, MEMBERS, limit_s=limit_s, heard_within_s=0.0)
         for rank in range(len(MEMBERS))
     ]
     found = [False] * len(members)
