@@ -29,7 +29,7 @@ def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     plan = module.Plan(directory=tmp_path, pause_s=0.0, max_machines=4, checkpoint_every=1)
     with module.Machines(plan, module.Running(command=command)) as running:
         yield running
-    assert not any(is_running(pid) for pid in workers(tmp_path)), "left behind"
+    await_true(lambda: not any(is_running(pid) for pid in workers(tmp_path)))
 
 
 def workers(place: Path) -> list[int]:
