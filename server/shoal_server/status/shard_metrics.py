@@ -33,7 +33,7 @@ SHARD_GAUGES = {
 }
 SERVER_GAUGES = {
     "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, with copies."),
-    "held_bytes": ("shoal_server_held_bytes", "Memory that counts against the limit."),
+    "held_bytes": ("shoal_server_held_bytes", "Memory held for all jobs, which is limited."),
     "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that the server may hold."),
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
     "num_copies": ("shoal_server_copied_shards", "Shards of which it keeps a copy."),

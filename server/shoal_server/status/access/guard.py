@@ -89,7 +89,7 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to unknown callers, and 403 to other sites' pages and to roles that may not act."""
+    """Answers 401 to unknown callers, and 403 to roles that may not act and other sites' pages."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
