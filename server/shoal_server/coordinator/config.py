@@ -50,7 +50,7 @@ class CoordinatorConfig:
     browser that reaches it."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
-    makes tokens and this file. Without it, everybody who reaches the port may do both."""
+    makes tokens and this file. Without it, every caller that reaches the port may do both."""
     http_clients: Annotated[HttpClients, Parameter(show_default=True)] = "certificate"
     """Proof required of callers of the page. certificate: over TLS, a certificate from the
     cluster's authority. token: over TLS, a token; for browsers. user: on loopback without TLS, a

@@ -1,4 +1,4 @@
-"""The FastAPI app of a coordinator, built from what it shows."""
+"""The FastAPI app of a coordinator's status endpoint."""
 
 from dataclasses import replace
 

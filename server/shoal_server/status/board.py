@@ -130,7 +130,7 @@ class StatusBoard:
         self.event(job, "snapshot_taken", told)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """Time of the newest snapshot; None if this coordinator has seen none being taken."""
+        """Time of the newest snapshot that this coordinator has taken; None without one."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 

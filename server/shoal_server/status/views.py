@@ -250,7 +250,7 @@ class ComparedPiecesView(View):
 
 @dataclass(frozen=True, kw_only=True)
 class ServerView(View):
-    """A parameter server, and whether it answers."""
+    """A parameter server, and its state."""
 
     server_id: str
     address: str
@@ -310,7 +310,7 @@ class ReplicationView(View):
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0
-    """Updates that one of the copies in step has not received: the most of any."""
+    """Updates that the slowest of the copies in step has not received."""
     unreplicated_bytes: int = 0
     """Data of pushes on their way to a copy."""
 
