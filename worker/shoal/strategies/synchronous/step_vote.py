@@ -94,8 +94,8 @@ class StepVote:
     hyperparameters: Values = ()
     """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """In a round of local steps: the values applied from a step on, with that step's number after
-    the first."""
+    """Values applied in a round of local steps, each with the number of the step in the round from
+    which on they were applied."""
     idle: tuple[str, ...] = ()
     """Parameters without a gradient."""
 

@@ -20,7 +20,7 @@ time. The number of turns is a prime, as scripts may write at regular intervals.
 NUM_ELEMENTS = 4
 """Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""In place of `EVERY_STEPS` on devices for which a comparison waits."""
+"""Interval on devices for which a comparison waits, in place of `EVERY_STEPS`."""
 
 
 class OwnParts:
