@@ -6,9 +6,11 @@ See memfd_create(2).
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import time
 import weakref
 
 from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
@@ -19,6 +21,8 @@ MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; the module `mmap` does not name it."""
 _libc = ctypes.CDLL(None)
 _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
+SEAL_ATTEMPTS = 10
+SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
 """Faulted in by one call."""
 
@@ -199,7 +203,7 @@ class SegmentWriter:
         descriptor = os.dup(self._descriptor)
         self._close()
         try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+            _seal(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise InternalError(
@@ -228,6 +232,20 @@ class SegmentWriter:
                 expected="every view and tensor made of it given up before",
             ) from error
         self._mapped = None
+
+
+def _seal(descriptor: int) -> None:
+    """Set the seals. While another thread reads a page, to pass it on, the kernel may take it for
+    one that could still be written to (EBUSY): then it is asked again, for a moment. Raises
+    OSError."""
+    for attempt in range(SEAL_ATTEMPTS):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or attempt == SEAL_ATTEMPTS - 1:
+                raise
+        time.sleep(SEAL_PAUSE_S)
 
 
 def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:

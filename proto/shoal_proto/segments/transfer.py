@@ -21,11 +21,18 @@ from google.protobuf.message import DecodeError, Message
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import SILENCE_S, Frame, FrameKind, FrameReader
 from shoal_proto.bulk_opening import greet, reach
-from shoal_proto.errors import DeadlineExceeded, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InvalidSpec,
+    MalformedMessage,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.segments.descriptors import receive_into
 from shoal_proto.segments.digests import check_chunk, check_root, chunks_of, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import from_detail
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
@@ -46,6 +53,10 @@ AHEAD = 2
 M = TypeVar("M", bound=Message)
 
 
+def _nothing() -> None:
+    pass
+
+
 class StagedSegment:
     """A segment on its way to this process: what of it has arrived and was verified counts, also if
     the rest comes over another connection."""
@@ -55,10 +66,13 @@ class StagedSegment:
         digest: bytes,
         wanted: Sequence[range] = (),
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
+        on_progress: Callable[[], object] = _nothing,
     ) -> None:
         """`wanted`: indices of chunks, in rising order; empty: all. A segment that comes as a
-        descriptor is whole in any case. `new_writer` gives memory for so many bytes."""
+        descriptor is whole in any case. `new_writer` gives memory for so many bytes. `on_progress`
+        is called once it is open, and after each chunk."""
         self.digest = digest
+        self._on_progress = on_progress
         self._new_writer = new_writer
         self.wanted = wanted
         self.received_bytes = 0
@@ -72,6 +86,16 @@ class StagedSegment:
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
+            self._on_progress()
+
+    @property
+    def descriptor(self) -> int | None:
+        """File descriptor of the memory that it arrives in, while it is open."""
+        return None if self._writer is None else self._writer.descriptor
+
+    def has(self, index: int) -> bool:
+        """True if the chunk has arrived, and is verified."""
+        return index in self._verified
 
     @property
     def missing(self) -> list[int]:
@@ -96,11 +120,16 @@ class StagedSegment:
         start = index * CHUNK_BYTES
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
+    def progressed(self) -> None:
+        """A relay that sends it says that it gets on itself."""
+        self._on_progress()
+
     def verify(self, index: int, chunk: memoryview) -> None:
         """Count a chunk that has arrived. Raises ChecksumMismatch."""
         check_chunk(index, chunk, self.chunk_digests)
         self._verified.add(index)
         self.received_bytes += len(chunk)
+        self._on_progress()
 
     def seal(self) -> Segment:
         """The segment, once nothing is missing."""
@@ -122,9 +151,13 @@ class SegmentConnection:
 
     It cannot be used after an error."""
 
-    def __init__(self, connected: socket.socket, address: str) -> None:
+    def __init__(
+        self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
+    ) -> None:
         """Takes the socket over, on which a server has accepted the key."""
         self._socket = connected
+        self._chunk_within_s = chunk_within_s
+        self._on_beat: Callable[[], object] = _nothing
         self._address = address
         self.is_local = connected.family == socket.AF_UNIX
         """True if descriptors can be passed: both ends are in one network namespace."""
@@ -135,19 +168,29 @@ class SegmentConnection:
 
     @classmethod
     def open(
-        cls, offer: OpenBulkReply, address: str, *, may_be_local: bool = True
+        cls,
+        offer: OpenBulkReply,
+        address: str,
+        *,
+        may_be_local: bool = True,
+        name: str = SERVER_NAME,
+        chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
         """A connection to the server at `address` (host:port of its gRPC service) that made the
-        offer. Raises Unavailable."""
+        offer, and serves under `name`. Raises Unavailable.
+
+        `chunk_within_s`, of a relay: it is given up if a chunk takes longer than that, and it is
+        not taken at its word about memory that it shares.
+        """
         try:
             if not offer.port:
                 raise ConnectionRefusedError("it takes no bulk connections")
             if not may_be_local:
                 offer.local_name = ""
-            connected = secured(reach(offer, address))
+            connected = secured(reach(offer, address), name)
             try:
                 greet(connected, offer.key, 0)
-                return cls(connected, address)
+                return cls(connected, address, chunk_within_s=chunk_within_s)
             except BaseException:
                 connected.close()
                 raise
@@ -228,6 +271,7 @@ class SegmentConnection:
         sent.CopyFrom(request)
         sent.takes_descriptor = self.is_local
         missing = staged.missing
+        self._on_beat = staged.progressed
         wanted = _ranges(missing) if missing else staged.wanted
         sent.chunks.extend(ChunkRange(start=each.start, stop=each.stop) for each in wanted)
         try:
@@ -236,7 +280,7 @@ class SegmentConnection:
             reply = self._message(FetchSegmentReply, give_up_s)
             if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
                 check_root(reply.chunk_digests, reply.num_bytes, staged.digest)
-                segment = self._adopt(reply, give_up_s)
+                segment = self._adopt(reply, give_up_s, staged.digest)
             elif reply.transfer == SEGMENT_TRANSFER_CHUNKS:
                 staged.open(reply.chunk_digests, reply.num_bytes)
                 self._receive(staged, give_up_s)
@@ -247,17 +291,28 @@ class SegmentConnection:
             return segment
         except OSError as error:
             raise self._broken(repr(error)) from error
+        finally:
+            self._on_beat = _nothing
 
     # --- what is received ---
 
-    def _adopt(self, reply: FetchSegmentReply, give_up_s: float) -> Segment:
+    def _adopt(self, reply: FetchSegmentReply, give_up_s: float, digest: bytes) -> Segment:
         frame = self._frame(give_up_s)
         if frame.kind is not FrameKind.DESCRIPTOR or not self._descriptors:
             raise self._malformed(f"{frame.kind.name} with {len(self._descriptors)} descriptors")
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
-        # The server has computed the digests after the seals were set: nothing has changed since.
-        return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
+        if self._chunk_within_s is None:
+            # The server has computed the digests after the seals were set: nothing has changed
+            # since.
+            return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
+        segment = Segment.adopt(descriptor, reply.num_bytes)
+        try:
+            check_root(segment.chunk_digests, segment.num_bytes, digest)
+        except ShoalError:
+            segment.close()
+            raise
+        return segment
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
         """Earlier chunks are digested, and memory for later ones is made ready, on threads of their
@@ -318,13 +373,17 @@ class SegmentConnection:
     def _frame(self, give_up_s: float) -> Frame:
         """The next frame other than BEAT. Raises what an ERROR says."""
         while True:
+            until_s = give_up_s
+            if self._chunk_within_s is not None:
+                until_s = min(give_up_s, time.monotonic() + self._chunk_within_s)
             while (frame := self._reader.next()) is None:
-                self._check_time(give_up_s)
+                self._check_time(until_s)
                 self._fill()
             if frame.kind is FrameKind.ERROR:
                 raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
             if frame.kind is not FrameKind.BEAT:
                 return frame
+            self._on_beat()
             self._check_time(give_up_s)
 
     def _fill(self) -> None:
@@ -397,3 +456,18 @@ def _ranges(indices: Sequence[int]) -> list[range]:
         else:
             found.append(range(index, index + 1))
     return found
+
+
+def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
+    """The chunks that a request asks for, of a segment of that size. Raises InvalidSpec for others
+    than the segment has."""
+    last = num_chunks(num_bytes)
+    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
+    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
+    if rising != sorted(rising):
+        raise InvalidSpec(
+            "chunks that the segment does not have, or in another order",
+            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
+            expected=f"rising numbers up to {last}",
+        )
+    return asked

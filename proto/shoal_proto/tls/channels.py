@@ -60,7 +60,7 @@ def _secured(name: str, options: Options) -> tuple[grpc.ChannelCredentials | Non
     return _credentials(own), [*options, *_expecting(name)]
 
 
-def add_port(server: grpc.aio.Server, address: str) -> int:
+def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
     """Have the server listen at host:port; the port. With a certificate, only to callers that have
     one too. Raises RuntimeError, or answers 0, for an address that cannot be listened at."""
     own = identity.own()

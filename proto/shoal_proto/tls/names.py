@@ -16,6 +16,7 @@ from shoal_proto.names import is_name, is_series
 
 COORDINATOR_NAME = "coordinator.shoal"
 SERVER_NAME = "server.shoal"
+READER_NAME = "reader.shoal"
 URI_START = "spiffe://shoal/"
 
 
@@ -30,7 +31,12 @@ class CertificateRole(Enum):
     READER = "reader"
 
 
-SERVES_AS = {CertificateRole.COORDINATOR: COORDINATOR_NAME, CertificateRole.SERVER: SERVER_NAME}
+SERVES_AS = {
+    CertificateRole.COORDINATOR: COORDINATOR_NAME,
+    CertificateRole.SERVER: SERVER_NAME,
+    # To other readers of its series, if it is a relay.
+    CertificateRole.READER: READER_NAME,
+}
 """The DNS name in the certificates of a role that serves."""
 
 

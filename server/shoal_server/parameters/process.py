@@ -20,6 +20,7 @@ import structlog
 import torch
 from prometheus_client.metrics_core import Metric
 
+from shoal_proto.bulk_offers import BulkOffers
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
@@ -31,7 +32,6 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened
 from shoal_server.parameters.allocator import keep_freed_memory
-from shoal_server.parameters.bulk.offers import BulkOffers
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity

@@ -53,6 +53,7 @@ from shoal_server.core.publications.records import (
     SeriesHead,
     StoredSeries,
 )
+from shoal_server.core.publications.relays import RelayTrees
 
 Effects = Iterator[Effect]
 Wish = Callable[[float], Effects]
@@ -97,6 +98,7 @@ class PublishedSeries:
         self.stored = stored
         """The series as etcd has it."""
         self.readers = Readers()
+        self._relays = RelayTrees()
         # Leases that the leader before has granted are not known here: they can be on what it has
         # left, and none outlives this.
         self._found = frozenset(stored.head.kept)
@@ -157,6 +159,16 @@ class PublishedSeries:
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
+
+    def source_addresses(self, reader: str, now_s: float) -> dict[int, str]:
+        """Address of the relay from which the reader is to fetch each version that it holds a lease
+        on; empty: from the servers. To be called after its report."""
+        sources = self._relays.sources(reader, self.readers.known, now_s)
+        known = self.readers.known
+        return {
+            number: known[source].report.serves_at if source in known else ""
+            for number, source in sources.items()
+        }
 
     def differs(self, reader: Reader) -> bool:
         """True if the reader has installed other bytes than the version of that number has."""

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, FrameKind
+from shoal_proto.bulk_offers import PermittedUse, Purpose
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.segments.digests import num_chunks
@@ -24,7 +25,6 @@ from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.arena_slots import PLACE_BYTES
 from shoal_server.parameters.bulk.late_frames import LateFrames
-from shoal_server.parameters.bulk.offers import PermittedUse, Purpose
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving

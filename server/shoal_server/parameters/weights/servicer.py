@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
+from shoal_proto.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
@@ -14,13 +15,13 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
+from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.transfer import asked_chunks
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
-from shoal_server.parameters.bulk.offers import BulkOffers, PermittedUse, Purpose
 from shoal_server.parameters.weights.cut_segments import PlannedSegment
 from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
@@ -227,7 +228,7 @@ class WeightsServicer(WeightStoreServicer):
         if as_descriptor:
             await way.send_descriptor(segment)
             return
-        for wanted in _ranges(request, segment.num_bytes):
+        for wanted in asked_chunks(request, segment.num_bytes):
             for index in wanted:
                 await _sent(index, segment, way)
 
@@ -247,20 +248,6 @@ async def _sent(index: int, segment: Segment, way: SegmentTransport) -> None:
         ) from None
     # Others have their turn on the event loop.
     await asyncio.sleep(0)
-
-
-def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """The chunks that are asked for. Raises InvalidSpec for others than the segment has."""
-    last = num_chunks(num_bytes)
-    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
-    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
-    if rising != sorted(rising):
-        raise InvalidSpec(
-            "chunks that the segment does not have, or in another order",
-            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
-            expected=f"rising numbers up to {last}",
-        )
-    return asked
 
 
 def _check_use(series: str, use: PermittedUse) -> None:
