@@ -73,7 +73,7 @@ class ExchangeSite:
 
 class LayerExchanges:
     """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
-    call `told` while the trainer waits."""
+    call `record` while the trainer waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []

@@ -41,7 +41,7 @@ class Hub:
             self.changed.notify_all()
 
     def end(self, rank: int) -> None:
-        """Mark this rank as ended: it takes part in nothing any more, so waits for it end."""
+        """Mark this rank as ended, which ends waits for it."""
         with self.changed:
             self.ended.add(rank)
             self.changed.notify_all()

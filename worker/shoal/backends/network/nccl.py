@@ -42,7 +42,7 @@ class StreamedDevice(Protocol):
     """torch's backend for the device: "nccl"."""
 
     def identity(self) -> str:
-        """Return an identity of the device: equal for two ranks only if they have one device."""
+        """Return an identity of the device, equal for two ranks exactly if they have one device."""
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
         """Create the group's communicator; see `communicators.connect`."""

@@ -54,7 +54,7 @@ class Group(Protocol):
         """
 
     def retire(self) -> None:
-        """Stop being the default group, and free it once no operation runs in it.
+        """Stop being the default group, and free the group once no operation runs in it.
 
         Peers' operations in progress are not disturbed, unless the group was cut.
         """

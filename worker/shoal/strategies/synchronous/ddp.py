@@ -297,7 +297,7 @@ class DDP(SynchronousStrategy):
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
-            # The vote travels while this member looks at its gradients.
+        # Before the check below: the vote travels while this member examines its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:

@@ -30,7 +30,7 @@ log = structlog.get_logger(__name__)
 LOOK_AFTER_S = 2.0
 """Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""Divisor of a short limit: a wait is examined after that time, to notify members early enough."""
+"""Divisor of a short limit: a wait is examined after this part of it, to notify members in time."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between looks into one wait grow."""
 HEARD_WITHIN_S = 10.0

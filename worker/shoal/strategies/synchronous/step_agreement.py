@@ -72,7 +72,7 @@ class StepCut:
 
     @property
     def says_all_passes(self) -> bool:
-        """True if the agreed parts tell how many passes each member makes."""
+        """True if each member's number of passes follows from the agreed parts."""
         return self.is_agreed and self.num_parts > 1
 
     def commit(self) -> None:
