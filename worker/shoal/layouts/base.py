@@ -98,7 +98,7 @@ class Layout(ABC):
     """Number of steps committed before this one, for error messages."""
 
     non_finite_check: NonFiniteCheck | None = None
-    """Check that tells all ranks of a fault, if a rank sees only its own gradients; else None."""
+    """Check that reports a fault to all ranks, if a rank sees only its own gradients; else None."""
 
     faults_are_own: bool = False
     """True if `reduce` cannot make finite gradients infinite. Then every fault is found by a rank
@@ -312,7 +312,7 @@ class Layout(ABC):
         callable from any thread."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """Groups beside the default one that were made for this layout."""
+        """Groups, other than the default one, that were made for this layout."""
         return iter(())
 
 

@@ -15,8 +15,8 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Number of steps of a generation in which members' buffers are compared. In the first step they
-may still have their initial values."""
+"""Number of steps of a generation in which members' buffers are compared. More than one, as in the
+first step buffers may still have their initial values."""
 
 
 class BuffersBySamples:

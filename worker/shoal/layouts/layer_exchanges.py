@@ -73,7 +73,7 @@ class ExchangeSite:
 
 class LayerExchanges:
     """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
-    call `told` while the trainer waits."""
+    call `record` while the trainer waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -93,8 +93,8 @@ class LayerExchanges:
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_told = False
-        """True if ranks outside this rank's own tensor group may find a difference, and `tell`
-        this rank."""
+        """True if ranks outside this rank's own tensor group may find a difference, and report it
+        to this rank."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """Called before this rank raises a refusal that not all ranks know of."""
 

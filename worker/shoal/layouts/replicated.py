@@ -25,7 +25,7 @@ from shoal_proto.errors import InvalidSpec
 # A multiple of this is an aligned offset for parameters of any dtype in their owner's memory.
 ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
-"""Gloo copies what it is about to send to another host: no message is larger than this."""
+"""Limit of a broadcast: Gloo copies a message before it sends it to another host."""
 
 
 class ReplicatedLayout(Layout):

@@ -111,8 +111,8 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 def refuse_parameter_hooks(model: nn.Module) -> None:
     """Raise InvalidSpec if the script has hooks on gradients of parameters.
 
-    The hooks would get the gradient of this member's samples, n times their part in the whole
-    batch's, and would not be called at all if the layout has its own parameters.
+    The hooks would get this member's own gradient, which is n times its part of the whole batch's,
+    and would not be called at all if the layout has its own parameters.
     """
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
@@ -126,10 +126,10 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """The gradients of all parameters of a model, which are dropped when a step begins.
+    """Gradients of all parameters of a model, which are dropped when a step begins.
 
-    Gradients of parameters that the optimizer does not hold are included. They count in the norm
-    for clipping, and a member that joins later would lack what others had accumulated in them.
+    Gradients of parameters that the optimizer does not hold are included: they count in the norm
+    for clipping, and a joiner would lack the values that accumulate in them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
@@ -196,7 +196,7 @@ def refuse_second_derivatives(model: nn.Module) -> None:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Make a pass that adds to these gradients raise `bare_backward` unless it is `ours`, and
+    """Make a pass that adds to these gradients raise `bare_backward` unless `ours()` is true, and
     `sparse_gradient` if a function made the gradient sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:

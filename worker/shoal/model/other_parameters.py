@@ -33,7 +33,8 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 
 class OtherParameters:
-    """Parameters that the losses of a session's first step depend on, and the model's."""
+    """Check of the script's own optimizers, against the model's parameters and the others that the
+    losses of a session's first step depend on."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class OtherParameters:
         optimizers: Sequence[Optimizer],
         commits: Callable[[], bool],
     ) -> None:
-        """`own` returns the parameters of the distributed model in its present generation. `given`
-        are the script's parameters, which may be others. `optimizers` were distributed with the
-        model. While the session `commits`, other optimizers may step on the model too."""
+        """`own` returns the distributed model's parameters in the present generation. `given`: the
+        script's parameters of the model, which may be different objects. `optimizers`: distributed
+        with the model. While `commits()` is true, other optimizers may step on the model too."""
         self._own = own
         self._given = given
         self._optimizers = optimizers

@@ -345,7 +345,7 @@ class Strategy(ABC):
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
         """The error in the members' scripts for which the generation was ended; else None. See
-        `ScriptPlaces`."""
+        `ScriptPoints`."""
         return None
 
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default

@@ -16,7 +16,7 @@ from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""In place of an operation: the end of forward passes that no backward follows."""
+"""Number in place of an operation: the end of forward passes that no backward follows."""
 
 
 def to_gather(number: int) -> int:

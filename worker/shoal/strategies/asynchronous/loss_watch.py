@@ -24,8 +24,8 @@ FIX = (
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""If the first window's mean is more than this many times its first loss, the loss rose within it:
-then later losses are compared with the first loss."""
+"""Ratio of the first window's mean to its first loss above which the loss rose within it: later
+losses are then compared with the first loss."""
 PATIENCE_UPDATES = 200
 """Number of updates of all members before which a finite loss is not reported."""
 _IN_WORDS = {

@@ -96,7 +96,7 @@ class FSDP(LayoutStrategy):
         return ShardedLayout(model, world, self._options)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         self._check_parameters(subject.model)

@@ -91,7 +91,7 @@ class FSDPTensor(FSDP):
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         raise InvalidSpec(
             "the costs of strategy 'fsdp-tensor' cannot be computed beforehand",
             seen="shoal.plan(..., 'fsdp-tensor')",

@@ -123,7 +123,7 @@ class Hybrid(LayoutStrategy):
         return HybridLayout(model, world, plan)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         mesh = self.mesh(subject.model, subject.world_size)

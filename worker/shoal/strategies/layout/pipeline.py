@@ -131,7 +131,7 @@ class Pipeline(LayoutStrategy):
         return PipelineLayout(model, world, cut, self._schedule)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         plan = HybridPlan(

@@ -70,7 +70,7 @@ class TensorParallel(LayoutStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
                 "this model splits its layers itself, so their costs cannot be computed beforehand",
