@@ -19,7 +19,7 @@ KEY_BYTES = 32
 BEAT_S = 0.5
 """Longest silence of a server during a call: it sends BEAT when it has nothing else to send."""
 SILENCE_S = 3.0
-"""Silence after which a server is taken for dead."""
+"""Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
 """Most bytes of memory shared by a client and a server."""
 
