@@ -25,7 +25,6 @@ from google.protobuf.message import DecodeError
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES, MAX_MESSAGE_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, FrameKind, FrameReader
-from shoal_proto.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.errors import (
     AccessDenied,
     CertificateRefused,
@@ -37,6 +36,7 @@ from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment, asked_chunks
 from shoal_proto.status import to_detail, to_status
 from shoal_proto.tls import identity
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.channels import add_port
 from shoal_proto.tls.names import READER_NAME, Caller, CertificateRole, caller_among
 from shoal_proto.tls.sockets import accepted
