@@ -38,9 +38,8 @@ class FrameKind(IntEnum):
     """The same, at `at` of the shared memory. The sender does not change the data until it is
     answered."""
     ROOM = 6
-    """From a client: `num_bytes` at `at` of the shared memory are free for the values of a shard.
-    From a server, to another one: the data at `at` were applied or copied, and the memory is free
-    again."""
+    """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
+    server to another one: the data at `at` were applied or copied."""
     END = 7
     """This end sends no more frames of this call."""
     MESSAGE = 8

@@ -46,7 +46,7 @@ def secured_client(
 def secured_server(
     connected: socket.socket, context: ssl.SSLContext, within_s: float
 ) -> ssl.SSLSocket:
-    """Same as `secured_client`, for the other end of a connection."""
+    """Return the connection within TLS, as `secured_client` does, for the accepting end."""
     return _secured(
         connected,
         partial(context.wrap_socket, server_side=True, do_handshake_on_connect=False),

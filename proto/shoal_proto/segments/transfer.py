@@ -1,6 +1,6 @@
-"""Segments over a bulk connection, seen from the side that asks. Blocks.
+"""Segments over a bulk connection, from the caller's side. Blocks.
 
-Used by publishers and readers, and by parameter servers towards each other.
+Used by publishers and readers, and by parameter servers among each other.
 """
 
 import os
@@ -48,7 +48,7 @@ from shoal_proto.v1.weights_pb2 import (
 )
 
 AHEAD = 2
-"""Chunks whose memory is made ready before they arrive."""
+"""Number of chunks whose memory is prepared before they arrive."""
 
 M = TypeVar("M", bound=Message)
 
@@ -58,8 +58,8 @@ def _nothing() -> None:
 
 
 class StagedSegment:
-    """A segment on its way to this process: what of it has arrived and was verified counts, also if
-    the rest comes over another connection."""
+    """A segment that is being received. Verified chunks are kept if the rest has to be fetched over
+    another connection."""
 
     def __init__(
         self,
@@ -68,9 +68,9 @@ class StagedSegment:
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
         on_progress: Callable[[], object] = _nothing,
     ) -> None:
-        """`wanted`: indices of chunks, in rising order; empty: all. A segment that comes as a
-        descriptor is whole in any case. `new_writer` gives memory for so many bytes. `on_progress`
-        is called once it is open, and after each chunk."""
+        """`wanted`: indices of chunks, in rising order; empty: all. A segment received as a
+        descriptor is whole in any case. `new_writer` returns the memory for a segment, given its
+        size. `on_progress` is called once the segment is open, and after each chunk."""
         self.digest = digest
         self._on_progress = on_progress
         self._new_writer = new_writer
@@ -82,7 +82,7 @@ class StagedSegment:
         self._rooms: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
-        """Take the digests that a holder gave. Raises MalformedMessage or ChecksumMismatch."""
+        """Set the digests that a holder sent. Raises MalformedMessage or ChecksumMismatch."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
@@ -90,7 +90,7 @@ class StagedSegment:
 
     @property
     def descriptor(self) -> int | None:
-        """File descriptor of the memory that it arrives in, while it is open."""
+        """File descriptor of the memory that receives the segment; None before `open`."""
         return None if self._writer is None else self._writer.descriptor
 
     def has(self, index: int) -> bool:
@@ -107,7 +107,7 @@ class StagedSegment:
         return [i for each in wanted for i in each if i < last and i not in self._verified]
 
     def room(self, index: int) -> memoryview:
-        """Memory for a chunk."""
+        """Return the memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         room = self._writer.buffer[start : start + CHUNK_BYTES]
@@ -115,46 +115,45 @@ class StagedSegment:
         return room
 
     def populate(self, index: int) -> None:
-        """Get the memory for a chunk ready."""
+        """Prepare the memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """Note a beat of the relay that sends this segment: bytes arrive there."""
+        """Note a beat of the relay that sends this segment: the relay itself receives bytes."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:
-        """Count a chunk that has arrived. Raises ChecksumMismatch."""
+        """Verify a chunk that has arrived, and count it. Raises ChecksumMismatch."""
         check_chunk(index, chunk, self.chunk_digests)
         self._verified.add(index)
         self.received_bytes += len(chunk)
         self._on_progress()
 
     def seal(self) -> Segment:
-        """The segment, once nothing is missing."""
+        """Return the segment, once no chunk is missing."""
         assert self._writer is not None
-        # The error of a connection that failed refers to them still, and what refers to the buffer
-        # keeps it from being sealed.
+        # The error of a failed connection may still refer to these views, and a buffer with views
+        # cannot be sealed.
         for room in self._rooms:
             room.release()
         return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
 
     def close(self) -> None:
-        """Give up what has arrived."""
+        """Discard the chunks that have arrived."""
         if self._writer is not None:
             self._writer.close()
 
 
 class SegmentConnection:
-    """Connection on which one thread makes one call at a time; any thread may `close` it.
-
-    It cannot be used after an error."""
+    """A connection on which one thread makes one call at a time; any thread may `abort` it. It
+    cannot be used after an error."""
 
     def __init__(
         self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
     ) -> None:
-        """Takes the socket over, on which a server has accepted the key."""
+        """Takes ownership of the socket, on which a server has accepted the key."""
         self._socket = connected
         self._chunk_within_s = chunk_within_s
         self._on_beat: Callable[[], object] = _nothing
@@ -176,11 +175,11 @@ class SegmentConnection:
         name: str = SERVER_NAME,
         chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
-        """A connection to the server at `address` (host:port of its gRPC service) that made the
-        offer, and serves under `name`. Raises Unavailable.
+        """Connect to the server at `address` (host:port of its gRPC service) that made the offer,
+        and serves as `name`. Raises Unavailable.
 
-        `chunk_within_s`, of a relay: it is given up if a chunk takes longer than that, and it is
-        not taken at its word about memory that it shares.
+        `chunk_within_s`: for a relay, the longest time that a chunk may take. The digests of memory
+        that a relay shares are computed here, not trusted.
         """
         try:
             if not offer.port:
@@ -204,7 +203,8 @@ class SegmentConnection:
 
     @property
     def is_open(self) -> bool:
-        """True unless the server has closed the connection. Between calls nothing comes."""
+        """True unless the server has closed the connection. Valid between calls, when the server
+        sends nothing."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return not waiting.poll(0)
@@ -221,9 +221,9 @@ class SegmentConnection:
         self.close()
 
     def abort(self) -> None:
-        """Have a call on another thread fail, which then closes the connection."""
+        """Make a call on another thread fail; that thread then closes the connection."""
         with suppress(OSError):
-            # Not as TLS has it: that would read what the other thread is reading.
+            # Not SSLSocket.shutdown: it would read what the other thread is reading.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -234,8 +234,8 @@ class SegmentConnection:
     def put(
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Hand a segment over: its descriptor to a server on this host, else its bytes. Returns
-        once the server, and those that it passes it on to, have verified it.
+        """Send a segment: its descriptor to a server on this host, else its bytes. Returns once the
+        server, and those that it forwards the segment to, have verified it.
 
         Raises what the server raises, Unavailable or DeadlineExceeded.
         """
@@ -260,11 +260,11 @@ class SegmentConnection:
     def fetch(
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """The staged segment, with all chunks that it wants: as a descriptor from a server on this
-        host, else the missing chunks over the socket, each verified.
+        """Fetch the wanted chunks, and return the segment: received as a descriptor from a server
+        on this host, else the missing chunks over the socket, each verified.
 
         Raises what the server raises, ChecksumMismatch, Unavailable or DeadlineExceeded; then
-        `staged` may go on over another connection.
+        `staged` may continue over another connection.
         """
         give_up_s = time.monotonic() + timeout_s
         sent = FetchSegmentRequest()
@@ -294,7 +294,7 @@ class SegmentConnection:
         finally:
             self._on_beat = _nothing
 
-    # --- what is received ---
+    # --- receiving ---
 
     def _adopt(self, reply: FetchSegmentReply, give_up_s: float, digest: bytes) -> Segment:
         frame = self._frame(give_up_s)
@@ -315,8 +315,8 @@ class SegmentConnection:
         return segment
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
-        """Earlier chunks are digested, and memory for later ones is made ready, on threads of their
-        own."""
+        """Receive the missing chunks. Earlier chunks are digested, and memory for later ones is
+        prepared, on other threads."""
         checks: deque[Future[None]] = deque()
         missing = staged.missing
         try:
@@ -371,7 +371,7 @@ class SegmentConnection:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
-        """The next frame other than BEAT. Raises what an ERROR says."""
+        """Return the next frame other than BEAT. Raises the error of an ERROR frame."""
         while True:
             until_s = give_up_s
             if self._chunk_within_s is not None:
@@ -389,7 +389,7 @@ class SegmentConnection:
     def _fill(self) -> None:
         with self._reader.space() as space:
             if self.is_local:
-                # Read with room for a descriptor at any time: without it the kernel drops one.
+                # Always receive with space for a descriptor: without it the kernel drops one.
                 count, descriptors = receive_into(self._socket, space)
                 self._descriptors += descriptors
             else:
@@ -404,7 +404,7 @@ class SegmentConnection:
             view = view[self._socket.send(view) :]
 
     def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
-        """Send chunks without TLS straight from their pages, which nobody can change."""
+        """Send all chunks; without TLS straight from their pages, which no process can change."""
         with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)
@@ -416,7 +416,8 @@ class SegmentConnection:
                     self._socket.sendfile(file, start, len(chunk))
 
     def _reason(self, error: OSError) -> ShoalError:
-        """Why sending failed: what the server said before it closed the connection, if it did."""
+        """Return the error of a failed send: the server's, if it sent one before it closed the
+        connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
         except ShoalError as told:
@@ -448,7 +449,7 @@ class SegmentConnection:
 
 
 def _ranges(indices: Sequence[int]) -> list[range]:
-    """The same indices, in rising order, as runs."""
+    """Return rising indices as ranges."""
     found: list[range] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -459,8 +460,8 @@ def _ranges(indices: Sequence[int]) -> list[range]:
 
 
 def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """The chunks that a request asks for, of a segment of that size. Raises InvalidSpec for others
-    than the segment has."""
+    """Return the requested chunks of a segment of that size. Raises InvalidSpec if the segment does
+    not have them, or they are not in rising order."""
     last = num_chunks(num_bytes)
     asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
     rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]

@@ -10,10 +10,10 @@ HANDSHAKE_S = 3.0
 
 
 def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
-    """The connection to a part that serves under `name`, within TLS if it leads to another machine
-    and this process has a certificate; the one that was given is not to be used any more then.
+    """Return the connection to a process that serves as `name`, within TLS if it is not a Unix
+    socket and this process has a certificate. Use only the result from then on.
 
-    Raises OSError, and has closed the connection then.
+    Raises OSError, after closing the connection.
     """
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
@@ -29,7 +29,7 @@ def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
 
 
 def accepted(connected: socket.socket) -> socket.socket:
-    """Same as `secured`, for a connection that this process has accepted: the other end has a
+    """Return a connection that this process has accepted, as `secured` does: the other end needs a
     certificate, too."""
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
