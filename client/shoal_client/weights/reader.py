@@ -105,7 +105,7 @@ class SeriesReader:
         self.fetched_bytes = 0
         """Bytes that came over a network, or through a socket; not those that were mapped."""
         self.relayed_bytes = 0
-        """Of these, bytes that came from relays."""
+        """Bytes of these that came from relays."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
         """The series as it is now. Raises DeadlineExceeded if no coordinator answers."""

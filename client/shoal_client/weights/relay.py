@@ -56,7 +56,8 @@ log = structlog.get_logger(__name__)
 READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
 """Roles that may fetch segments."""
 MAX_CONNECTIONS = 32
-"""Of all readers together: the coordinator sends two, which fetch four segments at a time."""
+"""Connections of all readers together: the coordinator sends two, which fetch four segments at a
+time."""
 HELLO_S = 3.0
 IDLE_S = 10.0
 """A connection without a call for so long is closed."""
@@ -64,8 +65,8 @@ SEND_S = 10.0
 """The longest that SENT_BYTES may take."""
 SENT_BYTES = 1024 * 1024
 UNKNOWN_S = 0.5
-"""How long a segment is waited for that this reader has not begun to fetch: both may have been told
-of its version just now. A difference to another base than this reader's never comes."""
+"""Time to wait for a segment that this reader has not begun to fetch: the coordinator may have sent
+both readers on just now. A difference to another base than this reader's never comes."""
 STALLED_S = 10.0
 """The longest that nothing may arrive here until those that wait for it are sent on."""
 
@@ -104,7 +105,7 @@ class Relay(WeightStoreServicer):
         self._changed = threading.Condition()
         self._segments: dict[bytes, _Passed] = {}
         self._fetched: set[bytes] = set()
-        """Of these: what came within the block of `version`."""
+        """Digests that came within the block of `version`."""
         self._progress_s = 0.0
         """Time at which anything arrived last."""
         self._offers = BulkOffers()

@@ -121,7 +121,7 @@ class StagedSegment:
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
     def progressed(self) -> None:
-        """A relay that sends it says that it gets on itself."""
+        """Note a beat of the relay that sends this segment: bytes arrive there."""
         self._on_progress()
 
     def verify(self, index: int, chunk: memoryview) -> None:

@@ -15,7 +15,7 @@ MAX_CHILDREN = 2
 """Relays that fetch a version from one relay at a time: each has a half of what that one can
 send."""
 MAX_RELAYS = 512
-"""Of one version. Further ones fetch from servers, and pass nothing on."""
+"""Relays of one version. Further ones fetch from servers, and pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16

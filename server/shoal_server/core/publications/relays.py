@@ -13,11 +13,11 @@ from shoal_server.core.publications.limits import HELD_S, MAX_CHILDREN, MAX_RELA
 from shoal_server.core.publications.readers import Reader
 
 SERVERS = ""
-"""In place of a relay's id: the parameter servers."""
+"""Stands for the parameter servers, in place of a relay's id."""
 
 _Tree = dict[str, str | None]
-"""By relay, in the order in which they came: its source while it fetches the version; None once it
-has the version."""
+"""Sources by relay, in order of arrival; None for a relay that has the version and fetches it no
+more."""
 
 
 class RelayTrees:
