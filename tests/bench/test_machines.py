@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 WITHIN_S = 60.0
 WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
 """A launcher whose worker leads a session of its own, as torchrun's do."""

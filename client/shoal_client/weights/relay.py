@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from secrets import token_hex
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import structlog
@@ -25,7 +26,6 @@ from google.protobuf.message import DecodeError
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES, MAX_MESSAGE_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, FrameKind, FrameReader
-from shoal_proto.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.errors import (
     AccessDenied,
     CertificateRefused,
@@ -37,6 +37,7 @@ from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import StagedSegment, asked_chunks
 from shoal_proto.status import to_detail, to_status
 from shoal_proto.tls import identity
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.channels import add_port
 from shoal_proto.tls.names import READER_NAME, Caller, CertificateRole, caller_among
 from shoal_proto.tls.sockets import accepted
@@ -44,8 +45,11 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2 import (
     SEGMENT_TRANSFER_CHUNKS,
     SEGMENT_TRANSFER_DESCRIPTOR,
+    CopySegmentsRequest,
+    DifferenceRequest,
     FetchSegmentReply,
     FetchSegmentRequest,
+    HoldsSegmentsRequest,
     OpenSegmentsRequest,
     StoreServer,
 )
@@ -250,6 +254,21 @@ class Relay(WeightStoreServicer):
             context.abort(code, text)
             raise
 
+    def Holds(  # noqa: N802 - the name of the call
+        self, request: HoldsSegmentsRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
+    def Copy(  # noqa: N802 - the name of the call
+        self, request: CopySegmentsRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
+    def Difference(  # noqa: N802 - the name of the call
+        self, request: DifferenceRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
     def _caller(self, context: grpc.ServicerContext) -> Caller:
         """The caller by its certificate. Raises AccessDenied for one that may not read the
         series."""
@@ -370,7 +389,7 @@ class Relay(WeightStoreServicer):
         self, wire: "_Wire", passed: _Passed, memory: _Memory, wanted: Sequence[range]
     ) -> None:
         for index in (index for each in wanted for index in each):
-            self._wait(wire, passed, lambda index=index: passed.has(index))
+            self._wait(wire, passed, partial(passed.has, index))
             start = index * CHUNK_BYTES
             size = min(CHUNK_BYTES, passed.num_bytes - start)
             wire.send(bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=size))
@@ -451,6 +470,10 @@ def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
         listener.listen(MAX_CONNECTIONS)
         listener.setblocking(False)
     return [remote, local], name
+
+
+def _not_served(context: grpc.ServicerContext) -> NoReturn:
+    context.abort(grpc.StatusCode.UNIMPLEMENTED, "a relay gives out segments, and nothing else")
 
 
 def _denied(seen: str, expected: str) -> AccessDenied:

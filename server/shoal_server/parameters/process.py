@@ -20,9 +20,9 @@ import structlog
 import torch
 from prometheus_client.metrics_core import Metric
 
-from shoal_proto.bulk_offers import BulkOffers
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server

@@ -236,7 +236,7 @@ class Layout(ABC):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
 
-        `weight` is its share of the global batch times `data_count`.
+        `weight`: this rank's share of the global batch, times `data_count`.
         """
         loss = loss if weight == 1.0 else loss * weight
         self.begin_pass(loss)
@@ -260,7 +260,7 @@ class Layout(ABC):
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
-        """Complete the gradients: from here on those of `parameters` are the global batch's."""
+        """Complete the gradients of `parameters`: afterwards they are the global batch's."""
 
     def check(self) -> None:
         """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the

@@ -1,8 +1,8 @@
 """An optimizer's step on this rank's parts of parameters, without DTensor's dispatch.
 
 DTensor derives the placements of each operation anew. For an elementwise optimizer the result is
-always the same operation on the local part, and the derivation takes longer than the arithmetic:
-14 ms a step for 16 parameters sharded over 3 ranks, 32 ms for the first step after a change of
+always the same operation on the local part, but the derivation takes longer than the arithmetic:
+14 ms per step for 16 parameters sharded over 3 ranks, 32 ms for the first step after a change of
 members.
 """
 

@@ -56,8 +56,8 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers with which members would train another model than one process:
-    those of `refuse_sparse`, layers that write to their weights depending on the samples of a pass,
-    and layers whose gradient depends on how often an index occurs in the batch."""
+    layers with sparse gradients, layers that write to their weights depending on the samples of a
+    pass, and layers whose gradient depends on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -169,9 +169,8 @@ def bare_backward() -> InvalidSpec:
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Make a backward pass that is itself to be differentiated, as for a gradient penalty
-    (`torch.autograd.grad(..., create_graph=True)`), raise InvalidSpec when it enters the model:
-    the weights that it uses are freed after it."""
+    """Make backward passes with `create_graph=True`, as for a gradient penalty, raise InvalidSpec
+    when they enter the model: the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():

@@ -146,7 +146,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
     """Raise InvalidSpec if the module behind the proxy is only a part of the model.
 
-    A script that saves it on one member, as scripts for DDP do, would save that part alone.
+    A script that saves it on one member, as scripts for DDP do, would save only that part.
     """
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))

@@ -59,7 +59,7 @@ def refuse_hidden_ties(model: nn.Module) -> None:
     """Raise InvalidSpec if two parameters, or a parameter and a buffer, share memory without being
     one tensor.
 
-    An update of one also changes the other; a layout, which places them separately, loses that.
+    In the script an update of one changes the other; a layout gives them separate memory.
     """
     near: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):

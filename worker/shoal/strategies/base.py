@@ -242,10 +242,10 @@ class Strategy(ABC):
         """
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
-        """Compute gradients of `loss`, a mean over `weight` units: tokens, for example.
+        """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
-        The step's gradients are those of the mean over the units of all members' passes together.
-        Raises InvalidSpec if the strategy weighs by samples only.
+        The step's gradients are those of the mean over all units of all members' passes. Raises
+        InvalidSpec if the strategy weighs by samples only.
         """
         raise InvalidSpec(
             f"strategy {self.name} weighs losses by samples only",

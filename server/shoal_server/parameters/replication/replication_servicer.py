@@ -8,9 +8,9 @@ from typing import Protocol
 import structlog
 import torch
 
-from shoal_proto.bulk_offers import BulkOffers, Purpose
 from shoal_proto.errors import MalformedMessage, Overloaded, Unavailable
 from shoal_proto.pieces import OnlyPiece
+from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_server.core.replication.protocol.effects import SendReply

@@ -14,8 +14,8 @@ from functools import partial
 
 import structlog
 
-from shoal_proto.bulk_offers import BulkOffers
 from shoal_proto.routes import Route
+from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key

@@ -12,12 +12,12 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import BEAT_S, Frame, FrameKind
-from shoal_proto.bulk_offers import PermittedUse, Purpose
 from shoal_proto.errors import MalformedMessage, ShoalError
 from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.segments.digests import num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import to_detail
+from shoal_proto.tls.bulk_offers import PermittedUse, Purpose
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest

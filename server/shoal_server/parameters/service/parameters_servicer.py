@@ -9,9 +9,9 @@ from contextlib import aclosing
 from functools import partial
 
 from shoal_proto import routes
-from shoal_proto.bulk_offers import BulkOffers, Purpose
 from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
+from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.traces import tracing
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 import structlog
 from google.protobuf.message import Message
 
-from shoal_proto.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.errors import (
     AccessDenied,
     InvalidSpec,
@@ -18,6 +17,7 @@ from shoal_proto.errors import (
 from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import asked_chunks
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply

@@ -122,6 +122,9 @@ def test_a_relay_serves_readers_of_its_series_alone(
     world: TlsWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within TLS, in both directions."""
+    series = "svc/relayed"
+    data = published(world, series)
+    digest = sealed(data).digest
     reached: list[socket.socket] = []
 
     def noted(connected: socket.socket, name: str) -> socket.socket:
@@ -129,9 +132,6 @@ def test_a_relay_serves_readers_of_its_series_alone(
         return reached[-1]
 
     monkeypatch.setattr(transfer, "secured", noted)
-    series = "svc/relayed"
-    data = published(world, series)
-    digest = sealed(data).digest
     with ExitStack() as stack:
         own = Caller(CertificateRole.READER, "reads-relayed", series=series)
         with identity.using(world.issued(own)):

@@ -27,9 +27,9 @@ class P2PMessage(Protocol):
 
 
 class AbortableP2P:
-    """The messages of one rank in one group. One thread at a time waits for them.
+    """Messages of one rank in one group. One thread at a time waits for them.
 
-    torch's pipelining can send and receive through it as if it were the group.
+    It can stand in for the process group in which torch's pipelining sends and receives.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:

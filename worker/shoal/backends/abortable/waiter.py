@@ -60,7 +60,7 @@ class AbortableWaiter:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Return when the collective has ended; raises RuntimeError if it failed."""
+        """Wait for the collective. Raises RuntimeError if it failed or was aborted."""
         assert work is not None, "asked for asynchronously, by a rank of the group"
         underway = self.begin(work)
         try:

@@ -66,8 +66,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: another backend that torch makes for the group, such as "cuda:nccl". The caller
-        that asks for it ends its operations."""
+        """`beside`: a further backend that torch makes for the group, such as "cuda:nccl", whose
+        operations the caller has to end."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -173,7 +173,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Sends and receives keep this timeout, so it cannot be that of connecting.
+        # Sends and receives keep this timeout, so it cannot be the one for connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size)
         with self._within_limit():

@@ -1,4 +1,4 @@
-"""Stages, copies and splits at once: a mesh of ranks, pipeline x data x tensor."""
+"""Layout over a mesh of ranks, pipeline x data x tensor: stages, copies and splits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from shoal.model.tied_tensors import persistent_buffers
 from shoal.torch_private.dtensor import forget_groups
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""Gradients are averaged in messages of about this size."""
+"""Approximate size of the messages in which gradients are averaged."""
 AXES = ("pipeline", "data", "tensor")
 
 

@@ -165,7 +165,7 @@ class PipelineLayout(Layout):
 
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
-        for the first pass of a runner since there is shared memory."""
+        in a runner's first pass after shared memory was set up."""
         if self._room is None:
             return self._near.p2p
         if runner.p2p is None:

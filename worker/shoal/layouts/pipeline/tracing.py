@@ -1,4 +1,4 @@
-"""Traces the forward pass of a model with torch.fx, down to the layers that it calls."""
+"""Trace of a model's forward pass by torch.fx, down to the layers that it calls."""
 
 import dis
 import inspect

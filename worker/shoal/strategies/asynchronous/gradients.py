@@ -39,8 +39,8 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients with NaN or Inf.
 
-    A sum is finite only if all of its terms are, and is much cheaper than checking each gradient.
-    If it is not, each is checked, since finite numbers may have overflowed.
+    A sum is finite only if all its terms are, and is much cheaper than a check of each gradient. If
+    the sum is not finite, each gradient is checked, since finite numbers may have overflowed.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():

@@ -80,7 +80,7 @@ class Zero1(LayoutStrategy):
         refuse_compressed_weights(self._compression)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`; gradients are counted as without compression."""
+        """See `shoal.planning.figures.PlannableStrategy`; gradients count as uncompressed."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         return ReplicatedFigures(

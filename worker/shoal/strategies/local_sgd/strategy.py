@@ -155,7 +155,7 @@ class LocalSGD(SynchronousStrategy):
         return model, optimizer
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.PlannableStrategy`; changes are counted as without compression."""
+        """See `shoal.planning.figures.PlannableStrategy`; changes count as uncompressed."""
         found = OuterLoopFigures(
             subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
         )

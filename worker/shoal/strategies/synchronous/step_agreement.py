@@ -182,8 +182,7 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
         into parts, members vote before the first backward pass; members that share samples vote in
-        each step, and before the first forward pass. Raises UnequalPasses on all members that share
-        samples if their votes differ."""
+        each step, before the first forward pass, and raise UnequalPasses if their votes differ."""
         if self._cut.is_voted_on_first and not self._words.is_told:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:

@@ -386,7 +386,7 @@ class SynchronousStrategy(Strategy):
     def _weighing(self) -> AbstractContextManager[None]:
         """See `StepPasses.weighing`.
 
-        Raises UnequalPasses, on all members, if not all of them make this backward pass.
+        Raises UnequalPasses on all members unless all of them make this backward pass.
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
