@@ -1,4 +1,4 @@
-"""`python -m shoal_client` is the `shoal` command, for where scripts are not on the PATH."""
+"""`python -m shoal_client`: the `shoal` command, if scripts are not on the PATH."""
 
 import sys
 

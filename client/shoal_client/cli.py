@@ -1,4 +1,4 @@
-"""The `shoal` command: it finds its sub-commands in the parts that are installed."""
+"""The `shoal` command, with the sub-commands of all installed packages."""
 
 import atexit
 import gc
@@ -31,14 +31,15 @@ COMMANDS_GROUP = "shoal.commands"
 FAILED = 1
 BAD_ARGUMENTS = 2
 DESTRUCTIVE = frozenset({"--fresh", "--from-scratch", "--insecure", "--yes", "--apply"})
-"""Options that remove or expose something: never suggested for a word that is no option."""
+"""Options that remove or expose data: never suggested for a mistyped option."""
 _SUGGESTION = re.compile(r"Did you mean \"?(--[\w-]+)\"?\?")
 INTERRUPTED = 130
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A sub-command. Both references are `module:name`, and imported only when it is called."""
+    """A sub-command. `config` and `run` are `module:name`, imported only when the command is
+    called."""
 
     summary: str
     """One line of `shoal --help`."""
@@ -49,10 +50,9 @@ class Command:
 
 
 def installed_commands() -> dict[str, Command]:
-    """The sub-commands of every installed part.
-
-    Each entry point of the group is a function that is given another, and calls it for each of its
-    sub-commands with name, summary, config and run.
+    """The sub-commands of all installed packages. Each entry point of the group is a function. It
+    gets a function `add`, and calls it with name, summary, config and run for each of its
+    sub-commands.
     """
     found: dict[str, Command] = {}
 
@@ -65,7 +65,7 @@ def installed_commands() -> dict[str, Command]:
 
 
 def build_app(commands: Mapping[str, Command]) -> App:
-    """The parser: what it parses is an instance of the command's config."""
+    """The parser, whose result is an instance of the command's config."""
     app = App(
         name="shoal",
         help="Elastic training for PyTorch.",
@@ -80,7 +80,7 @@ def build_app(commands: Mapping[str, Command]) -> App:
 
 
 def parse(arguments: Sequence[str]) -> Callable[[], int]:
-    """Command that the arguments name, ready to be called; it returns the exit code.
+    """Return the command that the arguments name, ready to be called. Its result is the exit code.
 
     Raises CycloptsError, or the ValueError of a config, for arguments that are refused.
     """
@@ -102,7 +102,7 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
     app = build_app(commands)
     name, tokens = _name_of(arguments), list(arguments)
     if name in commands:
-        app[name].help = None  # its page begins with the description of its config instead
+        app[name].help = None  # its help page begins with the docstring of its config instead
         tokens = _end_options(app[name], tokens)
     parsed, bound, _ = app.parse_args(tokens, exit_on_error=False, print_error=False)
     result = parsed(*bound.args, **bound.kwargs)
@@ -111,10 +111,10 @@ def read_config(arguments: Sequence[str], commands: Mapping[str, Command]) -> An
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code: 0 done, 1 failed, 2 bad arguments, 130 Ctrl-C."""
-    # gRPC's C core prints what Shoal's own errors say already, in words for its developers.
+    # gRPC's C core prints texts for its developers; Shoal's own errors say the same.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    # A process that ends goes through all its objects twice: 80 ms, which a launcher takes from
-    # workers of its host that train on.
+    # At its end a process goes through all its objects twice. That takes 80 ms of CPU, from workers
+    # of this host that train on.
     atexit.register(gc.freeze)
     given = sys.argv[1:] if arguments is None else arguments
     _forget_empty_variables()
@@ -122,7 +122,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _carry_out(given)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Who reads has enough. Python would complain once more when it flushes at its end.
+        # The reader has closed the pipe. Without this, Python would complain again in its last
+        # flush.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code
@@ -156,8 +157,8 @@ def _load(reference: str) -> Any:
 
 
 def _end_options(app: App, tokens: list[str]) -> list[str]:
-    """Put `--` before the first positional token if a command takes all tokens from there on:
-    those of a script are the script's."""
+    """Put `--` before the first positional token if the command takes all tokens from there on: a
+    script's options are not the command's."""
     arguments = app.assemble_argument_collection()
     if not any(each.index is not None and each.token_count()[1] for each in arguments):
         return tokens
@@ -170,14 +171,14 @@ def _end_options(app: App, tokens: list[str]) -> list[str]:
 
 
 def _forget_empty_variables() -> None:
-    """A variable that is set to nothing counts as not set."""
+    """Delete empty variables: a variable that is set to nothing counts as not set."""
     for name in [each for each, value in os.environ.items() if each.startswith("SHOAL_")]:
         if not os.environ[name]:
             del os.environ[name]
 
 
 def _shown(default: object) -> object:
-    """A default, as the help shows it; None: not at all, for what nothing stands for is told."""
+    """A default as the help shows it; None to show none, as the option's text explains it."""
     if isinstance(default, float):
         return f"{default:g}"
     if isinstance(default, tuple):
@@ -186,7 +187,7 @@ def _shown(default: object) -> object:
 
 
 def _sentence(error: Exception) -> str:
-    """Line that says what is wrong with the arguments."""
+    """The error in the arguments, as one line."""
     if isinstance(error, UnknownOptionError):
         told = " ".join(str(error).split())
         suggestion = _SUGGESTION.search(told)

@@ -217,7 +217,9 @@ def test_insecure_is_what_it_says(shoal_command: Shoal, tmp_path: Path) -> None:
         (coordinator,), (etcd,) = (told(welcome, each) for each in ("coordinator", "etcd"))
         assert answers(coordinator, COORDINATOR_NAME, None) == (how == "--insecure")
         assert answers(etcd, "", None) == (how == "--insecure")
-        assert ("every user of this machine gets in" in "\n".join(welcome)) == (how == "--insecure")
+        assert ("every user of this machine has access" in "\n".join(welcome)) == (
+            how == "--insecure"
+        )
         status = shoal_command.start("status", "--coordinator", coordinator)
         code, output = finish(status)
         assert code == 0, output

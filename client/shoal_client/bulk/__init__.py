@@ -1,1 +1,1 @@
-"""Pulls and pushes without gRPC around them: over a socket of their own, and by shared memory."""
+"""Pulls and pushes without gRPC: over a separate socket, and through shared memory."""

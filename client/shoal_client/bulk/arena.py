@@ -1,4 +1,4 @@
-"""Memory shared with a server, in places of one size, each for a shard on its way."""
+"""Memory shared with a server, in slots of one size, each for a shard that is being transferred."""
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,14 @@ NUM_PLACES = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
 """Up to this size, each part of a call has its own slot: then neither end waits for the other."""
 MIN_PLACES = 3
-"""A server reads one shard ahead; with fewer places both ends would wait for each other."""
+"""Minimum number of slots. A server reads one shard ahead; with fewer both ends would wait for each
+other."""
 PAGE_BYTES = 4096
 
 
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
     """Size of the shared memory for calls of about `num_parts` parts of at most `largest_bytes`; 0:
-    they are too large."""
+    the parts are too large."""
     place = _place_bytes(largest_bytes)
     places = max(NUM_PLACES, min(num_parts, SMALL_ARENA_BYTES // place))
     places = min(places, MAX_ARENA_BYTES // place)
@@ -29,7 +30,7 @@ def _place_bytes(largest_bytes: int) -> int:
 
 
 class Arena:
-    """Takes over the mapping. Nothing in it has a checksum: nothing changes on its way there."""
+    """The slots of one connection; owns the mapping. Data in shared memory needs no checksum."""
 
     def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
         self._memory = memoryview(mapped)
@@ -42,7 +43,7 @@ class Arena:
         self.clear()
 
     def clear(self) -> None:
-        """A call begins: every place is free."""
+        """Free every slot, at the begin of a call."""
         self._free = self._all[::-1]
         self._taken.clear()
         self.copied_bytes = 0
@@ -55,7 +56,7 @@ class Arena:
         return part.num_bytes <= self.place_bytes
 
     def place(self, part: GradientPart) -> Iterator[bytes]:
-        """Copy a part into a free place; the frames that tell the server of it."""
+        """Copy a part into a free slot; yield the frames that announce it to the server."""
         at = self._free.pop()
         self._taken[part.shard_id] = at
         yield bulk.header(FrameKind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
@@ -71,7 +72,7 @@ class Arena:
             at += size
 
     def _fill(self, at: int, buffers: Sequence[memoryview]) -> int:
-        """Copy the buffers there; the number of bytes."""
+        """Copy the buffers to that offset; return the number of bytes."""
         start = at
         for buffer in buffers:
             self._memory[at : at + len(buffer)] = buffer
@@ -80,7 +81,7 @@ class Arena:
         return at - start
 
     def release(self, shard_id: int) -> None:
-        """The server is done with the place of that shard, if it has one, and so is the caller."""
+        """Free the slot of that shard, if it has one: server and caller have read it."""
         at = self._taken.pop(shard_id, None)
         if at is not None:
             self._free.append(at)

@@ -1,4 +1,4 @@
-"""Transport of the calls to one server: a bulk connection, opened when it is needed, or gRPC."""
+"""Choice of the transport to one server: a bulk connection, opened when needed, or gRPC."""
 
 import threading
 import time
@@ -15,17 +15,17 @@ from shoal_proto.v1.parameters_pb2 import OpenBulkReply, OpenBulkRequest
 log = structlog.get_logger(__name__)
 
 AGAIN_S = 30.0
-"""Time after which a bulk connection is tried again where none was possible."""
+"""Time after a failed attempt to connect until a bulk connection is tried again."""
 
 
 class OpenBulkCall(Protocol):
-    """Parameters.OpenBulk of the server."""
+    """The server's method Parameters.OpenBulk."""
 
     def __call__(self, request: OpenBulkRequest, /, *, timeout: float) -> OpenBulkReply: ...
 
 
 class BulkTransport:
-    """Chooser of the transport to one server. For one thread at a time, except `close`."""
+    """The transport to one server. For one thread at a time, except `close`."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class BulkTransport:
         transport: str,
         room_for: Callable[[int], int] = int,
     ) -> None:
-        """`room_for`: how large parts are to have room, where one of so many bytes came."""
+        """`room_for`: returns the size of slots to ask for, given the size of the largest part."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
@@ -51,8 +51,8 @@ class BulkTransport:
     def connection(
         self, largest_bytes: int, num_parts: int, timeout_s: float
     ) -> BulkConnection | None:
-        """The connection, opened now if need be, for a call whose parts have at most so many
-        bytes; None: gRPC it is. Raises grpc.RpcError."""
+        """The connection for a call whose parts have at most so many bytes, opened now if
+        necessary. None: use gRPC. Raises grpc.RpcError."""
         held = self._connection
         if held is not None and held.is_usable and largest_bytes <= self._largest_bytes:
             return held
@@ -72,7 +72,7 @@ class BulkTransport:
             self._connection = connection
             is_late = self._is_closed
         if connection is not None and is_late:
-            # `close` did not see it: the call on it is to fail as one under way does.
+            # `close` did not see this connection: the call on it must fail like one in progress.
             connection.close()
         return connection
 
@@ -82,7 +82,8 @@ class BulkTransport:
         return self._connection.transport if self._connection is not None else "grpc"
 
     def close(self) -> None:
-        """A call under way on another thread fails, also one that is just connecting."""
+        """Close the connection; a call in progress on another thread fails, even while it
+        connects."""
         with self._lock:
             self._is_closed = True
             held = self._connection

@@ -1,4 +1,4 @@
-"""A connection of the bulk transport to one server, with one call at a time on it."""
+"""A connection of the bulk transport to one server, for one call at a time."""
 
 import os
 import select
@@ -30,11 +30,11 @@ from shoal_proto.v1.tables_pb2 import (
 )
 
 LOOKS_S = 0.0003
-"""Time for which a call of large parts through shared memory polls for an answer before this thread
-sleeps. A sleeping thread is woken on the processor of the server that wakes it, and both share it
-while another is idle. Polling yields the processor to other threads."""
+"""Time for which a call of large parts through shared memory polls for an answer before its thread
+sleeps. A sleeping thread is woken on the server's processor, and both share that while another is
+idle. Polling yields the processor to other threads."""
 LARGE_BYTES = 4 * 1024 * 1024
-"""Size in bytes below which an answer comes before polling would pay."""
+"""Bytes of a call below which polling does not pay: the answer comes soon."""
 
 Reply = TypeVar("Reply", PushReply, ShardData, TableLookupReply, TablePushReply)
 
@@ -44,7 +44,7 @@ class BulkConnection:
     connection."""
 
     def __init__(self, connected: socket.socket, address: str, arena: Arena | None) -> None:
-        """Takes the socket over."""
+        """The connection owns the socket from now on."""
         connected.setblocking(False)
         self._socket = connected
         self._address = address
@@ -72,10 +72,9 @@ class BulkConnection:
     def pull(
         self, request: PullRequest, parts: Iterable[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | OnlyPiece]:
-        """The parts, without pieces, are the shards of the request in its order.
-
-        Raises, while it is iterated, what the server raised, Unavailable or DeadlineExceeded. A
-        piece that it gives is good until the next one is asked for.
+        """Pull shards. `parts`: the shards of the request in its order, without data. The iterator
+        raises the server's error, Unavailable or DeadlineExceeded. A yielded piece is valid until
+        the next one is requested.
         """
         opening = bulk.message(FrameKind.PULL, request.SerializeToString())
         return self._call(opening, parts, timeout_s, ShardData.FromString, _of_version)
@@ -120,7 +119,8 @@ class BulkConnection:
         parse: Callable[[bytes], Reply],
         announced: "Callable[[Reply], Iterable[tuple[int, int]]]",
     ) -> Iterator[Reply | OnlyPiece]:
-        """`announced` gives the parts, and the bytes that still come of each, of a reply."""
+        """`announced`: returns (part id, bytes that follow) for the parts that a reply
+        announces."""
         give_up_s = time.monotonic() + timeout_s
         self._begin()
         try:
@@ -141,7 +141,7 @@ class BulkConnection:
                     left_bytes |= news
                     changed = list(news)
                 yield reply
-                # By now the caller has taken what lay there.
+                # By now the caller has read the data of this reply.
                 for part_id in changed:
                     if not left_bytes[part_id]:
                         sending.answered(part_id)
@@ -180,7 +180,7 @@ class BulkConnection:
             if self._comes_soon():
                 heard_s = time.monotonic()
                 continue
-            # With nothing to be read and no room to write, nothing can be done.
+            # Wait: there is nothing to read, and the kernel takes no more data.
             events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
             waiting = select.poll()
             waiting.register(self._socket, events)
@@ -189,7 +189,8 @@ class BulkConnection:
         return frame
 
     def _comes_soon(self) -> bool:
-        """Poll for an answer, if that pays. True if anything came. Raises as `_receive`."""
+        """Poll for an answer, if that pays. True if data was read. Raises what `_receive`
+        raises."""
         arena = self._arena
         if arena is None or not self._has_processors or arena.copied_bytes < LARGE_BYTES:
             return False
@@ -201,7 +202,7 @@ class BulkConnection:
         return False
 
     def _receive(self) -> bool:
-        """Read what has arrived. True if there was anything. Raises Unavailable if the server hung
+        """Read data that has arrived. True if there was any. Raises Unavailable if the server hung
         up."""
         try:
             count = self._socket.recv_into(self._reader.space())
@@ -234,7 +235,7 @@ class BulkConnection:
 
     def _malformed(self, seen: str) -> MalformedMessage:
         return MalformedMessage(
-            f"the answer of {self._address} is not as it should be", seen=seen, expected="replies"
+            f"the answer of {self._address} is malformed", seen=seen, expected="replies"
         )
 
     def _broken(self, seen: str) -> Unavailable:
@@ -243,7 +244,7 @@ class BulkConnection:
         )
 
     def close(self) -> None:
-        """A call under way on another thread fails."""
+        """Close the connection; a call in progress on another thread fails."""
         with self._lock:
             if self._is_closed:
                 return
@@ -252,16 +253,16 @@ class BulkConnection:
                 self._socket.close()
                 return
             try:
-                # Wakes the other thread, which then closes it. Not as TLS has it: that would have
-                # the other thread read what is encrypted.
+                # This wakes the other thread, which then closes the socket. Not TLS's own shutdown:
+                # the other thread would read encrypted bytes.
                 socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             except OSError:
-                # The server was faster: the other thread is woken by that.
+                # The server closed first, which wakes the other thread.
                 return
 
 
 def _of_version(reply: PushReply | ShardData) -> Iterable[tuple[int, int]]:
-    """Values follow; a shard that was refused has none."""
+    """Parts announced by a reply with values: a shard and its bytes, or 0 if it was refused."""
     if reply.HasField("version"):
         return [(reply.version.shard_id, reply.version.num_bytes)]
     if isinstance(reply, PushReply) and reply.outcome.HasField("error"):
@@ -282,7 +283,7 @@ def _of_found(reply: TableLookupReply) -> Iterable[tuple[int, int]]:
 
 
 class _Scratch:
-    """One piece after the other lies in the same memory."""
+    """Memory that each piece uses in turn."""
 
     def __init__(self) -> None:
         self._memory = memoryview(b"")

@@ -15,8 +15,8 @@ log = structlog.get_logger(__name__)
 def connect(
     offer: OpenBulkReply, address: str, largest_bytes: int, num_parts: int
 ) -> BulkConnection | None:
-    """A connection to the server at `address` that made the offer, for calls of about so many
-    parts of at most so many bytes; None where there is no way to it but gRPC."""
+    """Connect to the server at `address` that made the offer, for calls of about so many parts of
+    at most so many bytes. None if only gRPC reaches it."""
     if not offer.port:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Data that a call still has to send; sends as much as possible without blocking."""
+"""Data that a call still has to send, sent as far as possible without blocking."""
 
 import socket
 import ssl
@@ -13,10 +13,10 @@ from shoal_proto.checksum import crc32
 from shoal_proto.pieces import Buffer
 
 PIECE_BYTES = 2 * 1024 * 1024
-"""Most shards of parameters fit into one: a server that gets them in several has to join them."""
+"""Maximum size of a piece. Most shards fit into one; a server has to join several."""
 LOW_WATER_BYTES = 256 * 1024
-"""Fill level below which more data is prepared. Data copied into shared memory counts too: the
-server begins with the first large part while the next one is copied."""
+"""Fill level below which more data is prepared. Data copied into shared memory counts too, so that
+the server begins with the first large part while the next one is copied."""
 RECORD_BYTES = 16 * 1024
 """Maximum size of a TLS record."""
 MAX_BUFFERS = 256
@@ -37,7 +37,7 @@ class Sending:
         self._arena = arena
         self._ready: deque[memoryview] = deque()
         self._record = memoryview(b"")
-        """Record that OpenSSL is sending."""
+        """Buffer that OpenSSL has begun to send."""
         self._ready_bytes = 0
         self._frames = self._all_frames(parts)
         self._is_over = False
@@ -50,14 +50,15 @@ class Sending:
         return bool(self._ready or self._record)
 
     def answered(self, shard_id: int) -> None:
-        """The server is done with that shard: refused, it needs not even be sent."""
+        """Note that the server has answered for the shard. If it was refused, its data is not
+        sent."""
         self._answered.add(shard_id)
         if self._arena is not None:
             self._arena.release(shard_id)
 
     def go_on(self) -> None:
-        """Send until the kernel takes no more, no place is free for the next part, or all is sent.
-        Raises OSError for a connection that broke."""
+        """Send until the kernel takes no more, no slot is free for the next part, or all is sent.
+        Raises OSError if the connection broke."""
         while True:
             self._make_ready()
             if not self._ready or not self._send():
@@ -69,7 +70,7 @@ class Sending:
         try:
             self.go_on()
         except OSError:
-            # The unsent data is kept: `go_on` meets the error again, once all answers are read.
+            # The unsent data is kept: `go_on` raises the error again, once all answers are read.
             return
 
     def _make_ready(self) -> None:
@@ -103,7 +104,7 @@ class Sending:
             if part.shard_id in self._answered:
                 continue
             if self._arena is not None:
-                # There is no slot for it: its values come as pieces.
+                # No slot is large enough: the values are returned as pieces.
                 yield [bulk.header(FrameKind.ROOM, shard_id=part.shard_id)]
             for offset_bytes, buffers in part.pieces(PIECE_BYTES):
                 checksum = 0
@@ -143,7 +144,8 @@ class Sending:
         return True
 
     def _send_encrypted(self, connected: ssl.SSLSocket) -> bool:
-        """OpenSSL takes one buffer at a time, and the same once more where it could not finish."""
+        """Send over TLS. OpenSSL takes one buffer at a time, and must get the same again if
+        unfinished."""
         while self._record or self._ready:
             if not self._record:
                 self._record = self._next_record()
@@ -156,8 +158,7 @@ class Sending:
         return True
 
     def _next_record(self) -> memoryview:
-        """Next buffer to encrypt: prepared data, joined up to the size at which copying no longer
-        pays."""
+        """Next buffer to encrypt: prepared data, joined up to the size of a TLS record."""
         first = self._ready.popleft()
         if len(first) >= RECORD_BYTES:
             return first

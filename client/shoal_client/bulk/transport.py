@@ -9,10 +9,9 @@ TRANSPORT_VARIABLE = "SHOAL_TRANSPORT"
 
 
 def transport_of(asked: str | None) -> str:
-    """The transport asked for; None: the one that the environment names.
-
-    `auto`: memory shared with processes of this machine, TCP sockets to any other; `tcp`: sockets
-    to all of them; `grpc`: gRPC, to which the others fall back. Raises InvalidSpec for another one.
+    """The requested transport; without one, that of the environment. `auto`: shared memory with
+    servers on this machine, TCP sockets to others. `tcp`: sockets to all servers. `grpc`: gRPC, to
+    which both others fall back. Raises InvalidSpec for any other name.
     """
     transport = os.environ.get(TRANSPORT_VARIABLE, "auto") if asked is None else asked
     if transport not in TRANSPORTS:

@@ -1,7 +1,6 @@
-"""Makes certificates as `shoal_proto.tls` reads them: who the holder is stands in a URI.
-
-Keys are of the curve P-256. A certificate begins five minutes before it is made, for clocks that go
-slow, and names no address unless it is asked to: the other end is known by its role.
+"""Issue of certificates as `shoal_proto.tls` reads them: a URI names the holder and its role. Keys
+are of the curve P-256. A certificate is valid from five minutes before it is made, for slow clocks.
+It names no address unless asked to: peers check the role instead.
 """
 
 from collections.abc import Iterable, Sequence
@@ -31,19 +30,20 @@ class IssuedCertificate:
 
 @dataclass(frozen=True, kw_only=True)
 class CertificateHolder:
-    """Holder of a certificate, and how long it is valid."""
+    """Holder of a certificate, and the certificate's time of validity."""
 
     caller: Caller
     hosts: Sequence[str] = ()
-    """Names and IP addresses that are looked at by who does not know Shoal's roles: a browser."""
+    """Names and IP addresses for clients that do not know Shoal's roles, such as browsers."""
     valid: timedelta
 
 
 class Authority:
-    """Signs with a key of its own."""
+    """A certificate authority and its key."""
 
     def __init__(self, cert: bytes, key: bytes) -> None:
-        """Raises InvalidSpec for what is not PEM, or does not fit together."""
+        """Raises InvalidSpec if a file is not PEM, or the key does not belong to the
+        certificate."""
         self._cert = read(cert)
         try:
             found = serialization.load_pem_private_key(key, password=None)
@@ -63,7 +63,7 @@ class Authority:
 
     @classmethod
     def new(cls, name: str, valid: timedelta = CA_VALID) -> tuple["Authority", IssuedCertificate]:
-        """An authority of this name that signs itself, and what to keep of it."""
+        """A new self-signed authority of this name, with its certificate and key to store."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         built = (
@@ -77,8 +77,7 @@ class Authority:
         return cls(issued.cert, issued.key), issued
 
     def issue(self, holder: CertificateHolder) -> IssuedCertificate:
-        """A certificate with a key of its own. Raises InvalidSpec for one that outlives this
-        authority."""
+        """A certificate with a new key. Raises InvalidSpec if it would outlive this authority."""
         if datetime.now(UTC) + holder.valid > self._cert.not_valid_after_utc:
             raise InvalidSpec(
                 "a certificate would outlive its authority",
@@ -124,7 +123,7 @@ def read(cert: bytes) -> x509.Certificate:
 
 
 def holder_of(cert: x509.Certificate) -> CertificateHolder | None:
-    """Holder it was issued for, to issue it again; None for one that is not of Shoal's form."""
+    """Holder of a certificate, to issue it again; None if it is not of Shoal's form."""
     try:
         found = cert.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

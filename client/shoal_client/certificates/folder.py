@@ -49,9 +49,9 @@ class CertificateFolder:
         hosts: Sequence[str] = (),
         roles: Iterable[CertificateRole] = CertificateRole,
     ) -> None:
-        """Make the authority, and a certificate for each role. The hosts are the coordinator's.
-
-        Raises InvalidSpec where there is an authority already, or others may read the folder.
+        """Make the authority, and a certificate for each role. `hosts` are names of the
+        coordinator. Raises InvalidSpec if there is an authority already, or other users may read
+        the folder.
         """
         if self.is_made:
             raise InvalidSpec(
@@ -77,18 +77,18 @@ class CertificateFolder:
             self._keep_new(authority, holder)
 
     def issue(self, holder: CertificateHolder) -> Path:
-        """Make one more certificate; its file. Raises InvalidSpec for a name that is taken."""
+        """Issue one more certificate; return its file. Raises InvalidSpec if the name is taken."""
         self._check_private()
         return self._keep_new(self._authority(), holder)
 
     def renew(self) -> list[Path]:
-        """Issue every certificate of the folder again, for as long as it was for, with a new key;
-        their files. Raises InvalidSpec."""
+        """Issue every certificate of the folder again, with a new key and the same duration; return
+        the files. Raises InvalidSpec."""
         self._check_private()
         authority, done = self._authority(), []
         for path, holder in self._holders():
             issued = authority.issue(holder)
-            # Between the two they do not fit: who reads them then takes them a moment later.
+            # Between the two writes the files do not match: readers then try again a moment later.
             _replace(path.with_suffix(".key"), issued.key)
             _replace(path, issued.cert)
             done.append(path)
@@ -139,7 +139,7 @@ class CertificateFolder:
             raise _no_authority(error) from error
         if mode & 0o077:
             raise InvalidSpec(
-                "others may look into the folder with the authority's key",
+                "other users may read the folder with the authority's key",
                 seen=f"{self.path} with mode {mode & 0o777:o}",
                 expected="mode 700",
                 fix=f"Run: chmod 700 {self.path}",
@@ -162,7 +162,7 @@ def _no_authority(error: OSError) -> InvalidSpec:
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Whole or not at all, and never over another file. Raises InvalidSpec."""
+    """Write a new file; never replace one. Raises InvalidSpec."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError as error:

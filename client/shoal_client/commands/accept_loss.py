@@ -1,4 +1,4 @@
-"""`shoal accept-loss`: shards that are lost are given up, and begin anew."""
+"""`shoal accept-loss`: gives up lost shards, which start over."""
 
 import getpass
 import socket
@@ -62,9 +62,8 @@ class AcceptLossConfig:
 
 
 def accept_loss(config: AcceptLossConfig) -> int:
-    """Have the shards given up. Raises UnknownJob, UnknownShard, NothingLost, InvalidSpec.
-
-    Nothing is asked, and nothing changes, where it is to be said what becomes of the samples.
+    """Give up the shards. Raises UnknownJob, UnknownShard, NothingLost or InvalidSpec. If the user
+    must choose what happens to the samples, it asks for no confirmation and changes nothing.
     """
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
@@ -110,13 +109,13 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
 
 
 def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
-    """Raise InvalidSpec unless whoever sits there repeats the job's name."""
+    """Raise InvalidSpec unless the user types the job's name."""
     for shard in lost:
         at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.lost_unix_s))
         print(
             f"{_in_short(shard)} was lost at {at} with {', '.join(shard.servers) or 'its servers'}"
         )
-    print("What was trained in them will be gone for good.")
+    print("Their trained values will be gone for good.")
     print(samples)
     try:
         given = input("Type the job's name to give them up: ").strip()
@@ -144,7 +143,7 @@ def _me() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):
-        user = "somebody"  # a container may run under an id that has no name
+        user = "somebody"  # a container may run under a user id without a name
     return f"{user}@{socket.gethostname()}"
 
 

@@ -1,4 +1,4 @@
-"""Address of a cluster: one is enough, of its gRPC or of its status page."""
+"""Address of a cluster: that of its gRPC service or of its status page is enough."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 
 DEFAULT_URL = "http://127.0.0.1:7780"
 ASK_WITHIN_S = 10.0
-"""As long as a leader that hangs is not succeeded there is nobody to ask."""
+"""Time limit of a question: there is no answer until a leader that hangs has a successor."""
 
 HttpUrl = Annotated[
     str,
@@ -35,7 +35,7 @@ HttpUrl = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class StatusAddress(TlsOptions):
-    """Address of the status page, and the certificate to present there."""
+    """Address of the status page, and the certificate for it."""
 
     http: HttpUrl = ""
     coordinators: CoordinatorAddresses = ()
@@ -49,14 +49,13 @@ class StatusAddress(TlsOptions):
         return tuple(_usual_urls().split(","))
 
     def urls(self) -> str:
-        """URLs of the page, separated by commas. A coordinator may be asked for them; its errors
-        are raised."""
+        """URLs of the page, separated by commas. May ask a coordinator, and raises its errors."""
         return self.http or http_url_of(self.coordinators) or _usual_urls()
 
 
 def _usual_urls() -> str:
-    """The page at the usual port, unless this user's clusters on this machine are elsewhere: then
-    that of the only one. Raises InvalidSpec if there are several."""
+    """The page at the usual port; if this user's clusters on this machine have others, that of the
+    only one. Raises InvalidSpec if there are several."""
     running = [each for each in local_clusters.running() if each.pages]
     usual = DEFAULT_URL.removeprefix("http://")
     if not running or any(usual in each.pages for each in running):

@@ -32,9 +32,9 @@ class CertsConfig:
     action: Annotated[Literal["init", "issue", "renew", "show"], Parameter(show_default=False)] = (
         field(kw_only=False)
     )
-    """What to do."""
+    """Action to take."""
     role: Annotated[str, Parameter(show_default=False)] = field(default="", kw_only=False)
-    """For issue: operator, viewer, worker, server (a parameter server), coordinator, or reader (of
+    """issue: operator, viewer, worker, server (a parameter server), coordinator, or reader (of
     published weights)."""
     folder: Annotated[Path, Parameter(name="--dir", metavar="DIRECTORY", env_var="SHOAL_TLS")] = (
         DEFAULT_FOLDER
@@ -42,23 +42,23 @@ class CertsConfig:
     """Folder of the files, which only you may read. Keep ca.key, the authority's key, away from the
     machines that only use certificates."""
     name: Annotated[str, Parameter(metavar="NAME")] = ""
-    """For issue: the name of the holder and of the file. By default the role."""
+    """issue: name of the holder and of the file. By default the role."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
-    """For issue worker: the only job that the holder may act in. By default any."""
+    """issue worker: the only job that the holder may act in. By default any."""
     series: Annotated[str, Parameter(metavar="JOB/NAME")] = ""
-    """For issue reader: the only series that the holder may read. By default any."""
+    """issue reader: the only series that the holder may read. By default any."""
     hosts: Annotated[
         Sequence[str], Parameter(name="--host", metavar="NAME", allow_repeating=True)
     ] = ()
-    """For issue and init: names and addresses by which browsers reach the coordinator. Shoal's own
+    """issue, init: names and addresses by which browsers reach the coordinator. Shoal's own
     processes need none. Can be repeated."""
     valid_h: Annotated[float, Parameter(metavar="HOURS")] = DEFAULT_VALID.total_seconds() / 3600
-    """For issue and init: how long certificates are valid. Renewed certificates are valid for the
+    """issue, init: hours for which certificates are valid. Renewed certificates are valid for the
     same time."""
     if_absent: bool = False
-    """For init: if there is an authority already, renew its certificates instead of refusing."""
+    """init: if there is an authority already, renew its certificates instead of refusing."""
     every_h: Annotated[float, Parameter(metavar="HOURS")] = 0.0
-    """For renew: keep running, and renew again after this many hours. 0: renew once."""
+    """renew: keep running, and renew again after this many hours. 0: renew once."""
 
     def __post_init__(self) -> None:
         if (self.action == "issue") != bool(self.role):

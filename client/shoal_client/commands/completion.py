@@ -1,4 +1,4 @@
-"""`shoal completion`: a script by which a shell completes commands and options."""
+"""`shoal completion`: prints a script with which a shell completes commands and options."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,4 +1,4 @@
-"""`shoal drain`: a member finishes its step, hands over and leaves, and the others go on."""
+"""`shoal drain`: lets a member finish its step, hand over and leave, while the others go on."""
 
 import time
 from dataclasses import dataclass, field
@@ -37,9 +37,9 @@ class DrainConfig:
     """The member's job. Needed only if several jobs have a member of this name."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 60.0
-    """How long to wait for the member to leave."""
+    """Seconds to wait for the member to leave."""
     reason: str = "an operator asked for it"
-    """The reason that the other members are told."""
+    """Reason that the other members get."""
     job_secret: JobSecretFile = None
 
     def __post_init__(self) -> None:
@@ -51,7 +51,7 @@ class DrainConfig:
 
 
 def drain(config: DrainConfig) -> int:
-    """Have the member leave, and wait until it has. Raises DeadlineExceeded."""
+    """Make the member leave, and wait until it has left. Raises DeadlineExceeded."""
     member_id = config.member
     urls = config.address.urls()
     coordinators = Coordinators(config.address.coordinators or grpc_address_of(urls))
@@ -59,7 +59,7 @@ def drain(config: DrainConfig) -> int:
     try:
         with StatusClient(urls) as status:
             job = config.job or status.job_of(member_id)
-            # Of this process: one that comes after it under the same name is to stay.
+            # Drain this process only: a later process of the same name is to stay.
             process = _process_of(status, job, member_id, started_s + config.timeout_s)
             request = DrainRequest(
                 job=job,
@@ -77,7 +77,7 @@ def drain(config: DrainConfig) -> int:
 
 
 def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float) -> str:
-    """The public id of the member's process. Asks again for a moment while nobody leads yet."""
+    """The public id of the member's process. Retries for a while if there is no leader yet."""
     give_up_s = min(give_up_s, time.monotonic() + ASK_WITHIN_S)
     while True:
         try:
@@ -91,7 +91,8 @@ def _process_of(status: StatusClient, job: str, member_id: str, give_up_s: float
 def _drained(
     request: DrainRequest, coordinators: Coordinators, status: StatusClient, give_up_s: float
 ) -> Json:
-    """The job once the process has left it. Raises DeadlineExceeded with what it waits for."""
+    """Ask for the drain; return the job once the process has left it. Raises DeadlineExceeded with
+    the member's state."""
     seen, asked, was_away = "no coordinator answers", False, False
     while True:
         try:
@@ -105,12 +106,12 @@ def _drained(
                 asked = True
             detail = status.job(request.job)
         except RetryError as error:
-            # Whoever leads next has not heard of it.
+            # The next leader may not know of the request.
             seen, asked, was_away = str(error), False, True
         except UnknownMember:
             if not was_away:
                 raise
-            asked = True  # it was heard before, and the member has left
+            asked = True  # an earlier request was carried out: the member has left
             continue
         else:
             members = [entry["member"] for entry in detail["members"]]

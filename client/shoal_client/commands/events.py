@@ -1,4 +1,4 @@
-"""`shoal events`: what happened to a job, a line each, and what happens from now on."""
+"""`shoal events`: shows the events of a job, a line each, and follows new ones."""
 
 import json
 import time
@@ -38,7 +38,7 @@ class EventsConfig:
     number: Annotated[int, Parameter(name="-n", metavar="N")] = 20
     """Number of newest events to show first; at most 1000 are kept."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
-    """Also show the details in between: who joined and proposed, each phase of an agreement."""
+    """Also show details: members that join and propose, and each phase of an agreement."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print each event as a line of JSON."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
@@ -50,7 +50,7 @@ class EventsConfig:
 
 
 def show(config: EventsConfig) -> int:
-    """Print the newest, and with -f all that follow."""
+    """Print the newest events, and with -f all later ones."""
     console = Console(highlight=False)
     with StatusClient(config.address.urls()) as client:
         for event in _events(client, config):
@@ -72,9 +72,11 @@ def _events(client: StatusClient, config: EventsConfig) -> Iterator[Json]:
         try:
             answer = client.events(config.job, after, details=details)
         except (NotLeader, Unavailable):
-            # Somebody will lead again; events that came meanwhile have higher ids.
+            # There will be a leader again; events recorded meanwhile have higher ids.
             if not is_away:
-                Console(stderr=True, highlight=False).print("[dim]nobody leads; waiting[/dim]")
+                Console(stderr=True, highlight=False).print(
+                    "[dim]no coordinator leads; waiting[/dim]"
+                )
             is_away = True
         else:
             is_away, after = False, max(after, answer["next_after"])

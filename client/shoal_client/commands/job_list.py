@@ -1,4 +1,4 @@
-"""`shoal jobs`: what became of each job, in a line."""
+"""`shoal jobs`: lists jobs with their state and result, a line each."""
 
 import json
 import math
@@ -32,9 +32,9 @@ class JobListConfig:
     """Lists the jobs that are running and those that ended in the last 24 hours."""
 
     every: Annotated[bool, Parameter(name=["--all", "-a"], negative=())] = False
-    """All jobs that the cluster still has a record of."""
+    """Show all jobs that the cluster still has a record of."""
     state: Annotated[State | None, Parameter(name="--state")] = None
-    """Only jobs in this state, whenever they ended."""
+    """Show only jobs in this state, whenever they ended."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON instead of a table."""
     address: Annotated[StatusAddress, Parameter(name="*")] = field(default_factory=StatusAddress)
@@ -95,7 +95,7 @@ def _table(jobs: list[Json]) -> Table:
 
 
 def _loss(loss: float | str | None) -> str:
-    # What JSON has no number for comes as text.
+    # Infinity and NaN, which JSON lacks, are sent as text.
     return "" if loss is None else f"{float(loss):.4g}"
 
 

@@ -69,9 +69,9 @@ class StopConfig:
     job: str = field(kw_only=False)
     """Name of the job."""
     reason: Annotated[str, Parameter(metavar="TEXT")] = "an operator stopped it"
-    """The reason that the log and the page show."""
+    """Reason that the log and the page show."""
     wait_s: Annotated[float, Parameter(metavar="SECONDS")] = 60.0
-    """How long to wait for the last member to leave. 0: do not wait."""
+    """Seconds to wait for the last member to leave. 0: do not wait."""
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
     job_secret: JobSecretFile = None
     tls: TlsOption = field(default_factory=TlsOptions)
@@ -87,9 +87,9 @@ class StopConfig:
 @dataclass(frozen=True, kw_only=True)
 class RetryConfig:
     """Lets workers join a job again that failed, was stopped, or whose state is lost; with
-    --from-scratch also one that was interrupted and that nobody is in. It continues from its state
-    on the parameter servers, or from the newest checkpoint. If there is neither, the job is lost
-    again, unless you give --from-scratch."""
+    --from-scratch also an interrupted job without members. It continues from its state on the
+    parameter servers, or from the newest checkpoint. If there is neither, the job is lost again,
+    unless you give --from-scratch."""
 
     job: str = field(kw_only=False)
     """Name of the job."""
@@ -104,7 +104,7 @@ class RetryConfig:
 
 
 def stop(config: StopConfig) -> int:
-    """Stop the job: 0 once its members are gone, 1 if some are left when the time is up."""
+    """Stop the job. Returns 0 once its members are gone, 1 if some are left when the time is up."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -117,7 +117,7 @@ def stop(config: StopConfig) -> int:
             print(f"job {config.job}: {num} members end at their next step boundary", flush=True)
         deadline_s = time.monotonic() + config.wait_s
         while standing.phase not in OVER and time.monotonic() < deadline_s:
-            # Nothing tells a command of a job's end; it is asked for a few times a second.
+            # Commands are not notified of a job's end, so ask for it a few times a second.
             time.sleep(ASK_AGAIN_S)
             asked = pb.GetJobRequest(job=config.job)
             standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
@@ -133,7 +133,7 @@ def stop(config: StopConfig) -> int:
 
 
 def retry(config: RetryConfig) -> int:
-    """Let the job be joined again. Raises UnknownJob, JobFinished, InvalidSpec if it runs."""
+    """Let workers join the job again. Raises UnknownJob, JobFinished, or InvalidSpec if it runs."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     try:
@@ -150,9 +150,7 @@ def retry(config: RetryConfig) -> int:
 
 
 def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
-    """Have the job begin from nothing; whether there was anything of it. `job_secret`: what it was
-    begun with.
-
+    """Remove all data of a job; return True if there was any. `job_secret`: the secret of the job.
     Raises JobInUse while it has members, Unavailable if no coordinator answers.
     """
     coordinators = Coordinators(addresses)
@@ -164,7 +162,7 @@ def reset_job(addresses: Sequence[str], job: str, job_secret: str = "") -> bool:
 
 
 def check_not_finished(addresses: Sequence[str], job: str) -> None:
-    """Raise JobFinished or StateLost, with what to do, for a job that nobody can join any more."""
+    """Raise JobFinished, StateLost or JobStopped, with advice, if the job cannot be joined."""
     coordinators = Coordinators(addresses)
     try:
         request = pb.GetJobRequest(job=job)
@@ -172,7 +170,7 @@ def check_not_finished(addresses: Sequence[str], job: str) -> None:
     except UnknownJob:
         return
     except MalformedMessage:
-        return  # an older coordinator, which cannot be asked: its workers are told by themselves
+        return  # an older coordinator lacks this call: it refuses the workers themselves
     finally:
         coordinators.close()
     if standing.phase == "lost":

@@ -1,4 +1,4 @@
-"""`shoal kill`: a member's process on this host is killed, as by a crash, to see what follows."""
+"""`shoal kill`: kills a member's process on this host, as a crash would."""
 
 import os
 import signal
@@ -34,12 +34,13 @@ class KillConfig:
 
 
 def kill(config: KillConfig) -> int:
-    """Kill the process. Raises UnknownMember, InvalidSpec if it is not this host's."""
+    """Kill the process. Raises UnknownMember, or InvalidSpec if it is not on this host."""
     with StatusClient(config.address.urls()) as client:
         job = config.job or client.job_of(config.member)
         process = client.member(job, config.member)["member"]["process"]
     pid = int(process["pid"])
-    # A file descriptor of the process: its pid cannot become another's between check and signal.
+    # A file descriptor of the process: unlike a pid, it cannot become another process's before the
+    # signal.
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:

@@ -1,4 +1,4 @@
-"""`shoal logs`: what workers printed, as their launchers hand it on or keep it on this host."""
+"""`shoal logs`: shows workers' output, from their launchers or from files on this host."""
 
 import os
 import sys
@@ -31,14 +31,14 @@ LOOK_EACH_S = 0.2
 ASK_EACH_S = 0.5
 NUM_LINES, NUM_LINES_EACH = 100, 10
 ELSEWHERE = (AccessDenied, NotLeader, Unavailable, UnknownJob, UnknownMember)
-"""What the coordinator answers where the files of this host may still have it."""
+"""Errors of the coordinator after which this host's files may still have the output."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogsConfig:
     """Shows what the workers of a job print, or one of them, on whichever host they run. Their
-    launchers hand on the newest 1 MiB of each worker's output; 8 to 16 MiB are in files on their
-    own hosts, which are shown where the coordinator has nothing."""
+    launchers provide the newest 1 MiB of each worker's output. The newest 8 to 16 MiB are in files
+    on their hosts; if the coordinator has no output, those of this host are shown."""
 
     name: str = field(kw_only=False)
     """Name of the job, or id of a member."""
@@ -74,12 +74,12 @@ class LogsConfig:
 
     @property
     def member_id(self) -> str:
-        """Empty: all of them."""
+        """Id of the member; empty: all members."""
         return self.name if self.of_job else self.member
 
 
 def logs(config: LogsConfig) -> int:
-    """Print the lines. Raises UnknownMember where nobody has any."""
+    """Print the lines. Raises UnknownMember if there are none."""
     if config.directory is not None:
         return _from_files(config, config.directory)
     try:
@@ -94,7 +94,7 @@ def logs(config: LogsConfig) -> int:
 
 
 def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
-    """The same with the member's job, if a member alone is named."""
+    """The config with the member's job, if only a member is named."""
     if config.of_job or config.member:
         return config
     try:
@@ -105,7 +105,7 @@ def _with_job(client: StatusClient, config: LogsConfig) -> LogsConfig:
     return config
 
 
-# --- as launchers hand it on ---
+# --- output from launchers ---
 
 
 def _from_coordinator(client: StatusClient, config: LogsConfig) -> int:
@@ -169,7 +169,7 @@ def _follow(
             try:
                 page = client.output(job, member, after=after)
             except (NotLeader, Unavailable):
-                continue  # somebody will lead again, or the launcher answer
+                continue  # a coordinator will lead again, or the launcher answer
             except UnknownMember:
                 page = None
             if page is None or (not page["is_live"] and not page["lines"]):
@@ -236,14 +236,14 @@ def _where(config: LogsConfig) -> str:
 
 
 def _followed(path: Path, pause: Callable[[float], None] = time.sleep) -> Iterator[bytes]:
-    """Yield what is appended from now on, also after the file has become the older one."""
+    """Yield data appended from now on, even after the file has become the older one."""
     at, inode = path.stat().st_size, path.stat().st_ino
     while True:
         pause(LOOK_EACH_S)
         try:
             found = path.stat()
         except FileNotFoundError:
-            continue  # it is about to be made anew
+            continue  # the launcher is about to create it again
         if found.st_ino != inode:
             rest = older(path)
             if rest.exists() and rest.stat().st_ino == inode and (left := _from(rest, at)):

@@ -1,4 +1,4 @@
-"""`shoal repair`: what keeps a job in quarantine, and letting it go on without that."""
+"""`shoal repair`: shows the records that keep a job quarantined, and moves them aside."""
 
 import time
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ from shoal_proto.v1.repair_pb2_grpc import RepairsStub
 
 ANSWER_WITHIN_S = 30.0
 BROKEN = 1
-"""Exit code where the job is still in quarantine."""
+"""Exit code while the job is quarantined."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class RepairConfig:
 
 
 def repair(config: RepairConfig) -> int:
-    """Show what is wrong with the job, or mend it. Raises UnknownJob, JobQuarantined."""
+    """Show the broken records of the job, or repair it. Raises UnknownJob or JobQuarantined."""
     check_reachable(config.coordinators, ANSWER_WITHIN_S)
     coordinators = Coordinators(config.coordinators)
     request = pb.RepairRequest(
@@ -91,7 +91,7 @@ def told(job: str, reply: pb.RepairReply) -> list[str]:
     if reply.quarantined and reply.goes_on:
         lines.append(f"job {job} goes on ({reply.phase or 'nothing of it is left'})")
     elif reply.quarantined and not reply.records:
-        lines.append("Every record of it can be read: --apply takes it up again as etcd has it.")
+        lines.append("All its records can be read: --apply lets it continue from them.")
     return lines
 
 

@@ -1,4 +1,4 @@
-"""`shoal snapshot`, `shoal snapshots` and `shoal restore`: a job's parameters as of one moment."""
+"""`shoal snapshot`, `shoal snapshots` and `shoal restore`: save, list and load snapshots."""
 
 import json
 import sys
@@ -44,7 +44,7 @@ _URL_HELP = (
 
 
 def _absolute(kind: Any, tokens: Sequence[Any]) -> str:
-    """A path means the same wherever the servers were started."""
+    """Make a path absolute: servers were started in other directories."""
     text: str = tokens[-1].value
     return str(Path(text).absolute()) if text and "://" not in text else text
 
@@ -60,7 +60,7 @@ class CallOptions:
     coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
     tls: TlsOption = field(default_factory=TlsOptions)
     timeout_s: Annotated[float, Parameter(name="--timeout", metavar="SECONDS")] = 3600.0
-    """How long to wait for the answer."""
+    """Seconds to wait for the answer."""
     as_json: Annotated[bool, Parameter(name="--json")] = False
     """Print JSON."""
 
@@ -72,7 +72,7 @@ class CallOptions:
 @dataclass(frozen=True, kw_only=True)
 class TakeConfig:
     """Saves all parameters of a job, with optimizer state and position in the data, at one moment.
-    Training continues meanwhile. Shards that have not changed since the last snapshot in that place
+    Training continues meanwhile. Shards that have not changed since the last snapshot at that URL
     are not written again."""
 
     job: str = field(kw_only=False)
@@ -106,7 +106,7 @@ class RestoreConfig:
     """Name of the job."""
     url: Annotated[str, _url("--from")] = ""
     number: Annotated[int, Parameter(metavar="N")] = 0
-    """Which snapshot. 0: the newest."""
+    """Number of the snapshot. 0: the newest."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
@@ -116,7 +116,7 @@ class RestoreConfig:
 
 
 def take(config: TakeConfig) -> int:
-    """Have a snapshot taken, and say what came of it."""
+    """Take a snapshot, and print its summary."""
     with _leader(config.job, config.url, config.call) as leader:
         request = TakeSnapshotRequest(job=config.job, url=config.url)
         taken: SnapshotSummary = leader(lambda stub: stub.Take, request)
@@ -153,7 +153,7 @@ def show(config: SnapshotListConfig) -> int:
 
 
 def restore(config: RestoreConfig) -> int:
-    """Have a snapshot loaded."""
+    """Load a snapshot, and print its summary."""
     with _leader(config.job, config.url, config.call) as leader:
         request = RestoreSnapshotRequest(job=config.job, url=config.url, number=config.number)
         reply: RestoreSnapshotReply = leader(lambda stub: stub.Restore, request)
@@ -173,8 +173,8 @@ Call = Callable[[Callable[[SnapshotsStub], Any], Message], Any]
 
 @contextmanager
 def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
-    """Calls to the coordinator that leads. Each is made once: what it does takes long, and what
-    fails is told at once."""
+    """Yield a function that calls the leading coordinator. Each call is made once: calls take long,
+    and errors are raised at once."""
     check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
     coordinators = Coordinators(options.coordinators)
 
@@ -187,7 +187,7 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
             raise explained(from_rpc_error(error, address), address, COORDINATOR_NAME) from None
 
     try:
-        # Finds the leader, and sees that the storage can be read.
+        # Find the leader, and check that the storage can be read.
         look = ListSnapshotsRequest(job=job, url=url)
         coordinators.call(
             lambda channel: SnapshotsStub(channel).List,
@@ -200,7 +200,7 @@ def _leader(job: str, url: str, options: CallOptions) -> Iterator[Call]:
 
 
 def printed(options: CallOptions, reply: Message) -> bool:
-    """Print the reply as JSON if that is asked for; True if so."""
+    """Print the reply as JSON if the options say so; True if they do."""
     if options.as_json:
         plain = MessageToDict(
             reply, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -226,5 +226,5 @@ def _table(reply: ListSnapshotsReply) -> Table:
 
 
 def mib(num_bytes: int) -> str:
-    """A number of bytes for people."""
+    """Text of a number of bytes, in MiB."""
     return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,4 +1,4 @@
-"""`shoal status` and `shoal why`: what the coordinator's HTTP API tells, as tables."""
+"""`shoal status` and `shoal why`: show data of the coordinator's HTTP API as tables."""
 
 import json
 import os
@@ -42,13 +42,13 @@ SHOWN_PHASES = {
 MAX_TOLD_SHARDS = 8
 MAX_TOLD_MEMBERS = 10
 WIDE = 100
-"""Columns from which on a terminal has room for the hosts of members."""
+"""Width from which on a terminal shows members' hosts, and tables in one piece."""
 
 BY_ROLE = {"sni_hostname": COORDINATOR_NAME}
-"""The certificate that answers is to be a coordinator's, whatever the address."""
+"""Name that the server's certificate must have, whatever the address: a coordinator's."""
 
 Json = Any
-"""What an endpoint answered, decoded."""
+"""Decoded answer of an endpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +88,8 @@ class WhyConfig:
 
 
 def _whole(url: str) -> str:
-    """HOST:PORT is as good as a URL. With a certificate nothing is asked for without TLS, but for
-    the page of a cluster that this user has started on this machine."""
+    """Add the scheme to HOST:PORT. With a certificate it is https, except for the page of a cluster
+    that this user has started on this machine."""
     host = url.removeprefix("http://")
     if "://" in host:
         return url
@@ -120,9 +120,9 @@ def _context() -> ssl.SSLContext | None:
 
 
 class StatusClient:
-    """Reads the HTTP API of the coordinator that leads, of those at the URLs (with commas between
-    them); raises the class of error that the server names. What a terminal would obey in the texts
-    of an answer is escaped."""
+    """Reads the HTTP API of the leader among the coordinators at the URLs, which are separated by
+    commas. Raises the class of error that the server names. Control characters in answers are
+    escaped, so that no text acts on the terminal."""
 
     def __init__(self, urls: str) -> None:
         self._urls = [_whole(url.strip().rstrip("/")) for url in urls.split(",")]
@@ -143,15 +143,15 @@ class StatusClient:
         self._http.close()
 
     def leader(self) -> str:
-        """host:port of the coordinator that leads. Raises Unavailable where nobody does."""
-        # One that does not lead says who does, with 503.
+        """host:port of the coordinator that leads. Raises Unavailable if none does."""
+        # A coordinator that does not lead names the leader, with status 503.
         answer = self._get("/readyz", known=(503,))
         if not answer["leader"]:
             raise Unavailable("no coordinator leads the cluster", seen=answer["reason"])
         return str(answer["leader"])
 
     def jobs(self) -> Json:
-        """One line a job."""
+        """Summaries of all jobs."""
         return self._get("/api/v1/jobs")
 
     def job(self, job: str) -> Json:
@@ -171,8 +171,7 @@ class StatusClient:
         return self._get(f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}")
 
     def job_of(self, member_id: str) -> str:
-        """The job that has this member. Raises UnknownMember, or InvalidSpec if several have one of
-        this name."""
+        """The job that has this member. Raises UnknownMember, or InvalidSpec if several jobs do."""
         found, known = [], []
         for job in (each["job"] for each in self.jobs() if each["num_members"]):
             members = [entry["member"]["member_id"] for entry in self.job(job)["members"]]
@@ -197,7 +196,7 @@ class StatusClient:
     def output(
         self, job: str, member_id: str, *, after: str | None = None, before: str | None = None
     ) -> Json:
-        """The newest lines that the member printed, or those on one side of a position."""
+        """The newest lines of the member's output, or lines on one side of a position."""
         asked = [f"{k}={v}" for k, v in (("after", after), ("before", before)) if v is not None]
         path = f"/api/v1/jobs/{quote(job, safe='')}/members/{quote(member_id, safe='')}/output"
         return self._get(f"{path}?{'&'.join(asked)}")
@@ -222,7 +221,7 @@ class StatusClient:
             try:
                 return self._get_from(url, path, known)
             except (NotLeader, Unavailable):
-                continue  # the next one may lead; what the last one answers is raised
+                continue  # the next coordinator may lead; the last one's error is raised
         return self._get_from(self._urls[-1], path, known)
 
     def _get_from(self, url: str, path: str, known: Sequence[int]) -> Json:
@@ -288,7 +287,8 @@ def status(config: StatusConfig) -> int:
 
 
 def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
-    """Series of published weights that are of no job; none from a coordinator that knows none."""
+    """Series of published weights that belong to no job; none if the coordinator cannot list
+    any."""
     try:
         found = client.weights()
     except Unavailable:
@@ -297,7 +297,7 @@ def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
 
 
 def shown_state(summary: Json) -> str:
-    """A job's state for people: its phases before it trains have no names of their own."""
+    """A job's state as shown to people: phases before training share a few names."""
     if summary["state"] != "running":
         return str(summary["state"])
     return SHOWN_PHASES.get(summary["phase"], str(summary["phase"]))
@@ -308,7 +308,8 @@ def _is_over(job: Json) -> bool:
 
 
 def _shards(client: StatusClient, job: str) -> Json:
-    """The job's shards; or what keeps them from being read, which is no other job's trouble."""
+    """The job's shards, or the error with which they cannot be read: other jobs are shown all the
+    same."""
     try:
         return {"shards": client.shards(job), "shards_error": ""}
     except (NotLeader, Unavailable, UnknownJob):
@@ -319,7 +320,7 @@ def _shards(client: StatusClient, job: str) -> Json:
 
 
 def why(config: WhyConfig) -> int:
-    """Print what the member waits for, or those of a job."""
+    """Print why a member waits, or why the members of a job do."""
     with StatusClient(config.address.urls()) as client:
         job = config.job
         if not job:
@@ -346,7 +347,7 @@ def why(config: WhyConfig) -> int:
 
 
 def _job_of_member(client: StatusClient, name: str, error: UnknownJob) -> str:
-    """The job of the member of this name. Raises `error` if nobody has it."""
+    """The job of the member of this name. Raises `error` if there is no such member."""
     try:
         return client.job_of(name)
     except UnknownMember:
@@ -354,8 +355,7 @@ def _job_of_member(client: StatusClient, name: str, error: UnknownJob) -> str:
 
 
 def _why_job(job: Json, *, as_json: bool) -> int:
-    """Why the job is as it is: in a line, then what its members wait for, once for all who wait for
-    the same."""
+    """Print the reason for the job's state, then the reasons why its members wait."""
     summary = job["summary"]
     if as_json:
         print(json.dumps(summary, indent=2))
@@ -396,7 +396,7 @@ def _print_job(console: Console, job: Json) -> None:
 
 
 def _print_weights(console: Console, series: Json) -> None:
-    """A series of published weights in a line, and its readers by the version that they serve."""
+    """Print a series of published weights in a line, and its readers by the version they serve."""
     served: dict[str, list[str]] = {}
     for reader in series["readers"]:
         held = f"{reader['version']} {reader['digest'][:12]}" if reader["version"] else "none yet"
@@ -423,7 +423,7 @@ def _print_weights(console: Console, series: Json) -> None:
 
 
 def _print_members(console: Console, members: Json) -> None:
-    # In a narrow terminal the words that explain a wait have lines of their own.
+    # In a narrow terminal the reasons for waits are printed below the table.
     wide = console.width >= WIDE
     stale = any((entry["health"] or {}).get("staleness_steps") is not None for entry in members)
     bounded = any(entry["member"]["clock"] is not None for entry in members)
@@ -523,7 +523,7 @@ def _print_servers(console: Console, view: Json) -> None:
 
 
 def _print_accepted_losses(console: Console, accepted: Json) -> None:
-    """A line for all that were given up at once."""
+    """Print a line for all shards that were given up at once."""
     alike: dict[tuple[str, float, bool], list[Json]] = {}
     for each in accepted:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
@@ -546,7 +546,7 @@ def _given_up(shard: Json) -> str:
 
 
 def _server_figures(server: Json, shards: Json) -> dict[str, str]:
-    """Figures of a server by column name; `shards`: those that it leads."""
+    """Figures of a server by column name. `shards`: the shards that it leads."""
     return {
         "state": server["state"],
         "address": escape(server["address"]),
@@ -565,7 +565,7 @@ def _server_figures(server: Json, shards: Json) -> dict[str, str]:
 
 
 def _table(*columns: str) -> Table:
-    """A table; a column whose name ends in > is set to the right."""
+    """A table; a column whose name ends in > is right-aligned."""
     table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
     for column in columns:
         name = column.removesuffix(">")
@@ -580,7 +580,7 @@ def _number(value: float | str | None, form: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the unit that suits it."""
+    """Text of a duration in a suitable unit."""
     seconds = max(0.0, seconds)
     for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (129600, 3600, "h")):
         if seconds < limit:

@@ -41,7 +41,7 @@ class TopConfig:
 
 
 def top(config: TopConfig) -> int:
-    """Look and show until Ctrl-C."""
+    """Show and refresh until Ctrl-C."""
     console = Console(highlight=False)
     with StatusClient(config.address.urls()) as client:
         if config.once or not console.is_terminal:
@@ -153,7 +153,7 @@ def _table(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold dim", padding=(0, 2, 0, 0))
     for column in columns:
         name = column.removesuffix(">")
-        # Names may be of any length: figures are not to give way to them.
+        # Long names are cut, so that figures stay visible.
         longest = None if name != columns[0] else NAME_WIDTH
         table.add_column(
             name,

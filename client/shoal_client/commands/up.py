@@ -34,7 +34,7 @@ HTTP_PORT = 7780
 CONNECTS_WITHIN_S = 3.0
 SIGNALS_SEEN_S = 1.0
 LEADS_WITHIN_S = 15.0
-"""A coordinator that led here before, and was killed, leads until its lease runs out."""
+"""Time to wait for a leader: an earlier coordinator that was killed leads until its lease ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,8 @@ class UpConfig:
     """Use TLS, which is the default: certificates are made in `certs` in --dir, and renewed while
     this runs."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
-    """File of tokens, made by `shoal token`, with which other users of this machine get into the
-    status page. By default only the user that runs this command does, and root."""
+    """File of tokens, made by `shoal token`, with which other users of this machine access the
+    status page. By default only the user that runs this command can, and root."""
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ def up(config: UpConfig) -> int:
     orders = StopOrders()
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        # What stops the cluster is not to be cut short by a repetition.
+        # A repeated signal must not interrupt the stop of the cluster.
         if not orders.repeats(number):
             raise KeyboardInterrupt
 
@@ -139,7 +139,7 @@ def up(config: UpConfig) -> int:
 
 
 def _check_ports(config: UpConfig) -> None:
-    """Raise AddressInUse for a port that was asked for and is taken, before anything starts."""
+    """Raise AddressInUse if a requested port is taken, before any part is started."""
     for option, port in (("--port", config.port), ("--http-port", config.http_port)):
         if port and not _is_free(port):
             raise AddressInUse(
@@ -151,7 +151,7 @@ def _check_ports(config: UpConfig) -> None:
 
 
 def _check_listens(etcd: str) -> None:
-    """Raise Unavailable if nobody takes a connection at any of these addresses."""
+    """Raise Unavailable if none of these addresses accepts a connection."""
     seen = []
     for endpoint in etcd.split(","):
         host, _, port = endpoint.rpartition(":")
@@ -170,7 +170,7 @@ def _check_listens(etcd: str) -> None:
 
 
 def _await_leader(cluster: LocalCluster, etcd: str) -> None:
-    """Return once a coordinator leads, which takes an etcd that answers. Raises Unavailable."""
+    """Return once a coordinator leads, which needs an etcd that answers. Raises Unavailable."""
     try:
         check_reachable([each.grpc for each in cluster.coordinators], LEADS_WITHIN_S)
     except Unavailable as error:
@@ -183,8 +183,8 @@ def _await_leader(cluster: LocalCluster, etcd: str) -> None:
 
 
 def _next_of(ended: "queue.SimpleQueue[str]") -> str:
-    """A signal that comes at the very moment at which a wait begins does not end that wait: so no
-    wait is for ever."""
+    """Wait for the next entry, in short waits: a signal that arrives just before a wait does not
+    end it."""
     while True:
         with suppress(queue.Empty):
             return ended.get(timeout=SIGNALS_SEEN_S)
@@ -199,8 +199,8 @@ def _environment(config: UpConfig) -> dict[str, str]:
 
 
 def _address(wanted: int | None, usual: int) -> str:
-    """The port that was asked for, or the usual one, so that addresses stay the same from time to
-    time; if that is taken, any."""
+    """Address with the requested port; by default the usual one, so that addresses stay the same.
+    If that is taken, any free port."""
     port = usual if wanted is None else wanted
     if wanted is None and not _is_free(usual):
         port = 0
@@ -223,7 +223,7 @@ def _welcome(cluster: LocalCluster, directory: Path) -> str:
     pages = ",".join(each.http for each in cluster.coordinators)
     certificates = cluster.certificates
     tls = (
-        "none (--insecure): every user of this machine gets in"
+        "none (--insecure): every user of this machine has access"
         if certificates is None
         else f"{certificates.resolve()} (SHOAL_TLS); your commands here find them, the page is"
         " yours alone"

@@ -26,7 +26,7 @@ Reply = TypeVar("Reply", bound=Message)
 ANSWER_WITHIN_S = 10.0
 DIGEST_DIGITS = 12
 EXPORTERS = "shoal.weights"
-"""The group of entry points for actions that need tensors."""
+"""Group of entry points for actions that need tensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,24 +41,24 @@ class WeightsConfig:
     action: Annotated[
         Literal["list", "pin", "unpin", "rollback", "export"], Parameter(show_default=False)
     ] = field(kw_only=False)
-    """What to do."""
+    """Action to take."""
     series: Annotated[str, Parameter(metavar="JOB/NAME", show_default=False)] = field(
         default="", kw_only=False
     )
-    """Name of the series. For list: it, or a job for all of its series; by default all."""
+    """Name of the series. list: a series, or a job for all of its series; by default all."""
     number: Annotated[int, Parameter(metavar="N", show_default=False)] = field(
         default=0, kw_only=False
     )
-    """For pin and unpin: the number of the version. For export: by default the newest one."""
+    """pin, unpin: number of the version. export: by default the newest one."""
     to: Annotated[int, Parameter(metavar="N")] = 0
-    """For rollback: the number of the version whose bytes become the newest version."""
+    """rollback: number of the version whose bytes become the newest version."""
     into: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """For export: the directory to write; for SGLang the one above those of versions,
+    """export: directory to write; for SGLang the one above the directories of versions,
     `weight_v000057`."""
     format: Literal["safetensors", "sglang"] = "safetensors"
-    """For export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
+    """export: as a Hugging Face model, or as SGLang, slime and miles pull versions."""
     base: Annotated[str, Parameter(metavar="DIR", show_default=False)] = ""
-    """For export: a directory whose config and tokenizer are copied beside the weights."""
+    """export: directory whose config and tokenizer are copied beside the weights."""
     call: Annotated[CallOptions, Parameter(name="*")] = field(default_factory=CallOptions)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ _USAGE = {
 
 
 def weights(config: WeightsConfig) -> int:
-    """Do what is asked, and print the outcome."""
+    """Carry out the action, and print its result."""
     options = config.call
     check_reachable(options.coordinators, min(ANSWER_WITHIN_S, options.timeout_s))
     if config.action == "export":
@@ -125,7 +125,7 @@ def weights(config: WeightsConfig) -> int:
 
 
 def _export(config: WeightsConfig) -> int:
-    """Export by the installed package that has tensors."""
+    """Export with the installed package that handles tensors."""
     found = [each for each in entry_points(group=EXPORTERS) if each.name == config.action]
     if not found:
         raise InvalidSpec(

@@ -1,7 +1,6 @@
-"""Wait for a renewed certificate after one was refused that was accepted before.
-
-A certificate expires, or is renewed on one side first, while a job trains: a process that was
-connected waits for files that are accepted, and reads them again at each attempt.
+"""Wait for a renewed certificate, after a certificate that was accepted before is refused. A
+certificate may expire, or be renewed on one side first, while a job trains. A process that was
+connected then waits for accepted files, and reads them again at each attempt.
 """
 
 import os
@@ -27,7 +26,8 @@ def wait_s(environment: Mapping[str, str] | None = None) -> float:
 
 
 class CertificateWait:
-    """Waits for a certificate; each lasts from the first refusal until a connection succeeds."""
+    """Waits for a certificate. Each wait lasts from the first refusal until a connection
+    succeeds."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -39,13 +39,13 @@ class CertificateWait:
         return self._since_s is not None
 
     def goes_on(self, now_s: float) -> bool:
-        """Record a refusal. True if there is time left to try again."""
+        """Note a refusal. True if there is time left to try again."""
         if self._since_s is None:
             self._since_s = now_s
         return now_s - self._since_s < self.limit_s
 
     def accepted(self) -> bool:
-        """A connection has come about; whether it was waited for."""
+        """Note that a connection succeeded; True if this ends a wait."""
         was_on, self._since_s = self.is_on, None
         return was_on
 

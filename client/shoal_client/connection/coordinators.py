@@ -1,4 +1,4 @@
-"""Connections to the coordinator: which replica to ask, and when to ask again."""
+"""Connections to the coordinators: the choice of the replica to ask, and retries."""
 
 import math
 import random
@@ -37,11 +37,11 @@ log = structlog.get_logger(__name__)
 CLOSE_WITHIN_S = 1.0
 
 OUTLASTED = (RetryError, JobQuarantined, CertificateRefused)
-"""Errors that a training member outlasts: there is no leader, the leader cannot continue the job,
-or this process' certificate is not accepted until it is renewed."""
+"""Errors that do not end the membership of a member that trains: there is no leader, the leader
+cannot continue the job, or this process' certificate has to be renewed."""
 
-# Not the process's own generator: that is the script's, which may have seeded it, equally in every
-# member; background threads draw here while the script initialises its model.
+# Not `random`'s own generator: it is the script's, which may have seeded it equally in every
+# member. Background threads draw numbers while the script initialises its model.
 chance = random.SystemRandom().random
 """A number from 0 to 1, for the pauses between attempts."""
 
@@ -50,16 +50,16 @@ CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", MAX_ANSWER_BYTES),
     ("grpc.keepalive_time_ms", 2000),
     ("grpc.keepalive_timeout_ms", 1000),
-    # gRPC gives a ping a minute to be answered whatever the line above says. A leader that hangs
-    # (SIGSTOP, a frozen machine) is to be left before its successor takes its members for lost.
+    # gRPC waits a minute for the answer to a ping, despite the timeout above. Members must leave a
+    # leader that hangs (SIGSTOP, a frozen machine) before its successor declares them lost.
     ("grpc.http2.ping_timeout_ms", 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # gRPC's own back-off grows to minutes; a coordinator that is back should be found at once.
+    # gRPC's own back-off grows to minutes; a restarted coordinator should be found at once.
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.max_reconnect_backoff_ms", 500),
-    # Two clients in one process must not share a connection: one may be cut off on purpose.
+    # Two clients in one process must not share a connection: a test may cut one of them off.
     ("grpc.use_local_subchannel_pool", 1),
     USER_AGENT_OPTION,
 )
@@ -74,7 +74,7 @@ class Method(Protocol[Reply_co]):
 
 
 class Coordinators:
-    """The coordinator replicas as one peer: calls go to who leads, and are retried elsewhere.
+    """The coordinator replicas as one peer: calls go to the leader, and are retried elsewhere.
 
     Thread-safe. Every call is bounded by its `timeout_s`, retries included.
     """
@@ -89,7 +89,8 @@ class Coordinators:
         """Channels by address and certificate."""
         self._current = self._addresses[0]
         self._asked = 0
-        """Position of the replica that was asked last, or that named the one asked now."""
+        """Index of the replica that was asked last in turn; it may have named the present one as
+        leader."""
 
     @property
     def current(self) -> str:
@@ -111,16 +112,15 @@ class Coordinators:
             return channel
 
     def _forget_outdated(self, address: str) -> None:
-        """Close the channels there that know a certificate of before the last renewal. That of the
-        last one may still carry a stream."""
+        """Close channels to the address with certificates older than the last one. The channel with
+        the last certificate may still carry a stream."""
         keys = [key for key in self._channels if key[0] == address][:-1]
         close_channels([self._channels.pop(key) for key in keys])
 
     def move_on(self, failed: str, error: ShoalError) -> None:
-        """Turn, after a failure at `failed`, to the leader it named, else to the next address.
-
-        A named leader counts only if a replica in turn named it: a replica that is cut off names a
-        leader of the past, perhaps itself, and two such would name each other.
+        """Turn, after a failure at `failed`, to the leader it named, else to the next address. A
+        named leader is followed only if the replica that named it was asked in turn. Replicas that
+        are cut off name past leaders: two of them might name each other for ever.
         """
         with self._lock:
             if self._current != failed:
@@ -143,9 +143,9 @@ class Coordinators:
     ) -> Reply_co:
         """Call until it succeeds, is refused, or `timeout_s` has passed.
 
-        An attempt that takes longer than `attempt_s` is made again elsewhere: only for a request
-        that may be carried out twice. Raises what the server raised; a RetryError only once the
-        time is over, or `gives_up()` says after an attempt that nobody waits for the answer.
+        An attempt that takes longer than `attempt_s` is repeated elsewhere: only for a request that
+        may be carried out twice. Raises the server's error. A RetryError is raised only once the
+        time is over, or if `gives_up()` returns True after an attempt.
         """
         if not (name := type(request).__name__.removesuffix("Request")).startswith("Heartbeat"):
             with tracing.span(name):
@@ -190,12 +190,10 @@ class Coordinators:
         waits_for: str,
         gives_up: Callable[[], bool] = lambda: False,
     ) -> Reply_co:
-        """Make a call again until it is answered: no coordinator need be there for hours.
-
-        `call` bounds each attempt itself. Raises what it is refused with, a refused certificate
-        once SHOAL_CERTIFICATE_WAIT_S are over, and what it outlasts once `gives_up()` says so or
-        the connection was closed. An outage is two lines in the log; so is the time for which the
-        job is quarantined.
+        """Repeat a call until it is answered, through outages of hours. `call` limits the time of
+        each attempt itself. Raises a refusal at once, a refused certificate after
+        SHOAL_CERTIFICATE_WAIT_S, and the errors in OUTLASTED once `gives_up()` returns True or the
+        connection is closed. An outage, or a quarantine of the job, gives two lines in the log.
         """
         back_off, began_s, away = BackOff(), time.monotonic(), False
         certificate = CertificateWait(wait_s())
@@ -220,7 +218,7 @@ class Coordinators:
             return reply
 
     def close(self) -> None:
-        """Close every connection; calls under way fail."""
+        """Close every connection; calls in progress fail."""
         self._closed.set()
         with self._lock:
             channels, self._channels = list(self._channels.values()), {}
@@ -228,17 +226,16 @@ class Coordinators:
 
 
 class Closable(Protocol):
-    """A gRPC channel, as far as its end goes."""
+    """A gRPC channel, of which only `close` is used."""
 
     def close(self) -> None: ...
 
 
 def close_channels(channels: Iterable[Closable]) -> None:
-    """Close the channels: calls under way fail. Returns within CLOSE_WITHIN_S, closed or not.
-
-    gRPC's `close` waits for every call to end. A call that KeyboardInterrupt struck between its
-    registration and the start of the thread that serves it never ends, and a worker that is told
-    to stop must not wait for it.
+    """Close the channels: calls in progress fail. Returns within CLOSE_WITHIN_S, closed or not.
+    gRPC's `close` waits for every call to end. A call never ends if KeyboardInterrupt was raised
+    between its registration and the start of the thread that serves it. A worker that is to stop
+    must not wait for such a call.
     """
     closing = [
         threading.Thread(target=channel.close, name="shoal-close", daemon=True)

@@ -11,16 +11,14 @@ MAX_FACTOR = 8
 
 
 class Cancellable(Protocol):
-    """A gRPC stream, as far as its end goes."""
+    """A gRPC stream, of which only `cancel` is used."""
 
     def cancel(self) -> bool: ...
 
 
 class FirstReplyTimeout:
-    """Cancels a stream on which nothing came in time. Waits twice as long after each silence.
-
-    A replica may live and yet answer nothing, because its process is stopped or starved; a
-    connection alone does not tell.
+    """Cancels a stream without a reply in time. The limit doubles after each silence. A replica may
+    accept connections and yet not answer, because its process is stopped or starved.
     """
 
     def __init__(self, first_s: float) -> None:
@@ -47,7 +45,7 @@ class FirstReplyTimeout:
             self._timer.cancel()
 
     def answered(self) -> None:
-        """Record a reply: from now on the stream may be silent."""
+        """Note a reply: from now on the stream may be silent."""
         if self._timer is not None:
             self._timer.cancel()
         self._limit_s = self._first_s

@@ -1,4 +1,4 @@
-"""HTTP clients for the coordinators' status API: neighbours, which no proxy leads to."""
+"""HTTP clients for the coordinators' status API, which is reached without a proxy."""
 
 import ssl
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ def direct_http_client(
 ) -> httpx.Client:
     """Client that ignores the environment (http_proxy, .netrc, SSL_CERT_FILE), to be closed.
 
-    `context`: with which https is spoken; by default that of the system's authorities.
+    `context`: the TLS context for https; by default one with the system's authorities.
     """
     verify = True if context is None else context
     return httpx.Client(timeout=timeout_s, trust_env=False, headers=headers, verify=verify)

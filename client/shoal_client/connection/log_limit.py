@@ -1,4 +1,4 @@
-"""Log lines of what happens again and again while something is away."""
+"""Limit on log lines that repeat during an outage."""
 
 import time
 from collections.abc import Callable
@@ -17,8 +17,8 @@ class _EventCount:
 
 @dataclass(slots=True)
 class LogLimit:
-    """The first line of an event at once, then one each `each_s` at most; `num_left_out` of a line
-    is how many of its event there were since the last one. For one thread at a time."""
+    """Logs the first line of an event at once, then at most one each `each_s`. `num_left_out` in a
+    line counts the event's lines left out since the last one. For one thread at a time."""
 
     log: structlog.typing.FilteringBoundLogger
     each_s: float = EACH_S

@@ -1,8 +1,7 @@
-"""Finds out before a generation starts which peers a member cannot reach over the network.
-
-Each member listens on a probe port and greets whoever connects with a line that only this process
-can know to give: its peers know it from the roster. So a port that another process has taken over
-is not mistaken for the peer. Nobody has to read or write anything else, and no connection stays.
+"""Test, before a generation starts, of the peers that a member can reach over the network. Each
+member listens on a probe port and sends a greeting to each connection. The greeting depends on its
+public id, which peers know from the roster, so another process on that port is not mistaken for the
+peer. No other data is exchanged, and no connection stays open.
 """
 
 import errno
@@ -32,16 +31,15 @@ CHOICES = ("auto", "always", "never")
 
 
 def greeting(member_id: str, process: str) -> bytes:
-    """Greeting that this process' listener sends; `process` is the public id of its incarnation."""
+    """Greeting that a member's listener sends. `process`: the public id of its incarnation."""
     identity = hashlib.sha256(f"{member_id}\0{process}".encode()).hexdigest()
     return f"shoal-probe {identity}\n".encode()
 
 
 class ProbeListener:
-    """Greets peers until it is closed. Constructing binds; raises OSError if no port is to be had.
-
-    Bound to `address` if that is one of this host's, else (a name, or the address of a gateway that
-    leads here) to every interface.
+    """Greets peers until it is closed. The constructor binds, and raises OSError if no port is
+    free. Binds to `address` if it is one of this host's. For a name, or the address of a gateway to
+    this host, it binds to every interface.
     """
 
     def __init__(self, address: str, member_id: str, incarnation: str) -> None:
@@ -57,7 +55,7 @@ class ProbeListener:
 
     def close(self) -> None:
         self._closing.set()
-        # Unlike a close, it wakes the thread that accepts.
+        # Unlike `close`, this wakes the thread in `accept`.
         self._socket.shutdown(socket.SHUT_RDWR)
         self._thread.join()
         self._socket.close()
@@ -68,7 +66,7 @@ class ProbeListener:
                 connection, _ = self._socket.accept()
             except OSError as error:
                 if not self._closing.is_set():
-                    # No descriptors left, say: the backlog is kept meanwhile.
+                    # For example no descriptors are left: connections wait in the backlog.
                     log.info("probe_not_accepted", reason=str(error))
                     self._closing.wait(PAUSE_S)
                 continue
@@ -96,8 +94,9 @@ def _bind(address: str) -> socket.socket:
 def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[RosterEntry]:
     """Peers that this member has to reach before it accepts the roster.
 
-    Two who both trained before reached each other then. With `when` "auto" only peers on other
-    hosts count; "always": all; "never": none. Members of an asynchronous job need no peer.
+    Two members that trained before have reached each other then, and are not checked. `when`:
+    "auto" checks peers on other hosts only, "always" all, "never" none. Members of an asynchronous
+    job need no peer.
     """
     if when == "never" or not roster.synchronous:
         return []
@@ -114,9 +113,8 @@ def peers_to_check(roster: Roster, member_id: str, when: str = "auto") -> list[R
 
 
 def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
-    """Peers to check: all others; with more than MAX_PEERS, those at a distance of a power of two.
-
-    In both directions, so that each is checked by as many as it checks, and every member by some.
+    """Peers to check: all others; with more than MAX_PEERS, peers at a distance of a power of two.
+    Distances count in both directions, so that each member is checked by as many as it checks.
     """
     number = len(entries)
     if number - 1 <= MAX_PEERS:
@@ -127,10 +125,9 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
 
 
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:
-    """Connect to all peers at once: those that were not reached, each with what was seen.
-
-    A peer that lets this member connect and then says nothing within the limit is busy, which is
-    another matter: it was reached.
+    """Connect to all peers at once; return the peers that were not reached, each with the error. A
+    peer that accepts the connection and sends nothing within the limit is busy, and counts as
+    reached.
     """
     give_up_s = time.monotonic() + limit_s
     found: dict[str, str] = {}
@@ -186,9 +183,8 @@ def _dial(
 
 
 def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: float) -> None:
-    """Take what the peers say until all have answered or the time is over.
-
-    Also then what has come already: it may be this process that had no time.
+    """Read the peers' greetings until all have answered or the time is over. Greetings received by
+    then are read even after that: this process may have been slow.
     """
     while selector.get_map():
         left_s = max(0.0, give_up_s - time.monotonic())
@@ -207,7 +203,7 @@ def _hear(selector: selectors.BaseSelector, found: dict[str, str], give_up_s: fl
 
 
 def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None:
-    """Advance one attempt; returns the error, "" if the peer is reached, or None if that is not
+    """Advance one attempt; return the error, "" if the peer is reached, or None if that is not
     known yet."""
     caller, peer = attempt.socket, attempt.peer
     if not attempt.connected:
@@ -230,8 +226,8 @@ def _progress(selector: selectors.BaseSelector, attempt: _Attempt) -> str | None
 def _resolved(
     peers: Sequence[RosterEntry], found: dict[str, str], give_up_s: float
 ) -> Iterable[tuple[RosterEntry, str]]:
-    """The addresses of peers that state a name. Resolvers have time limits of their own, so they
-    work on a thread that nobody waits for longer than there is time."""
+    """The addresses of peers that state a name. Resolvers have their own time limits, so names are
+    resolved on a thread that is abandoned when the time is over."""
     if not peers:
         return
     answers: queue.SimpleQueue[tuple[RosterEntry, str, str]] = queue.SimpleQueue()
@@ -240,7 +236,7 @@ def _resolved(
         for peer in peers:
             try:
                 known = socket.getaddrinfo(peer.address, None, type=socket.SOCK_STREAM)
-                # A name of both kinds is one that peers bind to in the older kind.
+                # A peer with addresses of both families listens on IPv4.
                 best = min(known, key=lambda each: each[0] != socket.AF_INET)
                 answers.put((peer, str(best[4][0]), ""))
             except OSError as error:
@@ -251,7 +247,7 @@ def _resolved(
         try:
             peer, address, seen = answers.get(timeout=max(0.0, give_up_s - time.monotonic()))
         except queue.Empty:
-            return  # a slow resolver is nobody's unreachable peer
+            return  # a slow resolver does not make its peers unreachable
         if seen:
             found[peer.member_id] = seen
         else:

@@ -1,9 +1,9 @@
 """Diagnosis of a server that gave no answer: it refuses this process' certificate, or only one side
 speaks TLS.
 
-gRPC reports `UNAVAILABLE` for these and for a server that does not run, and the same call would be
-repeated again and again. So after such a failure one TLS handshake is made directly: it names the
-error, and the side that refused.
+gRPC reports `UNAVAILABLE` for these as for a server that does not run, and the call would be
+repeated in vain. So after such a failure one TLS handshake is made directly: it shows the error,
+and the side that refused.
 """
 
 import socket
@@ -23,13 +23,13 @@ ANSWER_WITHIN_S = 0.5
 MAX_ANSWERED = 1024
 ATTEMPTS = 2
 _SIGNS = ("handshake", "closed", "reset", "eof", "hang", "broken pipe")
-"""Words by which gRPC describes a refused handshake, and not a port where nobody listens."""
+"""Words in gRPC's description of a refused handshake, but not of a port without a listener."""
 _answered: set[str] = set()
-"""Addresses that have answered a call without TLS: they will not switch to TLS."""
+"""Addresses that have answered a call without TLS: no refusal is looked for there."""
 
 
 def note_answer(address: str) -> None:
-    """A server at host:port has answered: nothing kept it from doing so."""
+    """Note that the server at host:port has answered this process, without TLS."""
     if address not in _answered and identity.own() is None:
         if len(_answered) >= MAX_ANSWERED:
             _answered.clear()
@@ -37,21 +37,20 @@ def note_answer(address: str) -> None:
 
 
 def explained(error: ShoalError, address: str, name: str) -> ShoalError:
-    """CertificateRefused in place of an Unavailable that it causes, otherwise the error as it is.
-
-    `name`: COORDINATOR_NAME or SERVER_NAME, whichever was called at host:port.
+    """Replace an Unavailable by a CertificateRefused if that is its cause; return other errors
+    unchanged. `name`: COORDINATOR_NAME or SERVER_NAME, whichever was called at host:port.
     """
     if type(error) is not Unavailable or not any(s in error.seen.lower() for s in _SIGNS):
         return error
     if identity.own() is None and address in _answered:
-        # One that hangs would be waited for, and another one may lead by now.
+        # No handshake: it would wait for a server that hangs, while another may lead by now.
         return error
     return why_refused(address, name) or error
 
 
 def why_refused(address: str, name: str) -> CertificateRefused | None:
     """Reason why this process and the server at host:port cannot connect over TLS; None if there is
-    none, or nobody listens. Blocks for at most a second."""
+    none, or no process listens. Blocks for at most a second."""
     try:
         if identity.own() is None:
             return _needs_tls(address) if _speaks_tls(address) else None
@@ -62,14 +61,15 @@ def why_refused(address: str, name: str) -> CertificateRefused | None:
 
 
 def _own_refusal(address: str, name: str) -> CertificateRefused | None:
-    """Raises OSError where nobody is."""
+    """The refusal of a handshake with this process' certificate; None if it succeeds. Raises
+    OSError if no process listens."""
     context = _as_grpc()
     for _ in range(ATTEMPTS):
         with _connected(address) as plain:
             try:
                 with secured_client(plain, context, name, ANSWER_WITHIN_S) as connected:
-                    # What the server says of the certificate comes behind the handshake; one that
-                    # takes it begins with HTTP/2's settings.
+                    # The server's verdict on the certificate follows after the handshake. If it
+                    # accepts, it begins with HTTP/2's settings.
                     if until_done(connected, partial(connected.recv, 1), ANSWER_WITHIN_S):
                         return None
             except ssl.SSLCertVerificationError as error:
@@ -79,12 +79,13 @@ def _own_refusal(address: str, name: str) -> CertificateRefused | None:
                 log.debug("tls_connection_ended", address=address, reason=repr(error))
             except ssl.SSLError as error:
                 return _refused(address, _in_words(error))
-    # gRPC hangs up without a word. So does a server that ends, but it is not there the next time.
+    # gRPC closes the connection without an alert. So does a server that ends, but then the next
+    # attempt finds no listener.
     return _refused(address, "it hangs up once it has seen this process' certificate")
 
 
 def _as_grpc() -> ssl.SSLContext:
-    """TLS context with this process' certificate, for HTTP/2, without which gRPC hangs up."""
+    """TLS context with this process' certificate. It offers HTTP/2, without which gRPC hangs up."""
     own = identity.own()
     assert own is not None
     with NO_FORK:
@@ -96,8 +97,8 @@ def _as_grpc() -> ssl.SSLContext:
 
 
 def _speaks_tls(address: str) -> bool:
-    """True if the server speaks TLS, with any certificate, and also if it asks for one of this
-    process. Raises OSError if nobody listens."""
+    """True if the server speaks TLS, with any certificate, even if it wants a certificate from this
+    process. Raises OSError if no process listens."""
     with NO_FORK:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False
@@ -136,7 +137,7 @@ def _refused(address: str, seen: str) -> CertificateRefused:
 
 
 def _validity(cert: bytes) -> str:
-    # Read here alone: to load it takes every other process 30 ms.
+    # Imported here only: the import takes 30 ms, which other processes need not spend.
     from cryptography.x509 import load_pem_x509_certificate  # noqa: PLC0415
 
     until = load_pem_x509_certificate(cert).not_valid_after_utc

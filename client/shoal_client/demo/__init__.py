@@ -1,1 +1,1 @@
-"""`shoal demo`: trains a real model twice on a local cluster, killing a worker on the way."""
+"""`shoal demo`: trains a real model twice on a local cluster, and kills a worker each time."""

@@ -1,12 +1,12 @@
 """Audit of a run: counts made from the files that every worker wrote, not from Shoal's reports.
 
 A worker writes a line before a step can contribute to the model (`begin`: its generation, step and
-the samples it is about to use) and one when the step is committed. The lines are in the kernel's
-hands before the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC, which all
+the samples it is about to use) and one when the step is committed. The lines are passed to the
+kernel before the worker goes on, so a SIGKILL loses none. Times are CLOCK_MONOTONIC, which all
 processes of a machine share.
 
-A sample is a pair (epoch, position); each is to count exactly once. Nothing here reads what the
-product says of itself, but for the number of pushes that a parameter server applied.
+A sample is a pair (epoch, position); each must count exactly once. The audit uses none of Shoal's
+own figures, except the number of pushes that a parameter server applied.
 """
 
 import json
@@ -54,17 +54,17 @@ class SampleAudit:
     """Counts of samples, by outcome."""
 
     lost: int
-    """Never part of a committed step."""
+    """Number of samples that were never part of a committed step."""
     repeated: int
-    """Contributions beyond the first of each sample."""
+    """Number of contributions beyond the first of each sample."""
     steps: int
-    """Committed steps in the history of the final weights."""
+    """Number of committed steps in the history of the final weights."""
     samples: int
-    """Contributions in all."""
+    """Number of all contributions."""
 
 
 def read_account(path: Path) -> WorkerAudit:
-    """The account in a file; a last line that a kill cut short is left out."""
+    """The audit in a file, without a last line that a kill has cut short."""
     lines = []
     for text in path.read_text().splitlines(keepends=True):
         if text.endswith("\n"):
@@ -76,10 +76,9 @@ def read_account(path: Path) -> WorkerAudit:
 
 
 def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample]) -> SampleAudit:
-    """The count of a run in which all members of a generation take each step together.
-
-    A step counts in a generation if any member committed it there; and, if a later generation took
-    that step again (whoever had committed it did not live to hand its state on), not there.
+    """Count a run in which all members of a generation take each step together. A step counts in
+    the generation in which some member committed it, unless a later generation took the step again:
+    then no member survived that had committed it.
     """
     accounts = list(accounts)
     begun: dict[tuple[int, int], Counter[Sample]] = {}
@@ -103,11 +102,10 @@ def count_synchronous(accounts: Iterable[WorkerAudit], expected: Iterable[Sample
 def count_asynchronous(
     accounts: Iterable[WorkerAudit], expected: Iterable[Sample], pushes_applied: int | None
 ) -> SampleAudit:
-    """The count of a run in which each worker's step is one push.
-
-    A killed worker's last step may have been applied though it never learnt of it. How many such
-    there are is the difference between the pushes the servers applied and those acknowledged; if
-    that is not known (None), all of them are taken as applied, which counts no repeat too few.
+    """Count a run in which each worker's step is one push. A killed worker's last push may have
+    been applied without an acknowledgement. The number of such pushes is that of applied pushes
+    minus that of acknowledged ones. If it is unknown (None), all unacknowledged pushes count as
+    applied, so that no repetition is missed.
     """
     accounts = list(accounts)
     used: Counter[Sample] = Counter()
@@ -140,8 +138,8 @@ def recovery_s(
 ) -> float | None:
     """Seconds from the kill to the next step that a survivor completed; None if there was none.
 
-    With `after_generation` only steps of a later generation count: a step that the killed worker
-    had already done its share of does not pass for a recovery.
+    With `after_generation` only steps of a later generation count: a step to which the killed
+    worker had already contributed is no recovery.
     """
     times = [
         line.at_s
@@ -154,10 +152,8 @@ def recovery_s(
 
 
 def pause_s(survivors: Sequence[WorkerAudit], killed_at_s: float) -> float:
-    """The longest time after the kill in which no survivor completed a step, beyond the usual.
-
-    Looks at the two seconds after the kill; the usual is the median gap between steps of the same
-    workers in the two seconds before it.
+    """The longest gap between survivors' steps in the two seconds after the kill, beyond the usual
+    gap. The usual gap is the median between steps of the same workers in the two seconds before.
     """
     times = sorted(line.at_s for account in survivors for line in account.commits)
     before = _gaps([at for at in times if killed_at_s - GAP_WINDOW_S <= at <= killed_at_s])
@@ -173,7 +169,7 @@ def _gaps(times: Sequence[float]) -> list[float]:
 
 
 def span_s(accounts: Iterable[WorkerAudit]) -> float:
-    """Seconds from the first step begun to the last one committed."""
+    """Seconds from the begin of the first step to the commit of the last one."""
     lines = [line for account in accounts for line in account.lines]
     starts = [line.at_s for line in lines if line.event == "begin"]
     ends = [line.at_s for line in lines if line.event == "commit"]
@@ -181,7 +177,7 @@ def span_s(accounts: Iterable[WorkerAudit]) -> float:
 
 
 def generation_at(accounts: Iterable[WorkerAudit], at_s: float) -> int:
-    """The newest generation that anybody trained in at that time."""
+    """The newest generation in which any worker had trained by that time."""
     seen = (line.generation for each in accounts for line in each.lines if line.at_s <= at_s)
     return max(seen, default=0)
 

@@ -1,4 +1,4 @@
-"""`shoal demo`: starts everything, trains twice, counts, and leaves nothing behind."""
+"""`shoal demo`: starts a cluster, trains twice, counts samples, and leaves no process behind."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def demo(config: DemoConfig) -> int:
                     json.dumps([asdict(each) for each in outcomes], indent=2)
                 )
     finally:
-        # Also on a Ctrl-C; from here on nothing can be started any more.
+        # Also after a Ctrl-C. No further process is started from here on.
         _ignore_interrupts()
         left = sweep(SWEEP_S)
         for pid, command in left.items():
@@ -87,13 +87,13 @@ def _train(
 ) -> Sequence[Outcome]:
     outcomes: list[Outcome] = []
     data = directory / "digits.npz"
-    # One thread each: there are more processes here than cores.
+    # One thread for each process: there are more processes than cores.
     environment = {"OMP_NUM_THREADS": "1", **os.environ}
     config = LocalClusterConfig(
         directory=directory, environment=environment, restart=RestartPolicy(), tls=tls
     )
     with Supervisor() as supervisor, Bars(console) as bars:
-        # While the cluster comes up: both take a second or two.
+        # Load the data while the cluster comes up: both take a second or two.
         writer = supervisor.spawn(_data_command(data, directory))
         bars.say("starting etcd, a coordinator and two parameter servers")
         with LocalCluster(config, say=bars.say) as cluster:
@@ -143,7 +143,7 @@ def _run_directory(chosen: Path | None) -> Iterator[Path]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    # Once: the way out has its own bounds, and a second Ctrl-C must not cut it short.
+    # Only once: the cleanup has its own time limits, and a second Ctrl-C must not interrupt it.
     _ignore_interrupts()
     raise KeyboardInterrupt
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 DATASET_SIZE = 1438
-"""Training images: 1,797 less the 20 % held out for the test."""
+"""Number of training images: 1,797 without the 20 % held out for the test."""
 MIN_ACCURACY = 0.95
 
 
@@ -14,11 +14,11 @@ class DemoPlan:
     strategy: str
     epochs: int
     global_batch: int
-    """Samples in a step: of all workers together, asynchronous of the one that takes it."""
+    """Samples in a step: of all workers together; asynchronous: of one worker."""
     synchronous: bool
     num_workers: int = 3
     kill_at: float = 0.25
-    """The share of the training after which a worker is killed."""
+    """Share of the training after which a worker is killed."""
     timeout_s: float = 240.0
 
     @property
@@ -42,20 +42,20 @@ class Outcome:
 
     strategy: str
     test_accuracy: float
-    """Of the final weights, on the images held out."""
+    """Accuracy of the final weights on the held-out images."""
     steps: int
     """Committed optimizer steps; asynchronous: pushes applied."""
     samples_per_s: float
-    """Over the whole training, kill and recovery included."""
+    """Mean over the whole training, kill and recovery included."""
     recovery_s: float
-    """From the SIGKILL to the next step that a surviving worker completed; synchronous: in the
-    generation without the killed one."""
+    """Seconds from the SIGKILL to the next step that a surviving worker completed; synchronous: in
+    the generation without the killed worker."""
     pause_s: float
     """The longest time after the kill without a step by any survivor, beyond the usual gap."""
     samples_lost: int
     samples_repeated: int
     replacement_steps: int
-    """Steps completed by the worker that took the killed one's place."""
+    """Steps completed by the worker that replaced the killed one."""
 
     @property
     def good(self) -> bool:

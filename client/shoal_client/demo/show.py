@@ -13,7 +13,7 @@ from shoal_client.demo.training import LiveProgress
 
 
 class Bars:
-    """A bar for each training; on no terminal, a line when something happens instead."""
+    """A progress bar for each training; without a terminal, only lines for events."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -40,11 +40,11 @@ class Bars:
         self._progress.__exit__(kind, error, trace)
 
     def say(self, text: str) -> None:
-        """A line above the bars."""
+        """Print a line above the bars."""
         self._console.print(text, highlight=False)
 
     def follow(self, plan: DemoPlan) -> "Bar":
-        """The bar of one training."""
+        """Add the bar of one training."""
         task = self._progress.add_task(plan.strategy, total=plan.num_samples, news="starting")
         return Bar(self, self._progress, task, plan)
 
@@ -58,7 +58,7 @@ class Bar:
         self._killed = ""
 
     def __call__(self, standing: LiveProgress) -> None:
-        """Show where the training is."""
+        """Show the progress of the training."""
         if standing.killed and not self._killed:
             self._killed = standing.killed
             self._bars.say(
@@ -66,7 +66,7 @@ class Bar:
                 f"at step {standing.steps}[/yellow]; another is started in its place"
             )
         news = f"{standing.steps} steps, {standing.workers} workers"
-        # The type of a task's id is rich's own and not exported.
+        # rich does not export the type of a task's id.
         self._progress.update(self._task, completed=standing.samples, news=news)  # type: ignore[arg-type]
 
 

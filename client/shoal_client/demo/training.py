@@ -1,4 +1,4 @@
-"""One training of the demo: `shoal run`, a SIGKILL in the middle of it, and what came of it."""
+"""One training of the demo: `shoal run` with a SIGKILL in the middle, and its outcome."""
 
 import json
 import os
@@ -37,14 +37,14 @@ class LiveProgress:
     samples: int
     steps: int
     workers: int
-    """Worker processes that have completed a step and were not killed."""
+    """Number of worker processes that have completed a step and were not killed."""
     killed: str
-    """Member id of the killed worker, once there is one."""
+    """Member id of the killed worker; empty before the kill."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """The SIGKILL: whom and when."""
+    """The SIGKILL: its time and the killed worker."""
 
     account: str
     member_id: str
@@ -52,7 +52,7 @@ class Kill:
 
 
 class LiveTally:
-    """Follows the audit files while they grow: cheap, and only for the progress bar."""
+    """Cheap counts from the growing audit files, only for the progress bar."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -62,7 +62,7 @@ class LiveTally:
         self.committed: dict[Path, int] = {}
 
     def read(self) -> None:
-        """Take in the lines written since the last time."""
+        """Read the lines written since the last call."""
         for path in sorted(self._directory.glob("*.jsonl")):
             with path.open("rb") as file:
                 file.seek(self._offsets.get(path, 0))
@@ -95,7 +95,8 @@ class DemoTraining:
         self._kill: Kill | None = None
 
     def run(self, show: Callable[[LiveProgress], None]) -> Outcome:
-        """Train, kill, wait for the end. Raises InternalError with the log's end on a failure."""
+        """Train, kill a worker, wait for the end. Raises InternalError with the end of the log on a
+        failure."""
         self._directory.mkdir(parents=True)
         with Supervisor(grace_s=3.0) as supervisor:
             process = supervisor.spawn(self._command())
@@ -107,7 +108,7 @@ class DemoTraining:
     def _command(self) -> ChildCommand:
         plan = self._plan
         environment = {**without_tls(os.environ), "SHOAL_COORDINATOR": self._cluster.coordinator}
-        # A killed worker counts as lost only once: its launcher starts the next in its place.
+        # The launcher starts another worker in place of the killed one.
         run = ("run", "-n", str(plan.num_workers), "--job", plan.job, "-m", "shoal.demo.digits")
         arguments = {
             "--strategy": plan.strategy,
@@ -129,11 +130,12 @@ class DemoTraining:
         return self._directory / "run.log"
 
     def _follow(self, process: Process, show: Callable[[LiveProgress], None]) -> int | None:
-        """Watch the run to its end; returns the pushes that the parameter servers applied."""
+        """Follow the run to its end; return the number of pushes that the parameter servers
+        applied."""
         tally = LiveTally(self._directory)
         deadline_s = time.monotonic() + self._plan.timeout_s
         pushes: int | None = None
-        # The files send no event; the end of the run does, and ends the wait at once.
+        # The files send no event, but the end of the run ends the wait at once.
         while process.wait(TICK_S) is None:
             tally.read()
             share = tally.samples / self._plan.num_samples
@@ -162,7 +164,7 @@ class DemoTraining:
         )
 
     def _kill_one(self, paths: Sequence[Path]) -> Kill:
-        # Any but the first would be too kind: rank 0 is the one that others lean on.
+        # The first worker is rank 0, which the others depend on most.
         victim = paths[0]
         member_id, _, pid = victim.stem.rpartition(".")
         at_s = time.monotonic()
@@ -188,7 +190,7 @@ class DemoTraining:
             else count_asynchronous(accounts, expected, pushes)
         )
         if self._kill is None:
-            raise self._failure("it was over before a worker could be killed")
+            raise self._failure("the training ended before a worker could be killed")
         survivors, replacements = self._sides(accounts, self._kill)
         generation = generation_at(accounts, self._kill.at_s) if self._plan.synchronous else None
         recovered_s = recovery_s(survivors, self._kill.at_s, after_generation=generation)
@@ -214,7 +216,7 @@ class DemoTraining:
         return survivors, [each for each in others if each not in survivors]
 
     def _accuracy(self) -> float:
-        """The lowest that any worker measured of the weights it ended with."""
+        """The lowest accuracy that any worker measured of its final weights."""
         results = [json.loads(path.read_text()) for path in self._directory.glob("*.result.json")]
         if not results:
             raise self._failure("no worker wrote a result")

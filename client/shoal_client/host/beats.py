@@ -20,7 +20,7 @@ log = structlog.get_logger(__name__)
 IDLE_S = 0.2
 """Interval at which the board is read while no worker has claimed its slot."""
 ASKS_EVERY_S = 0.5
-"""Interval at which a coordinator is asked about a worker that cannot hear it itself."""
+"""Interval at which a coordinator is asked about a worker that gets no notices itself."""
 CALL_TIMEOUT_S = 2.0
 """Time limit of a call. A call that hangs does no harm: workers then send their own heartbeats."""
 
@@ -30,14 +30,14 @@ class _Watched:
     slot: BeatSlot
     pid: int
     job: str
-    """The launcher's."""
+    """Job of the launcher."""
     halted: bool = False
 
     @property
     def asked_of(self) -> tuple[str, str] | None:
-        """The job that the process is in, if it cannot hear what becomes of that, and the member
-        that it claims to be, if it does: it is halted, hangs, or its membership has ended and it
-        has not left."""
+        """Job to ask about, and the member that the process claims to be ("" without a claim). None
+        if the process gets notices itself: it is neither halted nor hung, and its membership has
+        not ended."""
         claim = self.slot.claim_of(self.pid)
         if claim is None:
             return (self.job, "") if self.halted and not self.slot.has_left(self.pid) else None
@@ -54,14 +54,13 @@ class WorkerStatus:
     phase: str
     """Phase of the job; empty if there is no such job."""
     is_lost: bool
-    """True if it claims to be a member and is none."""
+    """True if the worker claims to be a member and is none."""
 
 
 class HostBeats:
-    """Beats for every process that runs and has claimed its slot, from a thread of its own.
-
-    What a coordinator refuses is the worker's to learn too, which beats by itself once the
-    launcher's beats are not accepted.
+    """Sends heartbeats, on its own thread, for every running process that has claimed its slot. A
+    worker learns of a refusal too: it sends its own heartbeats once the launcher's are not
+    accepted.
     """
 
     def __init__(
@@ -69,11 +68,11 @@ class HostBeats:
         coordinators: Sequence[str],
         on_standing: Callable[[WorkerStatus], None] = lambda standing: None,
     ) -> None:
-        """`on_standing` is told, on the thread, of workers that cannot hear it by themselves."""
+        """`on_standing`: called, on the thread, with the status of workers that get no notices."""
         self._on_standing = on_standing
         self._asks_at_s = 0.0
         self.coordinators = Coordinators(coordinators)
-        """Open within the block; others of the launcher's may call over it, too."""
+        """Open within the `with` block; other parts of the launcher may use it too."""
         self._lock = threading.Lock()
         self._watched: dict[int, _Watched] = {}
         self._closing = threading.Event()
@@ -95,17 +94,17 @@ class HostBeats:
         self._thread.join()
 
     def started(self, pid: int, slot: BeatSlot, job: str) -> None:
-        """Beat for the process as soon as it has claimed the slot."""
+        """Send heartbeats for the process as soon as it has claimed the slot."""
         with self._lock:
             self._watched[pid] = _Watched(slot=slot, pid=pid, job=job)
 
     def ended(self, pid: int) -> None:
-        """The process is gone."""
+        """Note that the process is gone."""
         with self._lock:
             self._watched.pop(pid, None)
 
     def halted(self, pid: int, halted: bool) -> None:
-        """Set if the process is halted by a signal: for its job it is then not alive."""
+        """Set whether a signal has halted the process: then it gets no heartbeats."""
         with self._lock:
             if pid in self._watched:
                 self._watched[pid].halted = halted
@@ -161,7 +160,8 @@ class HostBeats:
         self._reached = True
         for (slot, claim), answer in zip(claims, reply.replies, strict=True):
             if answer.HasField("error"):
-                # A worker whose script never hears of it is known to be fenced all the same.
+                # The slot shows the launcher that the worker is fenced, even if its script never
+                # learns it.
                 slot.refused(claim, from_detail(answer.error))
             else:
                 slot.accepted(claim)

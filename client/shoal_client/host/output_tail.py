@@ -1,17 +1,17 @@
-"""The newest of what a worker printed, in its launcher's memory, for who asks from elsewhere."""
+"""The newest output of a worker, in its launcher's memory, for readers on other hosts."""
 
 import threading
 
 from shoal_proto.v1 import outputs_pb2 as pb
 
 TAIL_BYTES = 1 << 20
-"""Bytes kept of each worker, over its restarts."""
+"""Bytes kept of each worker's output, across its restarts."""
 SLACK_BYTES = 1 << 17
-"""Excess that is allowed, so that not every line moves the others."""
+"""Allowed excess, so that not every line moves all the others."""
 
 
 class OutputTail:
-    """Lines are added on the thread that reads them, parts are cut on any."""
+    """The newest lines of one worker. `add` is for the thread that reads them, `part` for any."""
 
     def __init__(self, max_bytes: int = TAIL_BYTES) -> None:
         self._max_bytes = max_bytes
@@ -28,7 +28,7 @@ class OutputTail:
                 self._drop(len(self._data) - self._max_bytes)
 
     def _drop(self, at_least: int) -> None:
-        """Whole lines from the start, where there are any."""
+        """Drop at least so many bytes from the start, up to the end of a line if there is one."""
         end = self._data.find(b"\n", at_least - 1)
         num_bytes = end + 1 if end >= 0 else at_least
         del self._data[:num_bytes]
@@ -37,8 +37,8 @@ class OutputTail:
     def part(
         self, max_bytes: int, *, after: int | None = None, before: int | None = None
     ) -> pb.OutputPart:
-        """Whole lines: those after a position, those up to one, or the newest. Of a line that is
-        longer than `max_bytes` a piece."""
+        """Whole lines after a position, up to a position, or the newest. A line longer than
+        `max_bytes` is cut."""
         with self._lock:
             oldest, stop = self._oldest, self._oldest + len(self._data)
             if after is not None:

@@ -1,4 +1,4 @@
-"""A launcher's answers to who wants to read what its workers print, through the coordinator."""
+"""A launcher's answers to readers of its workers' output, through the coordinator."""
 
 import secrets
 import threading
@@ -24,18 +24,17 @@ log = structlog.get_logger(__name__)
 CALL_TIMEOUT_S = 2.0
 FIRST_ANSWER_S = 2.0
 REFUSED_PAUSE_S = 60.0
-"""Pause after an error that repeating does not resolve."""
+"""Pause after an error that a retry does not resolve."""
 LAST_BYTES = 16 * 1024
-"""Bytes of each worker that the coordinator keeps once its launcher has ended."""
+"""Bytes of each worker's output that the coordinator keeps once the launcher has ended."""
 MAX_LAST_BYTES = 2 << 20
-"""Limit for all workers of a launcher together, by the size of a message."""
+"""Limit for all workers of a launcher together, given by the size of a message."""
 
 
 class HostOutputs:
-    """Answers for all workers of a launcher within its `with` block, and at its end leaves their
-    last lines with the coordinator.
-
-    Nothing else depends on it: if the coordinator cannot be reached, people cannot read the lines.
+    """Answers readers for all workers of a launcher within its `with` block. At the end it sends
+    their last lines to the coordinator. Nothing else depends on it: without a coordinator, only the
+    lines cannot be read.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class HostOutputs:
         request: pb.ServeOutputRequest,
         tails: Mapping[str, OutputTail],
     ) -> None:
-        """`tails`: by member, of all that `request` names. `coordinators` stays open longer."""
+        """`tails`: the output of each member in `request`. `coordinators` must stay open longer."""
         self._coordinators = coordinators
         self._request = request
         self._request.source = secrets.token_hex(8)
@@ -52,9 +51,9 @@ class HostOutputs:
         self._lock = threading.Lock()
         self._stream: grpc.Call | None = None
         self._heard = threading.Event()
-        """The coordinator has answered on the stream, and so takes last lines."""
+        """Set once the coordinator has answered on the stream, and so accepts last lines."""
         self._is_asking = True
-        """True if it has a stream, or is connecting."""
+        """True while there is a stream or one is being opened."""
         self._closing = threading.Event()
         self._first_reply = FirstReplyTimeout(FIRST_ANSWER_S)
         self._thread = threading.Thread(target=self._serve, name="shoal-outputs", daemon=True)
@@ -69,7 +68,7 @@ class HostOutputs:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # Workers may have failed before the coordinator has answered.
+        # The coordinator may not have answered yet: workers can fail early.
         if self._is_asking and self._heard.wait(FIRST_ANSWER_S):
             self._leave_last_lines()
         with self._lock:
@@ -109,7 +108,7 @@ class HostOutputs:
                 self._closing.wait(REFUSED_PAUSE_S)
 
     def _hold(self, address: str, back_off: BackOff) -> ShoalError:
-        """Answer what comes on a stream; what the stream ended with."""
+        """Answer the questions on a stream; return the error that ended the stream."""
         try:
             stream = OutputsStub(self._coordinators.channel()).Serve(self._request)
             with self._lock:

@@ -1,4 +1,5 @@
-"""A launcher's line to the coordinators: is anybody there; this worker exited, or was halted."""
+"""A launcher's calls to the coordinators: a check that one answers, and reports of workers that
+exited or were halted."""
 
 import queue
 import threading
@@ -39,27 +40,25 @@ log = structlog.get_logger(__name__)
 
 CALL_TIMEOUT_S = 2.0
 REPORT_LIMIT_S = 10.0
-"""A report that nobody has taken after so long is dropped: the member's lease has told by then."""
+"""Time after which an unaccepted report is dropped: the member's lease has ended by then."""
 MIN_ASKED_S = 0.1
 SILENT_S = 5.0
 """Time of silence on a connection after which a coordinator counts as not answering."""
 OTHERS_WITHIN_S = 0.5
-"""Time limit for the other coordinators, once one has answered that nobody leads yet."""
+"""Time limit for the other coordinators, once one has answered that there is no leader yet."""
 OVER = frozenset({"lost", "stopped", "failed"})
-"""Phases of a job that nobody can join until an operator allows it. FINISHED is not among them: a
-worker learns itself that the others have finished the job."""
+"""Phases of a job that cannot be joined until an operator allows it. FINISHED is not among them: a
+worker learns that from its own refusal."""
 FINISHED = "finished"
 MAX_REPORTS = 1000
 """Maximum number of reports that wait for a coordinator to come back."""
 
 
 def check_reachable(coordinators: Sequence[str], timeout_s: float) -> None:
-    """Return as soon as one of the coordinators leads, or knows who does.
-
-    All are asked at once, so that nobody waits for one whose host is gone. Replicas that answer
-    while nobody leads yet are asked again. Raises Unavailable with every address and what was seen
-    there: at once if nobody listens at any, after SILENT_S if none answers, else when `timeout_s`
-    is over.
+    """Return as soon as one of the coordinators leads, or knows the leader. All are asked at once,
+    so that an unreachable host causes no wait. Replicas that answer without a leader are asked
+    again. Raises Unavailable with every address and the error there: at once if no address has a
+    listener, after SILENT_S if no coordinator answers, else after `timeout_s`.
     """
     give_up_s, back_off = time.monotonic() + timeout_s, BackOff()
     while True:
@@ -92,7 +91,7 @@ def _nobody(coordinators: Sequence[str], failures: Mapping[str, ShoalError]) -> 
 
 
 def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError] | None:
-    """Error of each coordinator; None as soon as one is of use."""
+    """Error of each coordinator; None as soon as one leads or knows the leader."""
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     calls: dict[str, grpc.Future[GenerationRecord]] = {}
     failures: dict[str, ShoalError] = {}
@@ -100,7 +99,7 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
         for address in dict.fromkeys(addresses):
             options = (USER_AGENT_OPTION,)
             channel = stack.enter_context(open_channel(address, COORDINATOR_NAME, options))
-            # Any job will do: an answer that there is no such job is an answer.
+            # Any name will do: that there is no such job is an answer too.
             calls[address] = MembershipStub(channel).GetGeneration.future(
                 GetGenerationRequest(job="reachable"), timeout=timeout_s, wait_for_ready=False
             )
@@ -117,7 +116,8 @@ def _ask_all(addresses: Sequence[str], timeout_s: float) -> dict[str, ShoalError
                 return None
             failures[address] = failure
             if isinstance(failure, NotLeader):
-                # Somebody is about to lead: who says nothing is asked again with the others.
+                # A leader will be elected soon: silent coordinators are asked again with the
+                # others.
                 give_up_s = min(give_up_s, time.monotonic() + OTHERS_WITHIN_S)
     return failures
 
@@ -127,7 +127,7 @@ def _tell(answers: "queue.SimpleQueue[str]", address: str, call: object) -> None
 
 
 def _failure_of(call: "grpc.Future[GenerationRecord]", address: str) -> ShoalError | None:
-    """Why a coordinator that was asked is of no use; None if it leads, or knows who does. Raises
+    """Error of a coordinator that was asked; None if it leads or knows the leader. Raises
     CertificateRefused."""
     try:
         call.result()
@@ -144,9 +144,8 @@ Report = ReportExitRequest | ReportHaltRequest
 
 
 class HostReporter:
-    """Tells the coordinators what became of this host's workers, in order, from its own thread.
-
-    None of it is worth stopping the launcher for: a report that nobody takes within REPORT_LIMIT_S
+    """Reports exits and halts of this host's workers to the coordinators, in order, on its own
+    thread. Reports never stop the launcher: one that no coordinator accepts within REPORT_LIMIT_S
     is logged and dropped.
     """
 
@@ -155,9 +154,9 @@ class HostReporter:
         self._reports: queue.Queue[Report | threading.Event | None] = queue.Queue()
         self._closing = threading.Event()
         self.lost: ShoalError | None = None
-        """StateLost, once an answer has said so of the job."""
+        """StateLost, once an answer has reported that the job's state is lost."""
         self._phase = ""
-        """The job's, as of the newest answer; empty before the first."""
+        """Phase of the job in the newest answer; empty before the first."""
         self._thread = threading.Thread(target=self._send_all, name="shoal-reports", daemon=True)
 
     def __enter__(self) -> "HostReporter":
@@ -177,32 +176,32 @@ class HostReporter:
 
     @property
     def over(self) -> str:
-        """The job's phase as of the newest answer, if nobody can join it any more."""
+        """The job's phase in the newest answer, if it cannot be joined any more; else empty."""
         return self._phase if self._phase in OVER else ""
 
     @property
     def goes_on(self) -> bool:
-        """True if the newest answer said that the job is neither finished nor over."""
+        """True if the job was neither finished nor over in the newest answer."""
         return self._phase not in ("", FINISHED) and not self.over
 
     @property
     def finished(self) -> bool:
-        """True if the newest answer said that the job's work is done."""
+        """True if the job's work was done in the newest answer."""
         return self._phase == FINISHED
 
     def note_phase(self, phase: str) -> None:
-        """Take in the job's phase from another answer. Safe from any thread."""
+        """Note the job's phase from another source. Safe from any thread."""
         self._phase = phase
 
     def report(self, request: Report) -> None:
-        """Send it as soon as the ones before are sent. Safe from any thread; returns at once."""
+        """Send a report once the earlier ones are sent. Safe from any thread; returns at once."""
         if self._reports.qsize() < MAX_REPORTS:
             self._reports.put(request)
         else:
             log.warning("host_report_dropped", member=request.member_id, reason="too many wait")
 
     def flush(self, timeout_s: float = CALL_TIMEOUT_S) -> bool:
-        """Wait until what was reported so far is sent or dropped; False if that takes longer."""
+        """Wait until all reports so far are sent or dropped; False if that takes longer."""
         sent = threading.Event()
         self._reports.put(sent)
         return sent.wait(timeout_s)
@@ -234,7 +233,7 @@ class HostReporter:
                 gives_up=lambda: self._closing.is_set() or time.monotonic() >= give_up_s,
             )
         except UnknownJob:
-            return  # it had not joined yet: nobody waits for it
+            return  # the worker had not joined yet, so no member waits for it
         except OUTLASTED as error:
             log.warning("host_report_dropped", **told, reason=str(error))
         except ShoalError as error:

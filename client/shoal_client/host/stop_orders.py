@@ -1,19 +1,18 @@
-"""Orders to stop that come as several signals.
-
-Slurm and systemd signal every process of a job, `timeout` a process and then its group, and a
-launcher passes on to its workers what they were sent already.
+"""Orders to stop that arrive as several signals. Slurm and systemd signal every process of a job.
+`timeout` signals a process and then its group. And a launcher forwards signals to workers that have
+received them already.
 """
 
 import signal
 import time
 
 SAME_ORDER_S = 2.0
-"""A SIGTERM so soon behind the first signal of an order belongs to that order."""
+"""Time after the first signal of an order in which a SIGTERM belongs to the same order."""
 
 
 class StopOrders:
-    """Tells the first signal of an order to stop from those that repeat it. Takes no lock, so that
-    signal handlers may use it."""
+    """Distinguishes the first signal of an order to stop from its repetitions. Takes no lock, so
+    that signal handlers may use it."""
 
     def __init__(self) -> None:
         self._first = 0

@@ -1,10 +1,9 @@
 """The few words that a launcher and its workers share, so that either may beat for a worker.
 
 A trainer that holds Python's lock for seconds (a compiler, a C extension, CUDA at its start) stops
-every thread of its own, the one that sends heartbeats too. So the launcher, another process, beats
-for all workers of its host in one call. It takes who they are from this board, and not from what
-it told them: a worker may join another job than the launcher named, or join again as a fresh
-incarnation.
+all threads of its process, including the one that sends heartbeats. So the launcher sends
+heartbeats for all workers of its host in one call. It reads their identities from this board: a
+worker may join another job than the launcher named, or join again as a new incarnation.
 
     offset  bytes  written by  what
     0       8      launcher    when a beat for this member was last accepted, in ns of
@@ -21,12 +20,12 @@ incarnation.
     944     8      both        how the membership ended, an `MembershipEnding`
     952     72     both        the worker's lifeline, see `shoal_client.liveness.lifeline`
 
-The worker beats by itself whenever the first word falls behind: no launcher, one that is halted,
-or one that reaches no coordinator, costs it nothing. The launcher beats for a worker none of whose
-threads runs, but not for ever: for as long as the patience says.
+The worker sends its own heartbeats whenever the first field is out of date, so it survives without
+a launcher, or with one that is halted or reaches no coordinator. For a worker none of whose threads
+runs, the launcher sends heartbeats only as long as the patience in the claim.
 
-How a membership ended is told here and not by the exit code: the script may wrap the error, or end
-for another one that followed from it.
+The end of a membership is reported here and not by the exit code: the script may wrap the error, or
+end with another error that followed from it.
 """
 
 import enum
@@ -63,7 +62,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 SLOT_BYTES = 1024
-"""Names are at most 128 characters each; the token takes less than half of it."""
+"""Size of a slot. Names have at most 128 characters each, so the token takes less than half."""
 _NAME = "shoal-beats"
 _BEATEN, _STEP, _RAN, _HEAD, _MOVED, _STATUS, _CLAIM = 0, 8, 16, 24, 32, 40, 48
 _WAITS = 1
@@ -75,7 +74,7 @@ _CLAIM_FORM = struct.Struct("=Idd")
 
 
 class MembershipEnding(enum.IntEnum):
-    """End of a membership, as far as it decides if the worker is started again."""
+    """End of a membership: decides if the worker is started again."""
 
     UNKNOWN = 0
     """Not ended, or ended for a reason in the script."""
@@ -88,18 +87,18 @@ class MembershipEnding(enum.IntEnum):
     DRAINED = 4
     """Ended because the member was asked to leave."""
     PASSING = 5
-    """A time limit passed, or a part was away: a fresh process may do better."""
+    """A time limit passed, or a service was unavailable: a new process may succeed."""
 
     @classmethod
     def of(cls, error: ShoalError) -> "MembershipEnding":
-        """Ending for the error that ended a membership, as it matters to the next process of that
-        name."""
+        """Ending for an error that ended a membership, as the next process of that name would see
+        it."""
         if isinstance(error, JobFinished):
             return cls.FINISHED
         if isinstance(error, MemberDrained):
             return cls.DRAINED
         if isinstance(error, Fenced | LeaseExpired):
-            # A process that was replaced by another would only displace that one again.
+            # A process that was replaced by another would only displace the other again.
             return cls.REFUSED if error.details.get("replaced_by") else cls.FENCED
         if isinstance(error, RetryError | RejoinError):
             return cls.PASSING
@@ -132,14 +131,14 @@ class BeatSlot:
 
     @classmethod
     def open(cls, address: str) -> "BeatSlot":
-        """The slot that `BeatBoard.address` told of. Raises InvalidSpec, OSError."""
+        """The slot at an address of `BeatBoard.address`. Raises InvalidSpec or OSError."""
         path, _, index = address.rpartition(":")
         if not path or not index.isdigit():
             raise InvalidSpec(
                 "bad address of a beat slot", seen=repr(address), expected="PATH:NUMBER"
             )
-        # The environment may have come to another host or outlived its launcher, where the path
-        # is some other file, which must not be written to.
+        # The environment may have been copied to another host, or have outlived its launcher. The
+        # path may then be another file, which must not be written to.
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
             found = Path(f"/proc/self/fd/{descriptor}").readlink().name
@@ -159,10 +158,9 @@ class BeatSlot:
     # --- the worker ---
 
     def claim(self, token: Token, *, heartbeat_s: float, patience_s: float) -> None:
-        """Ask the launcher to send heartbeats for this process as the member of the token.
-
-        It stops while no thread of the process has called `runs` for `patience_s`: the process then
-        hangs for good.
+        """Ask the launcher to send heartbeats for this process, as the member in the token. The
+        launcher stops once no thread of the process has called `runs` for `patience_s`: the process
+        then counts as hung.
         """
         self._put(_BEATEN, 0)
         self._put(_ENDING, MembershipEnding.UNKNOWN)
@@ -184,7 +182,7 @@ class BeatSlot:
         self._put_head(_HEAD_FORM.pack(0, 0))
 
     def end(self, ending: MembershipEnding) -> None:
-        """The membership ended like this. What says more than that it was fenced stands."""
+        """Set how the membership ended. An ending that is more specific than FENCED is kept."""
         if ending is not MembershipEnding.UNKNOWN and self.ending in (
             MembershipEnding.UNKNOWN,
             MembershipEnding.FENCED,
@@ -192,11 +190,11 @@ class BeatSlot:
             self._put(_ENDING, ending)
 
     def runs(self) -> None:
-        """A thread of this process runs, and so can the others."""
+        """Note that a thread of this process runs: Python's lock is not held."""
         self._put(_RAN, time.monotonic_ns())
 
     def progress(self, step: int) -> None:
-        """Steps committed so far, for the next beat."""
+        """Set the number of steps committed so far, for the next heartbeat."""
         self._put(_STEP, step)
 
     def report_status(self, status: TrainerStatus) -> None:
@@ -213,8 +211,8 @@ class BeatSlot:
     # --- the launcher ---
 
     def claimed(self, pid: int) -> SlotClaim | None:
-        """Claim of process `pid`; None if there is none, it is being written, or the process hangs
-        for good."""
+        """Claim of process `pid`; None if there is none, it is being written, or the process counts
+        as hung."""
         claim = self.claim_of(pid)
         if claim is None:
             return None
@@ -250,21 +248,21 @@ class BeatSlot:
         )
 
     def accepted(self, claim: SlotClaim) -> None:
-        """A coordinator took the beat for what is claimed here still."""
+        """Note that a coordinator accepted a heartbeat, if its claim is still the slot's."""
         now = self.claimed(claim.pid)
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self._put(_BEATEN, time.monotonic_ns())
 
     def refused(self, claim: SlotClaim, error: ShoalError) -> None:
-        """A coordinator refused the beat for what is claimed here still."""
+        """Note that a coordinator refused a heartbeat, if its claim is still the slot's."""
         now = self.claimed(claim.pid)
         if isinstance(error, RetryError):
-            return  # it may be accepted the next time: the membership has not ended
+            return  # the next heartbeat may be accepted: the membership has not ended
         if now is not None and now.token.incarnation == claim.token.incarnation:
             self.end(MembershipEnding.of(error))
 
     def has_left(self, pid: int) -> bool:
-        """True if process `pid` was a member, and has ended that by itself."""
+        """True if process `pid` was a member, and has ended its membership itself."""
         claimant = _CLAIM_FORM.unpack_from(self._memory, self._start + _CLAIM)[0]
         return claimant == pid and self.claim_of(pid) is None
 
@@ -295,7 +293,7 @@ class BeatSlot:
 
 
 class BeatBoard:
-    """The slots of one launcher's workers, in memory that goes with the launcher."""
+    """The slots of one launcher's workers, in memory that is freed with the launcher."""
 
     def __init__(self, num_slots: int) -> None:
         self._descriptor = os.memfd_create(_NAME, os.MFD_CLOEXEC)

@@ -1,9 +1,9 @@
-"""A lock by whose loss the death of its owner is seen before the kernel takes the process down.
+"""A lock whose release shows the death of its owner before the kernel has torn the process down.
 
-An exit is reported, to `waitid` and to the peers of its sockets, when the memory of the process is
-gone: 20 to 40 ms after the signal for one that loaded torch. The robust locks of a thread
-(`set_robust_list(2)`) are released first, 0.2 ms after it. So a worker's main thread holds one,
-in memory that it shares with its launcher, and a thread of the launcher's waits for it.
+An exit is reported, to `waitid` and to the peers of sockets, once the memory of the process is
+freed: 20 to 40 ms after the signal if it loaded torch. The robust locks of a thread
+(`set_robust_list(2)`) are released first, 0.2 ms after the signal. So a worker's main thread holds
+such a lock, in memory shared with its launcher, and a thread of the launcher waits for it.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from pathlib import Path
 
 SIZE_BYTES = 72
 _MUTEX = 8
-"""Offset of the mutex; before it is the process that holds the lock. The largest known
+"""Offset of the mutex, after the id of the process that holds it. The largest known
 `pthread_mutex_t` has 48 bytes (glibc on aarch64); it must be aligned to 8."""
 _PID = struct.Struct("@Q")
 _EXITING = 0x4
@@ -34,15 +34,14 @@ class Lifeline:
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
         self._memory, self._offset = memory, offset
         start = ctypes.c_char.from_buffer(memory, offset)
-        # Only the address is kept: memory that was handed out cannot be closed.
+        # Keep only the address: a buffer that is referenced cannot be closed.
         self._mutex = ctypes.c_void_p(ctypes.addressof(start) + _MUTEX)
 
     # --- the worker ---
 
     def hold(self) -> bool:
-        """Hold it until `release` or the end of this process; False if that cannot be.
-
-        Only a main thread lives as long as its process does.
+        """Hold the lock until `release` or the end of this process; False if that is impossible.
+        Must be called on the main thread: no other lives as long as its process.
         """
         if threading.current_thread() is not threading.main_thread():
             return False
@@ -51,20 +50,21 @@ class Lifeline:
             _libc.pthread_mutex_consistent(self._mutex)
         elif result:
             return False
-        # Never unmapped, not even while the interpreter ends: the C library keeps locks in a list.
+        # Never unmap the memory, not even while the interpreter ends: the C library lists held
+        # locks.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._memory))
         self._holder = os.getpid()
         return True
 
     @property
     def other_holder(self) -> int:
-        """The id of another process that lives and holds it; 0: none."""
+        """Id of another live process that holds the lock; 0: none."""
         holder = self._holder
         return holder if holder != os.getpid() and Path(f"/proc/{holder}").exists() else 0
 
     def release(self) -> None:
-        """Release the lock, so that the end of the process does not count as a death. From another
-        thread than the main one the lock stays held."""
+        """Release the lock, so that the end of the process does not count as a death. Called on
+        another thread than the main one, it leaves the lock held."""
         if self._holder != os.getpid():
             return
         self._holder = 0
@@ -82,7 +82,8 @@ class Lifeline:
         _libc.pthread_mutex_init(self._mutex, attributes)
 
     def await_exit(self, pid: int) -> bool:
-        """Wait while process `pid` holds it, if it does; True if that has begun to exit."""
+        """Wait while process `pid` holds the lock, if it does. True if the process has begun to
+        exit."""
         if self._holder != pid:
             return False
         result: int = _libc.pthread_mutex_lock(self._mutex)
@@ -105,8 +106,8 @@ class Lifeline:
 
 
 class ExitWatch:
-    """Calls `on_exit` with the exit code, on a thread of its own, as soon as the process of a
-    lifeline begins to exit in the midst of holding it."""
+    """Calls `on_exit` with the exit code, on its own thread, as soon as a process begins to exit
+    while it holds its lifeline."""
 
     def __init__(self, lifeline: Lifeline, pid: int, on_exit: Callable[[int], None]) -> None:
         self._lifeline, self._pid, self._on_exit = lifeline, pid, on_exit
@@ -115,7 +116,7 @@ class ExitWatch:
         self._thread.start()
 
     def close(self) -> None:
-        """The process is gone: return when nobody waits for its lifeline any more."""
+        """End the watch, once the process is gone: return when no thread waits for its lifeline."""
         self._over.set()
         self._thread.join()
 
@@ -129,16 +130,15 @@ class ExitWatch:
 
 
 def exit_code_of(pid: int) -> int | None:
-    """The exit code of a process that has begun to exit, minus N for signal N.
-
-    None if it has not begun to; if it is gone; if it completed with 0, which a process that does
-    not show its code seems to have done.
+    """The exit code of a process that has begun to exit, minus N for signal N. None if it has not
+    begun to exit, is gone, or has code 0, which is also read from a process that does not show its
+    code.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # The name of the program, in parentheses, may hold anything. What follows is numbered from 3.
+    # The program's name, in parentheses, may contain anything. The fields after it count from 3.
     fields = text[text.rindex(")") + 1 :].split()
     flags, status = int(fields[9 - 3]), int(fields[52 - 3])
     if not flags & _EXITING or not status:

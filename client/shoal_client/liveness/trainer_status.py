@@ -13,9 +13,10 @@ class TrainerStatus:
     waits: bool = False
     """True if the trainer waits for other members."""
     own_code_since_ns: int = 0
-    """Since when it has been in the script's own code, by CLOCK_MONOTONIC; 0: it is not."""
+    """Time since which the trainer is in the script's own code, by CLOCK_MONOTONIC; 0: it is
+    not."""
     loads: bool = False
-    """True if it waits there for a batch to be loaded."""
+    """True if that code waits for a batch to be loaded."""
 
     @property
     def own_code_s(self) -> float:

@@ -1,1 +1,1 @@
-"""Processes on this machine for the user: child processes, and a whole cluster made of them."""
+"""Processes on this machine: child processes, and a whole cluster of them."""

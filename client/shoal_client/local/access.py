@@ -1,7 +1,6 @@
-"""Authentication among the parts of a local cluster, and access for this user's commands.
-
-There are two authorities: one for Shoal's processes and one for etcd, so that a worker's
-certificate opens no etcd.
+"""Authentication among the parts of a local cluster, and access for this user's commands. There are
+two authorities, one for Shoal's processes and one for etcd, so that etcd does not accept a worker's
+certificate.
 """
 
 import threading
@@ -24,22 +23,23 @@ CERTIFICATES = "certs"
 ETCD_CERTIFICATES = "etcd"
 RENEW_EVERY = DEFAULT_VALID / 3
 LOOK_EVERY_S = 60.0
-"""Measured by the wall clock, which goes on while a machine sleeps: certificates expire by it."""
+"""Interval of checks for renewal, by the wall clock: it runs on while the machine sleeps, and
+certificates expire by it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalTls:
-    """Certificates are made in `certs` in the cluster's directory, and renewed; all parts speak
-    mutual TLS by them, etcd too. The status page is HTTP, for this user alone. Commands and scripts
-    of this user on this machine find the certificates by the coordinators' addresses."""
+    """Mutual TLS between all parts, etcd included, with certificates that are made in `certs` in
+    the cluster's directory, and renewed. The status page is HTTP, for this user alone. Commands and
+    scripts of this user on this machine find the certificates by the coordinators' addresses."""
 
     http_tokens: Path | None = None
-    """File of tokens by which others get into the status page; None: there are none."""
+    """File of tokens with which other users access the status page; None: there are none."""
 
 
 class LocalAccess:
     """Access to a local cluster. Without a folder of certificates, its parts use no TLS. With a
-    given folder, all but etcd use TLS. With a folder made here, etcd does as well; its certificates
+    given folder, all but etcd use TLS. With a folder made here, etcd uses TLS too; the certificates
     are renewed until `close`, and this user's commands on this machine find them."""
 
     def __init__(
@@ -56,7 +56,7 @@ class LocalAccess:
         self._http_tokens = http_tokens
         self._say = say
         self.environment = without_tls(environment)
-        """Of each part."""
+        """Environment of each part."""
         if self.certificates is not None:
             self.environment[FOLDER_VARIABLE] = str(self.certificates.resolve())
         self._announcement: Announcement | None = None
@@ -64,7 +64,7 @@ class LocalAccess:
         self._renewing: threading.Thread | None = None
 
     def make(self) -> None:
-        """Have the certificates, with the whole of their time before them. Raises InvalidSpec."""
+        """Make or renew the certificates, and begin to renew them. Raises InvalidSpec."""
         if self._made is None:
             return
         _make(CertificateFolder(self._made), _shoals())
@@ -73,7 +73,7 @@ class LocalAccess:
         self._renewing.start()
 
     def announce(self, addresses: Sequence[str], pages: Sequence[str], etcd: Sequence[str]) -> None:
-        """Have this user's commands find the cluster, and by these addresses its certificates.
+        """Let this user's commands find the cluster, and its certificates by these addresses.
         Raises InvalidSpec."""
         if self._made is not None:
             record = LocalClusterRecord(
@@ -99,14 +99,15 @@ class LocalAccess:
 
     @property
     def coordinator_arguments(self) -> Sequence[str]:
-        """A browser has no certificate, and no need of one: the kernel says whose it is."""
+        """Arguments of a coordinator. Browsers need no certificate: the kernel names the user of a
+        connection."""
         if self._made is None:
             return ()
         tokens = () if self._http_tokens is None else ("--http-tokens", str(self._http_tokens))
         return ("--http-clients", "user", *tokens)
 
     def close(self) -> None:
-        """Make and announce nothing any more."""
+        """Stop renewing the certificates, and withdraw the announcement."""
         self._closed.set()
         if self._renewing is not None:
             self._renewing.join()
@@ -147,7 +148,7 @@ def _shoals(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
 
 
 def _etcds(valid: timedelta = DEFAULT_VALID) -> Sequence[CertificateHolder]:
-    # Names of roles mean nothing to etcd: it lets in whoever its own authority signed for.
+    # etcd ignores the roles: it accepts every certificate of its own authority.
     return [
         CertificateHolder(
             caller=Caller(CertificateRole.SERVER, "etcd"), hosts=[HOST, "localhost"], valid=valid

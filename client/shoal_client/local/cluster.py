@@ -3,13 +3,13 @@
     with LocalCluster(LocalClusterConfig(directory=Path("run"))) as cluster:
         ...  # cluster.coordinator is host:port
 
-Everything is stopped at the end of the block, and nothing survives a crash of the process that
-holds it. Each part takes free ports; its log, and etcd's data, lie in the directory.
+All parts are stopped at the end of the block, and none survives a crash of the process that holds
+it. Each part takes free ports; its log, and etcd's data, are in the directory.
 
 With `restart` a part that ends is started again: etcd on its data and its ports, the coordinator at
 its addresses, a parameter server under its id, at its address if that is still free. A server comes
-back empty; its shards are led by their backups meanwhile, and it is given copies again. Without it
-a part that ends stays away, as tests and benchmarks want it.
+back empty: backups have taken over its shards, and it gets copies again. Without `restart` a part
+that ends is not replaced, as tests and benchmarks want it.
 """
 
 import json
@@ -40,41 +40,40 @@ ANY_PORT = "127.0.0.1:0"
 
 @dataclass(frozen=True, kw_only=True)
 class LocalClusterConfig:
-    """Settings of a cluster on this machine: its parts and their place."""
+    """Settings of a cluster on this machine."""
 
     directory: Path
-    """The run's own directory: logs, etcd's data, ready files. It is made if it is not there."""
+    """Directory for logs, etcd's data and ready files, made if it does not exist."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
     num_coordinators: int = 1
-    """One of them leads, the others take over."""
+    """Number of coordinators. One of them leads; the others stand ready to take over."""
     etcd: str = ""
-    """host:port,... of an etcd that is there already; empty: one is started."""
+    """host:port,... of an existing etcd; empty: one is started."""
     prefix: str = ""
-    """What every key in etcd begins with: clusters that share an etcd have different ones."""
+    """Prefix of every key in etcd: clusters that share an etcd have different ones."""
     listen: str = "127.0.0.1:0"
-    """host:port of the first coordinator's gRPC service; port 0 takes a free one, as all further
-    ones do."""
+    """host:port of the first coordinator's gRPC service; port 0: a free one, as for all others."""
     http: str = "127.0.0.1:0"
-    """host:port of its HTTP service."""
+    """host:port of the first coordinator's HTTP service."""
     snapshot_roots: Sequence[str] = ()
-    """URLs at and below which callers may have snapshots written, besides `snapshots` in the
-    directory, where they go that name no place."""
+    """URLs at and below which callers may have snapshots written. Snapshots without a URL go to
+    `snapshots` in the directory."""
     start_timeout_s: float = 60.0
-    """The longest that a part may take to come up without progress; with it, ten minutes."""
+    """Maximum time for a part to come up if it makes no progress; with progress, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
-    """The environment of every part, but for what it says of TLS."""
+    """The environment of every part; variables for TLS are removed."""
     tls: LocalTls | None = None
     """None: plain text, on loopback."""
     certificates: Path | None = None
-    """In place of `tls`: a folder, as `shoal certs init` makes it, by which the parts speak TLS,
-    the page included. etcd is on loopback without."""
+    """Folder of `shoal certs init`, instead of `tls`: the parts speak TLS with its certificates,
+    the page included. etcd is on loopback, without TLS."""
     limits: Mapping[str, float] = field(default_factory=dict)
-    """The coordinator's time limits that are not its defaults, by option: {"--join-s": 600.0}. It
-    refuses those that do not go together, and then the cluster does not come up."""
+    """The coordinator's time limits other than its defaults, by option: {"--join-s": 600.0}. If
+    they contradict each other, the cluster does not come up."""
     restart: RestartPolicy | None = None
-    """How a part that ends is started again; None: it is not."""
+    """Policy by which a part that ends is started again; None: it is not."""
 
     def __post_init__(self) -> None:
         if self.num_parameter_servers < 0:
@@ -102,10 +101,9 @@ class CoordinatorAddress:
 
 
 class LocalCluster:
-    """Starts at `with`, and is up inside the block.
-
-    `on_exit` tells of each process that ends early; `say` takes lines for people about a part that
-    is started again. Both run on threads of the cluster's.
+    """A local cluster, which is up inside its `with` block. `on_exit` is called with each process
+    that ends early, `say` with lines for people about a part that is started again. Both run on
+    threads of the cluster.
     """
 
     etcd: str
@@ -166,14 +164,14 @@ class LocalCluster:
 
     @property
     def given_up(self) -> str:
-        """Why this cluster is of no use any more, with the end of a log; empty while it is up."""
+        """Reason for which the cluster was given up, with the end of a log; empty while it is
+        up."""
         return self._given_up
 
     def when_given_up(self, call: Callable[[str], None]) -> None:
-        """Have `call` told of a part that does not stay up: the reason, and the end of its log.
-
-        Such a cluster is of no use any more. One that was given up before is reported at once; else
-        it runs on a thread of the cluster's.
+        """Call `call` with the reason and the end of a log when the cluster is given up. That
+        happens if a part does not stay up. If it has happened already, `call` is called at once;
+        otherwise it runs on a thread of the cluster.
         """
         with self._lock:
             self._on_given_up, reason = call, self._given_up
@@ -181,7 +179,7 @@ class LocalCluster:
             call(reason)
 
     def close(self) -> None:
-        """Stop every part; etcd last, so that the others can still give up what they hold."""
+        """Stop every part; etcd last, so that the others can still release their leases."""
         with self._lock:
             self._closing = True
         for keeper in self._keepers.values():
@@ -232,7 +230,8 @@ class LocalCluster:
         return list(self._servers.values())
 
     def start_parameter_server(self) -> str:
-        """Start one more; its name, once it serves. Shards come to it from the others by and by."""
+        """Start one more server; return its name once it serves. Shards are moved to it
+        gradually."""
         name, process = self._spawn_server()
         self._servers[name] = self._await_ready(process)["grpc"]
         self._keep(process, partial(self._restart_server, name))
@@ -241,7 +240,7 @@ class LocalCluster:
     def end_parameter_server(self, name: str, timeout_s: float = 60.0) -> None:
         """Let a server hand its shards over to the others and end, and wait for that.
 
-        Raises Unavailable if it takes longer; the server is then still at it.
+        Raises Unavailable if it takes longer; the server continues all the same.
         """
         process, keeper = self.processes.get(name), self._keepers.get(name)
         if keeper is not None:
@@ -268,7 +267,7 @@ class LocalCluster:
             (own_etcd,) = start_etcd(self._begin, self._config.directory / ETCD, options)
         self.etcd = own_etcd.endpoint if own_etcd is not None else self._config.etcd
         self._etcd_serves.set()
-        # All at once: none of them needs another to come up.
+        # Start all at once: none of them needs another to come up.
         coordinators = self._spawn_coordinators()
         servers = dict(self._spawn_server() for _ in range(self._config.num_parameter_servers))
         for name, process in coordinators.items():
@@ -300,7 +299,7 @@ class LocalCluster:
             **{name: self._spawn_coordinator(name, ANY_PORT, ANY_PORT) for name in others},
         }
 
-    # --- what ends is started again ---
+    # --- restarts ---
 
     def _exited(self, process: Process) -> None:
         with self._lock:
@@ -339,7 +338,7 @@ class LocalCluster:
         return process
 
     def _restart_server(self, name: str, failures: int) -> Process:
-        # Whoever took its port meanwhile may keep it: servers are found by their ids.
+        # If another program has taken its port, use a new one: servers are found by their ids.
         address = self._servers[name] if failures == 1 else ANY_PORT
         process = self._spawn(name, "--listen", address, "--id", name)
         self._servers[name] = self._await_again(process)["grpc"]
@@ -377,7 +376,7 @@ class LocalCluster:
             return self._supervisor.spawn(command)
 
     def _spawn(self, name: str, *arguments: str) -> Process:
-        # No part comes up without etcd, and some give up at once.
+        # No part comes up without etcd, and some exit at once.
         self._etcd_serves.wait()
         ready_path = self._ready_path(name)
         ready_path.unlink(missing_ok=True)
@@ -404,7 +403,7 @@ class LocalCluster:
         path = self._ready_path(process.name)
         start = StartTime(self._config.start_timeout_s, process.started_s)
         while not path.exists():
-            # Wakes at once when the process exits; the file itself sends no event.
+            # The wait ends at once when the process exits; the file itself sends no event.
             if process.wait(0.02) is not None:
                 code = process.exit_code
                 raise self._failure(process.name, f"exited with code {code}", exit_code=code)
@@ -432,7 +431,7 @@ class LocalCluster:
 
 
 def _at(wanted: str, found: str) -> str:
-    """The address that was asked for, with the port that was found when it asked for any."""
+    """The wanted address, with the port that was assigned."""
     return f"{wanted.rpartition(':')[0]}:{found.rpartition(':')[2]}"
 
 

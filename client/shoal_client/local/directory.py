@@ -1,5 +1,5 @@
-"""The temporary directory of a local cluster: removed at its end, and by the next command if a kill
-kept the command from that. After a failed start its logs are kept for a day."""
+"""The temporary directory of a local cluster. It is removed at the end of the command, or by the
+next command if this one was killed. After a failed start its logs are kept for a day."""
 
 import fcntl
 import os
@@ -17,13 +17,13 @@ PREFIXES = ("shoal-up-", "shoal-run-")
 KEPT_LOGS = "only-logs-are-kept"
 """The name of an empty file that marks the directory of a failed start."""
 SETTLED_S = 60.0
-"""A younger directory may be one that another command has made and not locked yet."""
+"""Age below which a directory may be new and not locked yet by its command."""
 KEPT_S = 86400.0
 
 
 @contextmanager
 def temporary_directory(prefix: str) -> Iterator[Path]:
-    """A directory for one command. It is locked for as long as this process lives."""
+    """Make a directory for one command. It is locked as long as this process lives."""
     remove_left_over(Path(tempfile.gettempdir()), time.time())
     directory = Path(tempfile.mkdtemp(prefix=prefix))
     lock = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)

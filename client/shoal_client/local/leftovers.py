@@ -1,8 +1,7 @@
-"""Processes left over below this one.
-
-`adopt_orphans` makes this process the parent of orphans below it, so that a parent's death hides
-no process. Call it where a process starts, not in a library: such a process has to reap the
-orphans that it adopts, which `sweep` does.
+"""Processes left over among this one's descendants. `adopt_orphans` makes this process the parent
+of orphaned descendants, so that no process is lost by its parent's death. Call it at the start of a
+program, not in a library: the process then has to reap the orphans that it adopts, which `sweep`
+does.
 """
 
 import ctypes
@@ -15,13 +14,13 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt_orphans() -> None:
-    """Become the parent of every process below this one whose own parent dies."""
+    """Become the parent of every descendant whose own parent dies."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
 def descendants() -> dict[int, str]:
-    """Pids and command lines of all living processes below this one."""
+    """Pids and command lines of all live descendants of this process."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -41,12 +40,11 @@ def descendants() -> dict[int, str]:
 
 def sweep(grace_s: float) -> dict[int, str]:
     """Wait up to `grace_s` for the last descendants to end; kill and return those that did not.
-
-    To be called when all children that somebody still waits for are gone: it reaps any.
+    Call it only once no other code waits for a child process: it reaps all of them.
     """
     deadline_s = time.monotonic() + grace_s
     while (left := descendants()) and time.monotonic() < deadline_s:
-        # Grandchildren of ours end on their own time, and no event tells of them.
+        # The end of a grandchild sends no event.
         _reap()
         time.sleep(0.01)
     for pid in left:

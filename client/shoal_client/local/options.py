@@ -43,6 +43,6 @@ class ClusterOptions:
 
     @property
     def limits(self) -> Mapping[str, float]:
-        """Limits that were given, by option."""
+        """The limits that were set, by option."""
         values = {f"--{name.replace('_', '-')}": getattr(self, name) for name in LIMITS}
         return {option: value for option, value in values.items() if value is not None}

@@ -1,12 +1,12 @@
-"""Child processes that outlive nobody, and whose end is noticed at once.
+"""Child processes that do not outlive their parent, and whose end is noticed at once.
 
-Each child is started through a guard: a small Python that asks the kernel to kill it when its
-parent dies (PR_SET_PDEATHSIG), checks that the parent is still there, and becomes the command.
-So a crash or SIGKILL of the parent leaves no child. The kernel's signal fires when the *thread*
-that forked ends, so a Supervisor forks from a thread of its own that lives as long as it does.
+Each child is started through a guard, a small Python program. It asks the kernel to kill it when
+its parent dies (PR_SET_PDEATHSIG), checks that the parent is still alive, and then becomes the
+command. So a crash or SIGKILL of the parent leaves no child. The kernel sends the signal when the
+*thread* that forked ends, so a Supervisor forks on its own thread, which lives as long as it does.
 
-Each child leads a process group of its own: a Ctrl-C in the terminal reaches only the parent,
-which decides; and what the child itself started is killed with it.
+Each child leads its own process group. So a Ctrl-C in the terminal reaches only the parent, which
+decides, and the child's own children are killed with it.
 """
 
 import os
@@ -26,9 +26,9 @@ from typing import IO
 from shoal_proto.errors import InvalidSpec
 
 KILLED_S = 5.0
-"""Time for a child to go after SIGKILL. One that hangs in the kernel stays: it is left there."""
+"""Time to wait for a child after SIGKILL. A child that hangs in the kernel is left behind."""
 MAX_LINE_BYTES = 1 << 16
-"""A longer line of a child's output is handed on in pieces of this size."""
+"""Maximum size of a line for the sink; a longer line is passed on in pieces."""
 
 _GUARD = """
 import ctypes, os, sys
@@ -53,10 +53,9 @@ class ChildCommand:
     environment: Mapping[str, str] | None = None
     """The whole environment; None: this process' own."""
     log_path: Path | None = None
-    """File to which stdout and stderr go, appended; it works on even while nobody reads."""
+    """File to which stdout and stderr are appended."""
     sink: Callable[[str], None] | None = None
-    """Called with each line of stdout and stderr, without its end, on a thread of the child's.
-
+    """Called with each line of stdout and stderr, without its end, on a thread for this child.
     Without a sink and a log_path the child writes to this process' stdout and stderr.
     """
 
@@ -68,7 +67,7 @@ class ChildCommand:
 
 
 class Process:
-    """One child. Made by `Supervisor.spawn`; every method is safe from any thread."""
+    """One child, made by `Supervisor.spawn`. Every method is safe from any thread."""
 
     def __init__(self, command: ChildCommand, popen: subprocess.Popen[bytes]) -> None:
         self.command = command
@@ -93,12 +92,12 @@ class Process:
     def drain(self, timeout_s: float) -> None:
         """Wait, after the exit, until its last lines have reached the sink."""
         if self._pump is not None:
-            # A stray that left the group may hold the pipe open: hence the bound.
+            # A descendant that left the group may hold the pipe open: hence the limit.
             self._pump.join(timeout_s)
 
     def send_signal(self, number: int) -> None:
-        """Signal the child itself; one that has exited is no error."""
-        # The lock keeps the pid ours: it is free for others only once the child is reaped.
+        """Signal the child itself, unless it has exited."""
+        # Under the lock the child is not reaped, so its pid cannot be another process's.
         with self._reaping:
             if self._popen.returncode is None:
                 os.kill(self.pid, number)
@@ -110,13 +109,13 @@ class Process:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def ask_to_end(self) -> None:
-        """SIGTERM, which a stopped child sees, too."""
+        """Send SIGTERM, so that a halted child gets it too."""
         self.send_signal(signal.SIGTERM)
         self.send_signal(signal.SIGCONT)
 
     def stop(self, grace_s: float) -> int | None:
-        """SIGTERM, then SIGKILL if it has not exited after `grace_s`. Returns the exit code; None
-        if it hangs in the kernel."""
+        """Send SIGTERM, then SIGKILL if the child has not exited after `grace_s`. Returns the exit
+        code; None if the child hangs in the kernel."""
         stop_all([self], grace_s)
         return self.exit_code
 
@@ -130,8 +129,8 @@ class Process:
             seen = os.waitid(os.P_PID, self.pid, events | os.WNOWAIT)
             assert seen is not None
             if seen.si_code in (os.CLD_STOPPED, os.CLD_CONTINUED):
-                # Consume it, or the next wait would tell of it again. What is consumed counts: a
-                # SIGCONT may have come in between, and it is reported only once.
+                # Consume the event, or the next wait would return it again. The consumed event
+                # counts: a SIGCONT may have followed meanwhile, and it is reported only once.
                 halts = os.WSTOPPED | os.WCONTINUED | os.WNOHANG
                 taken = os.waitid(os.P_PID, self.pid, halts)
                 if taken is not None:
@@ -139,7 +138,7 @@ class Process:
                 continue
             break
         with self._reaping:
-            # While it is not reaped, the number of its group cannot be anybody else's.
+            # Until the child is reaped, its group's number cannot be another group's.
             os.killpg(self.pid, signal.SIGKILL)
             self._popen.wait()
         self._exited.set()
@@ -155,8 +154,8 @@ def _pump(stream: IO[bytes], sink: Callable[[str], None]) -> None:
 class Supervisor:
     """Starts children and stops all of them at the end of its `with` block.
 
-    `on_exit` and `on_stop` (True: SIGSTOP halted it, False: it goes on) run on a thread of the
-    child they tell of, as soon as the kernel tells: hand the news over and return.
+    `on_exit` and `on_stop` (True: SIGSTOP halted the child, False: it continues) run on the thread
+    of their child, as soon as the kernel reports the event. They must return quickly.
     """
 
     def __init__(
@@ -190,8 +189,8 @@ class Supervisor:
         self.close()
 
     def spawn(self, command: ChildCommand) -> Process:
-        """Start a child. Raises OSError when the kernel refuses; a command that cannot be run
-        exits with 127 and says so in its output."""
+        """Start a child. Raises OSError if the kernel refuses. A command that cannot be run exits
+        with 127, and its output names the error."""
         order: Future[Process] = Future()
         with self._lock:
             if self._closed:
@@ -207,12 +206,13 @@ class Supervisor:
             return list(self._processes)
 
     def leave(self, process: Process) -> None:
-        """Wait no more for a child that hangs in the kernel."""
+        """Forget a child that hangs in the kernel."""
         with self._lock:
             self._processes.remove(process)
 
     def close(self) -> None:
-        """Stop every child (SIGTERM, and SIGKILL after the grace time) and start none any more."""
+        """Stop every child (SIGTERM, and SIGKILL after the grace time), and refuse to start
+        others."""
         with self._lock:
             if self._closed:
                 return
@@ -220,7 +220,7 @@ class Supervisor:
         try:
             stop_all(self.running, self._grace_s)
         except BaseException:
-            # A Ctrl-C in the midst of the grace time.
+            # For example a Ctrl-C during the grace time.
             kill_all(self.running)
             raise
         finally:
@@ -284,7 +284,7 @@ def how_it_ended(code: int) -> str:
 
 
 def stop_all(processes: Sequence[Process], grace_s: float) -> None:
-    """Stop several at once: one grace time for all of them together."""
+    """Stop several children, with one grace time for all of them."""
     for process in processes:
         process.ask_to_end()
     _wait_all(processes, grace_s)
@@ -292,7 +292,7 @@ def stop_all(processes: Sequence[Process], grace_s: float) -> None:
 
 
 def kill_all(processes: Sequence[Process]) -> None:
-    """Kill several at once, and wait for KILLED_S for them to go."""
+    """Kill several children, and wait for their end for at most KILLED_S."""
     for process in processes:
         process.kill()
     _wait_all(processes, KILLED_S)

@@ -1,28 +1,27 @@
-"""The time that a part of a local cluster has to come up: as long as it makes progress."""
+"""Time limit for the start of a part of a local cluster, extended while it makes progress."""
 
 import os
 from pathlib import Path
 
 MOST_S = 600.0
-"""The longest start, with progress or without."""
+"""Maximum time of a start, even with progress."""
 LEAST_SHARE = 1 / 60
-"""Share of a core: a part that starts on a busy machine gets more, one that hangs uses less."""
+"""Share of a core that counts as progress: a hung part uses less, a part on a busy machine more."""
 _TICKS_A_S = os.sysconf("SC_CLK_TCK")
 ADVICE = "If this machine is busy or its disk is slow, run the command again once it is less so."
 
 
 class StartTime:
-    """Judges one start. The clocks are the caller's: seconds since any moment, and the CPU seconds
-    that the part has used."""
+    """Time limit of one start. The caller supplies the clock and the CPU seconds of the part."""
 
     def __init__(self, timeout_s: float, now_s: float) -> None:
-        """`timeout_s`: the longest time without progress."""
+        """`timeout_s`: maximum time without progress."""
         self._timeout_s = timeout_s
         self._began_s = self._since_s = now_s
         self._cpu_s = 0.0
 
     def why_over(self, now_s: float, cpu_s: float) -> str:
-        """Why the start is given up; empty while there is time left."""
+        """The reason to give the start up; empty while there is time left."""
         if now_s - self._began_s > max(MOST_S, self._timeout_s):
             return f"not up in {now_s - self._began_s:.0f} s, with {cpu_s:.1f} s of CPU"
         if now_s - self._since_s <= self._timeout_s:
@@ -37,7 +36,7 @@ class StartTime:
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU seconds that a process has used; 0 for one that has ended."""
+    """The CPU seconds that a process has used; 0 if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,5 +1,4 @@
-"""Output of workers, kept by their launcher on its host: the newest part, in at most two files for
-each worker."""
+"""Files with the newest output of workers, kept by their launcher: at most two for each worker."""
 
 import errno
 import os
@@ -8,29 +7,29 @@ from collections.abc import Mapping
 from pathlib import Path
 
 MAX_BYTES = 8 << 20
-"""Maximum of one file; then it becomes the older of the two."""
+"""Size at which a file becomes the older of the two."""
 
 
 def log_root(environment: Mapping[str, str]) -> Path:
-    """SHOAL_LOG_DIR, or a directory of this user's below the system's for temporary files."""
+    """SHOAL_LOG_DIR, or a directory of this user in the system's directory for temporary files."""
     if given := environment.get("SHOAL_LOG_DIR"):
         return Path(given)
     return Path(tempfile.gettempdir()) / f"shoal-logs-{os.getuid()}"
 
 
 def log_path(root: Path, job: str, member_id: str) -> Path:
-    """The newer file of a member's. Names have no slashes."""
+    """The newer file of a member. Names have no slashes."""
     return root / job / f"{member_id}.log"
 
 
 def older(path: Path) -> Path:
-    """The other one."""
+    """The older file that belongs to a newer one."""
     return path.with_suffix(".log.1")
 
 
 class WorkerLog:
-    """Appends lines of one worker, over its restarts too. A disk that is full or gone costs the
-    lines, and never the run: `problem` says what was wrong first."""
+    """Appends lines of one worker, across its restarts. An error of the disk loses lines but never
+    stops the run: `problem` is the first one."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -57,11 +56,11 @@ class WorkerLog:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.exists() and self.path.stat().st_size + 1024 > MAX_BYTES:
             self.path.replace(older(self.path))
-        # Nobody else's to read, and no link of somebody else's to follow.
+        # Readable by this user only, and never through another user's link.
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self.path, flags, 0o600)
         found = os.fstat(self._file)
-        # Who made the directory before us may have made the file as well, and would read it.
+        # Another user may have made the directory and the file before, in order to read it.
         if found.st_uid != os.geteuid() or found.st_nlink != 1:
             self.close()
             raise PermissionError(errno.EPERM, "it is another user's, or has another name as well")
@@ -69,7 +68,7 @@ class WorkerLog:
         self._num_bytes = found.st_size
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

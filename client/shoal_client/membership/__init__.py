@@ -1,1 +1,1 @@
-"""A worker's membership of a job: what it knows, what it decides, and what carries it out."""
+"""A worker's membership of a job: its state, its decisions, and the code that carries them out."""

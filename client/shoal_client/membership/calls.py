@@ -1,5 +1,4 @@
-"""A member's calls: which method of the membership stub each goes to, on whatever channel leads at
-the time."""
+"""A member's calls: the method of the membership stub for each, on the channel to the leader."""
 
 from collections.abc import Callable, Mapping
 
@@ -27,7 +26,7 @@ METHODS: Mapping[type, Callable[[grpc.Channel], Method[pb.Ack]]] = {
 
 
 def get_roster(channel: grpc.Channel) -> Method[pb.PackedRoster]:
-    """Call for one of a job's newest rosters, by its digest."""
+    """Method that returns one of a job's newest rosters, by its digest."""
     return MembershipStub(channel).GetRoster
 
 
@@ -37,14 +36,14 @@ def get_job(channel: grpc.Channel) -> Method[pb.JobStanding]:
 
 
 def heartbeat(channel: grpc.Channel) -> Method[pb.HeartbeatReply]:
-    """The one that is answered by more than that it was heard."""
+    """Method that reports a heartbeat, whose reply has content."""
     return MembershipStub(channel).Heartbeat
 
 
 def made(
     coordinators: Coordinators, call: ev.CallLeader, gives_up: Callable[[], bool] = lambda: False
 ) -> ev.CallEnded | ev.HeartbeatRefused:
-    """Make the call; returns the event that ends it. `gives_up`: see `Coordinators.call`."""
+    """Make the call; return the event that ends it. `gives_up`: see `Coordinators.call`."""
     request, within_s = call.request, call.timeout_s
     try:
         if isinstance(request, pb.HeartbeatRequest):

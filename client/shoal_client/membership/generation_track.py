@@ -1,7 +1,7 @@
-"""Track of a member's generation, of the next one, and of what others must be told of that.
+"""Track of a member's generation, of the next one, and of reports that a new leader needs again.
 
-(no generation) --record--> brings up --BroughtUp--> trains --break--> stands still --record-->
-                                        trains --planned record--> offers --StopAt--> brings up
+(no generation) --record--> bring-up --ready--> training --break--> stopped --record--> bring-up
+                                   training --planned record--> offer made --StopAt--> bring-up
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class PlannedChange:
 
     record: pb.GenerationRecord
     offer: int
-    """The first step not begun; none from there on is begun before `stop_at` is known."""
+    """The first step not begun. Neither it nor a later one is begun before `stop_at` is known."""
     stop_at: int | None = None
 
     @property
@@ -31,9 +31,8 @@ class PlannedChange:
 
 
 class GenerationTrack:
-    """The generations of one member, from its own point of view.
-
-    What the methods return is to be sent to the coordinator. All of it may be said twice.
+    """The generations of one member, from its own point of view. The requests that the methods
+    return are to be sent to the coordinator. All of them may be sent twice.
     """
 
     def __init__(self, identity: Identity) -> None:
@@ -46,7 +45,8 @@ class GenerationTrack:
         self.is_closing = False
         """True if the job admits no more members, and forms no more generations."""
         self.num_waiting = 0
-        """Members without a rank that would be in the next generation, as last notified."""
+        """Number of members without a rank that would be in the next generation, as last
+        notified."""
         self._proposal: pb.Proposal | None = None
         self._record: pb.GenerationRecord | None = None
         """Newest record that the trainer may enter."""
@@ -60,7 +60,7 @@ class GenerationTrack:
         """Report of a failed collective, until the break is notified."""
         self._broken: dict[int, str] = {}
         self.lost: frozenset[str] = frozenset()
-        """Members lost in this one's generations, as far as notified."""
+        """Members that were lost in this member's generations, as far as notified."""
 
     def is_broken(self, generation: int) -> bool:
         """True if the generation is over, by a loss or an aborted bring-up."""
@@ -68,7 +68,7 @@ class GenerationTrack:
 
     @property
     def successor(self) -> pb.GenerationRecord | None:
-        """The planned one, once its members agreed where the present one stops."""
+        """Record of the planned generation, once the members agreed where the present one stops."""
         change = self.change
         return change.record if change is not None and change.stop_at is not None else None
 
@@ -81,9 +81,11 @@ class GenerationTrack:
         return self._propose_request(proposal)
 
     def begin_step(self, step: int) -> StepBegun | BringUpGeneration | PlannedChange:
-        """Begun, or where to go instead, or the change that holds the trainer."""
+        """Begin the step, or return the generation to bring up instead, or the change that holds
+        the trainer back."""
         change = self.change
-        # Nothing is begun past an offer before all have agreed on where to stop: `boundary`.
+        # No step from the offer on is begun before all members have agreed where to stop:
+        # `boundary`.
         if change is None or step < change.boundary or self.generation in self._broken:
             self._begun = step
             return BEGUN
@@ -94,9 +96,10 @@ class GenerationTrack:
         return BringUpGeneration(record=change.record)
 
     def enter(self, above: int) -> pb.GenerationRecord | None:
-        """Go into the newest record with a number above `above`, if there is one."""
+        """Enter the generation of the newest record with a number above `above`, if there is
+        one."""
         record = self._record
-        # A generation that broke once is never entered, and none is entered twice.
+        # A broken generation is never entered, and no generation is entered twice.
         if record is None or not self._is_new(record.roster.generation, above):
             return None
         self.generation = record.roster.generation
@@ -109,7 +112,8 @@ class GenerationTrack:
     def become_ready(self, roster: pb.Roster) -> pb.ReadyRequest:
         self._ready_generation = roster.generation
         if self._proposal is not None and roster.synchronous:
-            # A leader that comes later is to know that this member holds what all hold.
+            # A later leader gets this proposal again: it has to state that this member holds the
+            # state.
             self._proposal.has_state = True
             self._proposal.step = max(self._proposal.step, self.step)
         return self._ready_request(roster.generation)
@@ -135,10 +139,8 @@ class GenerationTrack:
     # --- the coordinator ---
 
     def is_superseded_by(self, record: pb.GenerationRecord) -> bool:
-        """True if this member's generation was replaced by one that survivors formed.
-
-        The old one is then over, even if the leader that decided so died before it notified
-        anybody.
+        """True if survivors formed a generation that replaces this member's. The old one is then
+        over, even if its leader died before it notified any member.
         """
         roster = record.roster
         formed = roster.synchronous and not roster.planned
@@ -164,11 +166,13 @@ class GenerationTrack:
             return None
         if self.change is None or self.change.generation != number:
             self.change = PlannedChange(record=record, offer=self._begun + 1)
-        # The same offer when it is told again: steps below it have begun since.
+        # A repeated record gets the same offer: this member may have begun only steps below it
+        # since.
         return self._offer_request(self.generation, number, self.change.offer)
 
     def _offer_again(self, number: int) -> pb.OfferRequest | None:
-        """A new leader collects the offers anew: say where the old generation did stop."""
+        """Answer a new leader, which collects the offers again, with the step at which the old
+        generation stopped."""
         if number == self.generation and self._crossed_at is not None:
             return self._offer_request(number, number, self._crossed_at)
         return None
@@ -178,13 +182,13 @@ class GenerationTrack:
             self.change = replace(self.change, stop_at=stop.step)
 
     def take_aborted(self, generation: int) -> bool:
-        """Record an aborted generation. True if it had been committed, and so has broken now."""
+        """Note an aborted generation. True if it had been committed, and so has broken now."""
         if self.change is not None and self.change.generation == generation:
             self.change = None
         return self._record is not None and self._record.roster.generation == generation
 
     def take_break(self, generation: int, reason: str) -> bool:
-        """Record a break. True if it was not known yet."""
+        """Note a break. True if it was not known yet."""
         if generation in self._broken:
             return False
         self._broken[generation] = reason
@@ -193,10 +197,8 @@ class GenerationTrack:
         return True
 
     def stand(self) -> pb.SettleRequest | None:
-        """Step report of a trainer that is in no generation, if it has made one.
-
-        A trainer that never entered the generation that is over is still at the step that it
-        proposed.
+        """Step report of a trainer that is in no generation, if it has made one. A trainer that
+        never entered any generation is still at the step that it proposed.
         """
         if self._stood_at is not None or self.generation or self._proposal is None:
             return self._stood_at
@@ -208,9 +210,8 @@ class GenerationTrack:
         return self._propose_request(self._proposal) if self._proposal is not None else None
 
     def standing(self) -> pb.SettleRequest | pb.ReportBrokenRequest | pb.ReadyRequest | None:
-        """Report repeated for a new leader: of the trainer's step, of a failed collective, or that
-        its generation is up. The old leader may have died before it notified anybody of the
-        break."""
+        """Report to repeat for a new leader: the trainer's step, a failed collective, or that its
+        generation is up. The old leader may have died before it notified members of the break."""
         if self._stood_at is not None:
             return self._stood_at
         if self._reported is not None and self.generation not in self._broken:

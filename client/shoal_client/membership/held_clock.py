@@ -1,4 +1,4 @@
-"""Time limits that stand still while nobody could keep them."""
+"""Time limits of waits, which do not run while the awaited members or coordinator are hindered."""
 
 import math
 from collections.abc import Sequence
@@ -7,10 +7,8 @@ from shoal_client.membership.member_events import GenerationOver, WaitUntil
 
 
 class HeldClock:
-    """Clock of a wait for other members.
-
-    It stands still while a member is paused, while no coordinator can be reached, and while this
-    member is on standby, which has no limit.
+    """Clock of a wait for other members. It stops while a member is paused, while no coordinator
+    can be reached, and while this member is on standby, which has no limit.
     """
 
     def __init__(self) -> None:
@@ -28,7 +26,7 @@ class HeldClock:
         self._stood_by_s = -math.inf
 
     def turn(self, now_s: float, *, away: bool) -> None:
-        """The stream has ended, or its first notice came."""
+        """Note that the stream has ended (`away`), or that its first notice arrived."""
         self.away_since_s = min(self.away_since_s, now_s) if away else math.inf
         self.away, self._turned_s = away, now_s
 
@@ -41,7 +39,7 @@ class HeldClock:
         self._paused, self._released_s = tuple(member_ids), now_s
 
     def set_standby(self, now_s: float, *, is_standby: bool) -> None:
-        """Set if this member is on standby."""
+        """Set whether this member is on standby."""
         if is_standby or self._is_standby:
             self._stood_by_s = now_s
         self._is_standby = is_standby
@@ -51,7 +49,7 @@ class HeldClock:
         return now_s if self._paused else self._released_s
 
     def held_until_s(self, now_s: float) -> float:
-        """Time up to which the clock stood still."""
+        """Time up to which the clock was stopped."""
         return now_s if self.away else self.paused_until_s(now_s)
 
     def give_up_s(self, since_s: float, limit_s: float, now_s: float) -> float:
@@ -64,9 +62,8 @@ class HeldClock:
     def work_done(
         self, give_up_s: float, away_limit_s: float, now_s: float, *, is_over: bool
     ) -> GenerationOver | WaitUntil:
-        """Decide if a member that has done its work is still needed by others.
-
-        Over with False after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
+        """Decide if other members still need a member that has done its work. Ends with
+        `over=False` after `give_up_s`, or if no coordinator was reached for `away_limit_s`.
         """
         until_s = min(give_up_s, self.away_since_s + away_limit_s)
         done = is_over or now_s >= until_s

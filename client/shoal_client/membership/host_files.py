@@ -1,4 +1,5 @@
-"""Answers that the processes of one host share: the first that needs one asks for all of them."""
+"""Answers that the processes of one host share: the first process that needs one fetches it for
+all."""
 
 import fcntl
 import hashlib
@@ -15,17 +16,17 @@ log = structlog.get_logger(__name__)
 
 MAX_FILES = 8
 LOOK_AGAIN_S = 0.005
-"""The kernel notifies nobody of a file lock that is released."""
+"""Interval of attempts to get the lock: the kernel does not notify of its release."""
 _DIGEST_BYTES = 32
 
 
 class HostFiles:
     """Answers in a directory that a launcher made for its workers, one file each.
 
-    A file begins with a digest of the rest, so that one that is cut off is not believed. A lock
-    keeps two processes from asking for the same; the kernel releases it when its holder ends, and
-    a holder that stands still is waited for only `wait_s`. Without a directory each process asks
-    for itself.
+    A file begins with a digest of the rest, so that a truncated file is not used. A lock keeps two
+    processes from asking for the same answer. The kernel releases it when its holder ends; other
+    processes wait for a halted holder only `wait_s`. Without a directory each process asks for
+    itself.
     """
 
     def __init__(self, directory: Path, closing: threading.Event, wait_s: float) -> None:
@@ -35,7 +36,7 @@ class HostFiles:
         self._wait_s = wait_s
 
     def get(self, asked: str, ask: Callable[[], bytes]) -> bytes:
-        """The answer to what was asked; `ask` gets it if no process of this host has it.
+        """The answer to the question `asked`; `ask` gets it if no process of this host has it.
 
         Raises what `ask` raises.
         """

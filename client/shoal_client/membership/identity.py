@@ -16,10 +16,10 @@ class Identity:
     """Public id of the incarnation, as in rosters."""
     info: pb.MemberInfo
     job_secret: str = field(default="", repr=False)
-    """Secret of the job, as its first member had it; empty: none."""
+    """Secret of the job, which its first member had; empty: none."""
 
     def token(self, generation: int) -> Token:
-        """The fencing token of a generation; 0: of none yet."""
+        """The fencing token for a generation; 0: for none yet."""
         return Token(
             job=self.spec.job,
             generation=generation,
@@ -29,9 +29,9 @@ class Identity:
         )
 
     def is_in(self, roster: pb.Roster) -> bool:
-        """True if this very process is in the roster, not another of its name."""
+        """True if this very process is in the roster, not another process of its name."""
         own_id, own_process = self.member_id, self.public_id
-        # Names first: only one entry has this member's, and rosters have thousands.
+        # Names first: only one of possibly thousands of entries has this member's name.
         return any(e.member_id == own_id and e.public_id == own_process for e in roster.entries)
 
     def attend_request(self, generation: int) -> pb.AttendRequest:

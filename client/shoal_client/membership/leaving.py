@@ -21,7 +21,8 @@ class LeaveState:
 
     def __init__(self) -> None:
         self.reason = ""
-        """Reason why this member is to leave in agreement with the others; empty if it is not."""
+        """Reason for which this member is to leave in agreement with the others; empty: it is not
+        to."""
         self.is_noticed = False
         """True if the leave has been logged."""
         self.unreplaced = False
@@ -36,11 +37,11 @@ class LeaveState:
         self._drained = False
 
     def ask(self, reason: str) -> None:
-        """The first reason stands."""
+        """Note the reason to leave; the first one counts."""
         self.reason = self.reason or reason
 
     def begin(self, *, drained: bool) -> None:
-        """`drained`: the coordinator has let it go already."""
+        """Begin to leave. `drained`: the coordinator has removed the member already."""
         self.has_begun, self._drained = True, drained
 
     def call_timeout_s(self, timeout_s: float) -> float:
@@ -57,17 +58,17 @@ class LeaveState:
             return [ev.LogMessage(event="leave_failed", fields=fields, is_warning=True)]
         self.is_acknowledged = self._drained or isinstance(error, MemberDrained)
         if self.is_acknowledged:
-            return []  # it was let go: the word that it leaves came second, as it mostly does
+            return []  # usual: the coordinator removed the member before this call came
         return [
             ev.ReportEnding(error=error),
             ev.LogMessage(event="leave_not_needed", fields=fields),
         ]
 
-    # --- staying, with nothing left to do ---
+    # --- staying with the work done ---
 
     def work_done(self, event: ev.WorkDone, token: Token) -> pb.LeaveRequest:
-        """Request of a member that stays, done with its own work or with the job; it is repeated to
-        new leaders."""
+        """Request of a member that stays although its own work is done, or the job is closed. New
+        leaders get it again."""
         before = self.stays_as or pb.LeaveRequest()
         self.stays_as = pb.LeaveRequest(
             token=token,

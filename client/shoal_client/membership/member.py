@@ -1,4 +1,4 @@
-"""A member that joins a job, and what its membership asks of its owner."""
+"""A member's configuration, and the callbacks of its session."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,15 +24,16 @@ class Member:
     incarnation: str
     info: pb.MemberInfo
     beat_slot: BeatSlot | None = None
-    """Slot in which this host's launcher finds the members to send heartbeats for. Without it the
-    member sends its own."""
+    """Slot by which this host's launcher sends heartbeats for the member. Without it the member
+    sends its own."""
 
     launcher_job: str = ""
-    """The job that this host's launcher runs workers for; empty: without a launcher, or unknown."""
+    """Job that this host's launcher runs workers for; empty: there is no launcher, or it is
+    unknown."""
     job_secret: str = field(default="", repr=False)
     """See `shoal_proto.secrets`; empty: the job has none."""
     shared_directory: Path | None = None
-    """Directory for files shared by the members of this host. Without it each fetches its own."""
+    """Directory for files that the members of this host share. Without it each fetches its own."""
     admission_s: float = ADMISSION_S
     """Time within which a coordinator must admit the member, so that a wrong address is
     reported."""
@@ -58,8 +59,8 @@ class MemberHooks:
     find_unreachable: Callable[[pb.Prepare], Mapping[str, str]] = lambda prepare: {}
     """Peers that this member cannot reach, each with the error."""
     find_checkpoints: Callable[[], Sequence[int]] = lambda: ()
-    """Steps of the complete checkpoints that this member sees; asked if nobody in the roster holds
-    the job's state."""
+    """Steps of the complete checkpoints that this member sees; asked for if no member of the roster
+    holds the job's state."""
     on_break: Callable[[int, str], None] = lambda generation, reason: None
     """Called with a generation that is over, and the reason."""
 
@@ -71,7 +72,7 @@ class MemberHooks:
             generation=prepare.roster.generation,
             digest=effect.digest,
             rejections=rejections,
-            # What is rejected anyway needs no network.
+            # A roster that is rejected needs no test of the network.
             unreachable={} if rejections else self.find_unreachable(prepare),
             checkpoint_steps=self.find_checkpoints()
             if effect.from_checkpoint and not rejections
@@ -80,26 +81,26 @@ class MemberHooks:
 
 
 _completed: set[tuple[str, str]] = set()
-"""Jobs that this process has trained to their ends, and as which member."""
+"""(job, member_id) of each job that this process has trained to its end."""
 
 
 class OwnJobs:
-    """A member's job among those that its process joins one after another: folds of a
-    cross-validation, say."""
+    """A member's job among the jobs that its process joins one after another, such as the folds of
+    a cross-validation."""
 
     def __init__(self, member: Member) -> None:
         self._place = (member.spec.job, member.member_id)
         self._is_anothers = member.launcher_job not in ("", member.spec.job)
 
     def completed(self) -> None:
-        """The process has trained it to its end."""
+        """Note that the process has trained the job to its end."""
         _completed.add(self._place)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
 
-        A member that finds its job finished has nothing left to do: the worker was not needed. This
-        does not hold if the script has several jobs, and this one fails after others.
+        A member that finds its job finished was not needed, which is no failure. But if the script
+        has several jobs, it is: this one must not be skipped without notice.
         """
         ending = MembershipEnding.of(error)
         several = self._is_anothers or self._place in _completed
@@ -110,13 +111,13 @@ class OwnJobs:
         )
 
     def explain(self, failure: ShoalError) -> ShoalError:
-        """The error of a join, for who has to mend the script."""
+        """The error of a join, with advice for a script that joins several jobs."""
         again = self._place in _completed
         if not isinstance(failure, JobFinished) or not (again or self._is_anothers):
             return failure
         finished = f"job {self._place[0]} is finished"
         if failure.what != finished:
-            # Of a run that was started over, say: that is no matter of this process's other jobs.
+            # Another refusal, such as a run that was started over: not due to several jobs.
             return failure
         by = "by an earlier session of this process" if again else "by others"
         fix = "Give each a name, as in shoal.join(f'fold-{k}')" if again else "Catch JobFinished"
@@ -127,5 +128,5 @@ class OwnJobs:
             if again
             else "a job that still has work to do, or a script that goes on with its next job",
             fix=f'{fix}: "Several jobs in one script" in docs/run.md. `shoal run --fresh` and'
-            " `shoal rm` let a job begin anew.",
+            " `shoal rm` let a job start over.",
         )

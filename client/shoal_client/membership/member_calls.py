@@ -7,17 +7,17 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
 ADMISSION_TOLD_AFTER_S = 1.0
-"""A member that waits so long to be admitted says so."""
+"""Time after which a member logs that it still waits for admission."""
 _NOT_TOLD = {
     pb.PauseRequest: "pause_not_told",
     pb.DrainRequest: "drain_not_taken",
     pb.HeartbeatRequest: "heartbeat_failed",
 }
-"""The events in the log by which a call is given up."""
+"""Events logged for calls that are given up."""
 
 
 class MemberCalls:
-    """Makes calls, makes them again, and says in the log what came of an outage: two lines."""
+    """Makes and repeats calls, and logs an outage in two lines: its begin and its end."""
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
@@ -46,16 +46,17 @@ class MemberCalls:
     def persistent(
         self, request: ev.Request, timeout_s: float, now_s: float, give_up_s: float
     ) -> ev.CallLeader:
-        """A call that is made again until `give_up_s`."""
+        """A call that is repeated until `give_up_s`."""
         within_s = max(0.0, min(timeout_s, give_up_s - now_s))
         return self.new(request, ev.Persistence.UNTIL_ANSWERED, within_s, now_s, give_up_s)
 
     def joins(self, now_s: float, within_s: float) -> None:
-        """The member wants to be admitted, by then."""
+        """Note that the member waits for admission, for at most `within_s`."""
         self._joined_s, self._joins_within_s = now_s, within_s
 
     def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:
-        """A coordinator has not admitted it yet. That is told once it is no change of leaders."""
+        """Log, once, that no coordinator has admitted the member for longer than a change of
+        leaders takes."""
         if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_TOLD_AFTER_S:
             return []
         self._is_awaited = True
@@ -98,7 +99,7 @@ class MemberCalls:
         return [ev.LogMessage(event="coordinator_away", fields=fields, is_warning=True), next_call]
 
     def once_more(self, call: ev.CallLeader) -> ev.CallLeader:
-        """Repeat a call after a pause, since some failures come at once."""
+        """Repeat a call after a pause, since some calls fail at once."""
         return replace(call, after_s=call.back_off.pause_s(1.0))
 
     def given_up(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:

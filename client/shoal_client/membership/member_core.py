@@ -1,12 +1,8 @@
 """State and decisions of a member of a job, without I/O: an event and the time go in, effects come
-out.
-
-`MemberSession` carries the effects out. It takes an event in on one of its threads and carries out
-there what follows, in order: a call's end is an event again. One effect that is no dataclass
-belongs to every event: whoever waits for a decision asks again.
-
-The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are methods: they wait for
-what events change.
+out. `MemberSession` submits an event on one of its threads and carries out its effects on the same
+thread, in order. The end of a call is an event again. After every event, waiting threads ask for
+their decisions again. The trainer's decisions (`begin_step`, `next_generation`, `break_seen`) are
+methods; their outcome changes with events.
 """
 
 from dataclasses import dataclass, replace
@@ -33,20 +29,20 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
 UNCHANGING = frozenset({"admitted", "pauses", "drain", "closing", "waiting"})
-"""Kinds of notice after which who stood by still does."""
+"""Kinds of notice that leave a standby member on standby."""
 
 Effects = list[ev.Effect]
 
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPause:
-    """A pause of this member: what it said of it, and since when it lasts."""
+    """A pause of this member, as reported to the coordinator."""
 
     reason: str
     limit_s: float
     since_s: float
     number: int
-    """Number of this process' pause, from 1."""
+    """Number of the pause within this process, from 1."""
     over: bool = False
 
     def ended(self) -> "OwnPause":
@@ -88,7 +84,7 @@ class MemberCore:
         self._held_since_s: float | None = None
         """Time since which the trainer waits to begin a step."""
 
-    # --- how it stands ---
+    # --- status ---
 
     @property
     def admitted(self) -> bool:
@@ -108,7 +104,7 @@ class MemberCore:
         return self.identity.token(self.track.generation)
 
     def is_idle(self, call: ev.CallLeader) -> bool:
-        """True if the answer to the call has no effect any more: the membership has ended."""
+        """True if the call is of no use any more because the membership has ended."""
         return call.persistence in ev.FOR_MEMBERS and self.failure is not None
 
     def is_over(self, generation: int) -> bool:
@@ -120,7 +116,7 @@ class MemberCore:
     # --- events ---
 
     def step(self, event: ev.Event, now_s: float) -> Effects:
-        """Take in what has happened. The returned effects are carried out in order."""
+        """Handle an event. The returned effects are to be carried out in order."""
         effects: Effects
         match event:
             case ev.HeartbeatDue() | ev.HeartbeatRefused():
@@ -140,7 +136,7 @@ class MemberCore:
                 effects = self._pause(event, now_s)
             case ev.DrainWanted():
                 self.leaving.ask(event.reason)
-                # Before admission: on admission.
+                # A wish before admission is sent on admission.
                 effects = [self._drain_call(event.reason, now_s)] if self.admitted else []
             case ev.LeaveWanted():
                 effects = self._leave(event, now_s)
@@ -170,7 +166,7 @@ class MemberCore:
                 return self.leaving.work_done(event, self.token)
 
     def progress(self, step: int) -> None:
-        """Steps committed so far, for the heartbeats."""
+        """Set the number of steps committed so far, for the heartbeats."""
         self.track.step = step
 
     # --- the stream ---
@@ -188,7 +184,7 @@ class MemberCore:
         return self._follow(event, waited_for, now_s)
 
     def _follow(self, event: ev.NoticeReceived, waited_for: str, now_s: float) -> Effects:
-        """Take what a notice says. `waited_for`: the reason of the notice before it."""
+        """Act on a notice. `waited_for`: the reason in the notice before it."""
         notice = event.notice
         effects: Effects = []
         match notice.WhichOneof("kind"):
@@ -222,7 +218,7 @@ class MemberCore:
 
     def _take_admitted(self, admitted: pb.Admitted, now_s: float) -> Effects:
         again, self._admitted = self.admitted, admitted
-        # Who is paused is told next, if anybody is.
+        # The next notice names the paused members, if there are any.
         self.clock.pause((), now_s)
         self.track.num_waiting = 0
         limits = admitted.limits
@@ -237,7 +233,7 @@ class MemberCore:
             effects.append(ev.AskForDrain(reason=self.leaving.reason))
         if not again:
             return effects + self._calls.admitted(now_s)
-        # A new leader knows the roster from etcd, not what each member has said since.
+        # A new leader knows the roster from etcd, but not the reports of members since.
         pause = self._own_pause
         said = (
             self.track.proposed(),
@@ -289,12 +285,12 @@ class MemberCore:
                 ev.LogMessage(event="generation_broken", fields=fields, is_detail=True),
                 ev.BreakGeneration(generation=generation, reason=reason),
             ]
-        # Speak for a trainer that never saw the generation that is over.
+        # Report for a trainer that never entered the generation that is over.
         stand = self.track.stand()
         return effects + ([self._with_stream(stand, now_s)] if stand is not None else [])
 
     def _stream_ended(self, event: ev.StreamEnded, now_s: float) -> Effects:
-        """Find who leads now and attend again."""
+        """Find the present leader and open a new stream."""
         self.clock.turn(now_s, away=True)
         error = event.error
         if self.closed or self.failure is not None:
@@ -321,8 +317,8 @@ class MemberCore:
     # --- calls ---
 
     def _with_stream(self, request: ev.Request, now_s: float) -> ev.CallLeader:
-        # While the call lasts, the end of the stream is not seen. It lasts less than any wait for
-        # others, which stands still only once it is known that nobody leads.
+        # The end of the stream is not noticed during the call. So the call must be shorter than any
+        # wait for others, whose clock stops only once the end is noticed.
         timeout_s = self.limits.collective_s / 2
         return self._calls.new(request, ev.Persistence.WITH_STREAM, timeout_s, now_s)
 
@@ -348,7 +344,7 @@ class MemberCore:
         return [ev.RaiseError(error=self.failure or error)]
 
     def _heartbeat(self, event: ev.HeartbeatDue | ev.HeartbeatRefused, now_s: float) -> Effects:
-        """Say that this member lives, unless its launcher did; learn whether it is fenced."""
+        """Send a heartbeat, unless the launcher did; a refused one ends the membership."""
         if isinstance(event, ev.HeartbeatRefused):
             if self._outlasts(event.error, now_s):
                 return []
@@ -377,8 +373,8 @@ class MemberCore:
 
     def _outlasts(self, error: ShoalError, now_s: float) -> bool:
         """True if the membership outlasts the error: the coordinator is away, or cannot continue
-        this job for now. A trainer trains on meanwhile; an admitted member waits for a time for a
-        certificate that is accepted."""
+        this job for now. A trainer trains on meanwhile. An admitted member waits for some time for
+        a certificate that is accepted."""
         if isinstance(error, CertificateRefused) and self.admitted:
             return self._certificate.goes_on(now_s)
         quarantined = isinstance(error, JobQuarantined) and self.track.generation > 0
@@ -388,7 +384,7 @@ class MemberCore:
         if self.failure is not None:
             return []
         if isinstance(error, MemberDrained):
-            # The others train without it; the word that says so is still on its way.
+            # The others train without this member; the notice of that has not arrived yet.
             return self._take_drain(error.seen, now=True)
         if isinstance(error, CertificateRefused) and self._certificate.is_on:
             error = self._certificate.final_error(error)
@@ -403,10 +399,10 @@ class MemberCore:
         return [] if self.leaving.has_begun else [ev.ReportEnding(error=error)]
 
     def _take_drain(self, reason: str, *, now: bool, unreplaced: bool = False) -> Effects:
-        """`now`: nobody needs this member any more. `unreplaced`: no generation follows without
-        it."""
+        """Note a notice to leave. `now`: no other member needs this one any more. `unreplaced`: no
+        generation follows without it."""
         fields = {"member": self.identity.member_id, "now": now, "reason": reason}
-        # Heard twice: when the coordinator agrees, and when the others go on. A line is enough.
+        # The notice comes twice: when the coordinator accepts, and when the others go on.
         is_detail = self.leaving.is_noticed
         self.leaving.is_noticed = True
         effects: Effects = [
@@ -415,7 +411,7 @@ class MemberCore:
         self.leaving.ask(reason or "asked to")
         self.leaving.unreplaced |= unreplaced
         if now:
-            # Not through `_fail`: the step that is under way is to end well.
+            # Not through `_fail`: the step in progress is to be completed.
             end = drained(self.identity, self.leaving.reason)
             self.failure = self.failure or end
             effects += self._tell_ending(end)
@@ -432,7 +428,7 @@ class MemberCore:
 
     def _drain_unanswered(self, call: ev.CallLeader, error: ShoalError, now_s: float) -> Effects:
         if not isinstance(error, RetryError | JobQuarantined):
-            # A leader that does not know this member yet is asked again on admission.
+            # A leader that does not know this member yet gets the request again on admission.
             return self._calls.given_up(call, error)
         assert isinstance(call.request, pb.DrainRequest)
         if self.closed:
@@ -440,14 +436,14 @@ class MemberCore:
         if now_s >= call.give_up_s:
             self.leaving.is_unheard = True
             reason = f"{call.request.reason}; meanwhile {error}"
-            # Nobody is there to agree on a generation without it.
+            # No coordinator can form a generation without this member.
             return self._take_drain(reason, now=True, unreplaced=True)
         return [self._calls.once_more(call)]
 
     def _leave(self, event: ev.LeaveWanted, now_s: float) -> Effects:
         drained = isinstance(self.failure, MemberDrained)
         self.leaving.begin(drained=drained)
-        # A heartbeat that comes after the word that it left would be refused as a lost member's.
+        # A heartbeat after the leave would be refused like a lost member's.
         effects: Effects = [ev.UnclaimBeats()]
         if self.admitted and (self.failure is None or drained):
             request = pb.LeaveRequest(
@@ -469,8 +465,8 @@ class MemberCore:
     ) -> ev.StepBegun | ev.BringUpGeneration | ev.HandOver | ev.WaitUntil | ev.RaiseError:
         """Decide whether step number `step` (0-based) may begin in the current generation.
 
-        `steps_before_leaving`: a member that nobody replaces takes further steps, until
-        the members write a checkpoint of one.
+        `steps_before_leaving`: a member without which no generation follows takes further steps,
+        until the members write a checkpoint.
         """
         stays = steps_before_leaving and self.leaving.unreplaced
         stays = stays and isinstance(self.failure, MemberDrained)
@@ -504,7 +500,7 @@ class MemberCore:
 
     def _boundary_overdue(self, change: PlannedChange) -> ShoalError:
         if change.stop_at is not None:
-            # The others have stopped too, and the coordinator is not there to say how it went on.
+            # The others have stopped too, and no coordinator reports their next generation.
             return drained(self.identity, "the others' next generation did not report that it runs")
         return DeadlineExceeded(
             "the members did not agree on a step to stop at", seen=self.waiting_for
@@ -513,9 +509,8 @@ class MemberCore:
     def next_generation(
         self, above: int, since_s: float, now_s: float, limit_s: float | None = None
     ) -> ev.BringUpGeneration | ev.WaitUntil | ev.RaiseError:
-        """The next committed record with a number above `above` that has this member in it.
-
-        Without `limit_s` the job's join limit counts, which stands still as `HeldClock` says.
+        """The next committed record with a number above `above` that includes this member. Without
+        `limit_s` the job's join limit applies, which stops as `HeldClock` says.
         """
         if self.failure is not None:
             return ev.RaiseError(error=self.failure)
@@ -544,8 +539,8 @@ class MemberCore:
     ) -> ev.GenerationOver | ev.WaitUntil:
         """Decide if the generation, in which a collective failed, is over for all.
 
-        Only the coordinator's notice ends the wait: while no coordinator is reached, the time
-        stands still.
+        Only the coordinator's notice ends the wait: while no coordinator is reached, the limit does
+        not run.
         """
         if self.track.is_broken(generation) or self.failure is not None:
             return ev.GenerationOver(over=True)

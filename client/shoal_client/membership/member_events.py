@@ -9,21 +9,21 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-# --- what happens: to the stream, to calls ---
+# --- events of the stream and of calls ---
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoticeReceived:
-    """A notice came on the stream."""
+    """A notice arrived on the stream."""
 
     notice: pb.Notice
     refusal: ShoalError | None = None
-    """Error of a notice of the kind `refused`."""
+    """Error in a notice of the kind `refused`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StreamEnded:
-    """The stream ended: it failed, or a call that followed from a notice failed."""
+    """The stream ended: it failed, or a call due to a notice failed."""
 
     error: ShoalError | None
     chance: float = 1.0
@@ -32,7 +32,7 @@ class StreamEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class RosterJudged:
-    """Answer of this member to a roster that it was shown."""
+    """Answer of this member to a roster that it was sent."""
 
     generation: int
     digest: str
@@ -54,7 +54,7 @@ class CallEnded:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatDue:
-    """`heartbeat_s` have passed; the rest is what the trainer does, as a `Beat` has it."""
+    """`heartbeat_s` have passed. The fields state the trainer's activity, as in a `Beat`."""
 
     beaten: bool = False
     """True if the launcher's heartbeats for this member were accepted recently."""
@@ -66,12 +66,12 @@ class HeartbeatDue:
 
 @dataclass(frozen=True, kw_only=True)
 class HeartbeatRefused:
-    """The coordinator knows no such member any more."""
+    """The coordinator does not know this member any more."""
 
     error: ShoalError
 
 
-# --- what the trainer wishes, and says ---
+# --- requests and reports of the trainer ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,14 +142,14 @@ class WorkDone:
 
 @dataclass(frozen=True)
 class ThreadFailed:
-    """The membership cannot go on here: one of its threads ended with something unforeseen."""
+    """A thread of the membership ended with an unexpected error: the membership cannot continue."""
 
     error: ShoalError
 
 
 @dataclass(frozen=True)
 class SessionClosed:
-    """Nothing more is sent."""
+    """The session was closed: no further request is sent."""
 
 
 Event = (
@@ -191,26 +191,27 @@ def beat(event: HeartbeatDue, token: Token, step: int) -> pb.HeartbeatRequest:
     return pb.HeartbeatRequest(beats=[one])
 
 
-# --- what follows, in order; carried out by who brought the event ---
+# --- effects, carried out in order by the thread that submitted the event ---
 
 
 class Persistence(enum.Enum):
-    """Handling of a call that got no answer. A refused call is never repeated."""
+    """Handling of an unanswered call. A refused call is never repeated."""
 
     UNTIL_ANSWERED = enum.auto()
     """Repeated until `give_up_s`: the trainer waits meanwhile, and the call is idempotent."""
     WITH_STREAM = enum.auto()
-    """The stream that led to it is closed: what matters comes again on the next one."""
+    """Not repeated: the stream that led to the call is closed, and the next one leads to it
+    again."""
     FOR_A_TIME = enum.auto()
     """A request to drain: repeated until `give_up_s`; then the member leaves without an answer."""
     ONCE = enum.auto()
-    """Logged and dropped: a new leader gets it again, or the next call includes it."""
+    """Logged and dropped: a new leader gets the report again, or the next call includes it."""
     LAST = enum.auto()
-    """The call to leave; members that miss it notice the leave themselves."""
+    """The call to leave. Not repeated: the coordinator notices the leave by itself."""
 
 
 FOR_MEMBERS = (Persistence.UNTIL_ANSWERED, Persistence.WITH_STREAM)
-"""Calls that are void once the membership has ended."""
+"""Kinds of calls that are of no use once the membership has ended."""
 
 Request = (
     pb.ProposeRequest
@@ -234,7 +235,7 @@ class CallLeader:
     persistence: Persistence
     timeout_s: float
     after_s: float = 0.0
-    """Wait so long before it."""
+    """Wait before the call."""
     since_s: float = 0.0
     """Time of the first attempt."""
     give_up_s: float = 0.0
@@ -255,19 +256,19 @@ class CancelStream:
 
 @dataclass(frozen=True, kw_only=True)
 class FindLeader:
-    """Turn to another replica: the current one has failed with this error."""
+    """Turn to another coordinator: the current one has failed with this error."""
 
     error: ShoalError
 
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeRoster:
-    """Say what is against this roster: `RosterJudged`. What is rejected anyway needs no network."""
+    """Accept or reject the roster; then `RosterJudged`."""
 
     prepare: pb.Prepare
     digest: str
     from_checkpoint: bool
-    """True if nobody in the roster holds the job's state."""
+    """True if no member of the roster holds the job's state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,14 +281,14 @@ class BreakGeneration:
 
 @dataclass(frozen=True, kw_only=True)
 class AskForDrain:
-    """Bring the wish again as an event of its own, `DrainWanted`."""
+    """Submit the wish to leave again, as a `DrainWanted`."""
 
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClaimBeats:
-    """Ask the launcher for heartbeats."""
+    """Ask the launcher to send heartbeats for this member."""
 
     token: Token
     heartbeat_s: float
@@ -296,12 +297,12 @@ class ClaimBeats:
 
 @dataclass(frozen=True)
 class UnclaimBeats:
-    """Stop heartbeats."""
+    """Stop the launcher's heartbeats for this member."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportEnding:
-    """Let the launcher know what ended the membership, whatever the script makes of it."""
+    """Report the error that ended the membership to the launcher, even if the script handles it."""
 
     error: ShoalError
 
@@ -338,7 +339,7 @@ Effect = (
 )
 
 
-# --- what the trainer is answered ---
+# --- decisions for the trainer ---
 
 
 @dataclass(frozen=True)
@@ -355,19 +356,19 @@ class BringUpGeneration:
 
 @dataclass(frozen=True)
 class HandOver:
-    """The others go on without this member: give them what they need of it, then ask again."""
+    """The others go on without this member: hand over the data that they need, then ask again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WaitUntil:
-    """Ask again when something has happened, at the latest then."""
+    """Ask again after the next event, at the latest at this time."""
 
     until_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOver:
-    """Answer that says if the generation is over."""
+    """Answer: whether the generation is over."""
 
     over: bool
 

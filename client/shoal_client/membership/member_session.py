@@ -1,9 +1,7 @@
-"""A worker's membership as its trainer sees it: whether it may go on, and with whom.
-
-`MemberCore` decides; here are its threads, its calls and its clock. One thread holds the stream of
-notices and tells of a break at once through `on_break`; another sends heartbeats, a third passes
-wishes to drain on. The trainer's waits have time limits, which stand still while no coordinator is
-there.
+"""A worker's membership as its trainer uses it. `MemberCore` decides; this module has the threads,
+the calls and the clock. One thread holds the stream of notices, and reports a break at once through
+`on_break`. Another sends heartbeats, a third sends wishes to leave. The trainer's waits have time
+limits, which do not run while no coordinator is reached.
 """
 
 import queue
@@ -39,13 +37,14 @@ log = structlog.get_logger(__name__)
 
 LEAVE_TIMEOUT_S = 3.0
 BEATEN_WITHIN_HEARTBEATS = 1.5
-"""Heartbeats of the launcher that are no older spare this member its own."""
+"""Age, in heartbeat intervals, up to which the launcher's heartbeat replaces the member's own."""
 
 Decision = TypeVar("Decision")
 
 
 class MemberSession:
-    """Keeps one member a member. All methods are the trainer's, unless they say otherwise."""
+    """One member's session with the coordinators. Methods are for the trainer's thread, unless they
+    say otherwise."""
 
     def __init__(
         self,
@@ -69,7 +68,7 @@ class MemberSession:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._core = MemberCore(member.identity, wait_s())
-        """Stepped under the condition's lock; single values are read without it."""
+        """Changed under the condition's lock only; single values are read without it."""
         self._threads = SessionThreads(lambda error: self._do(ev.ThreadFailed(error=error)))
         self._joining = tracing.OngoingSpan("Join")
         """Span of joining, up to the first generation."""
@@ -80,7 +79,7 @@ class MemberSession:
             shared = HostFiles(directory, self._threads.closing, LOCK_WAIT_S)
         self._rosters = Rosters(self._fetched_roster, shared)
         self._status = TrainerStatus()
-        # A signal handler puts into it: a SimpleQueue is safe from there.
+        # A signal handler may put into it: a SimpleQueue is safe for that.
         self._drain_wishes: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     # --- joining ---
@@ -88,13 +87,13 @@ class MemberSession:
     def join(self, timeout_s: float | None = None) -> None:
         """Become a member.
 
-        Raises DeadlineExceeded if no coordinator admits it within `timeout_s`, by itself the
-        member's `admission_s`, MemberDrained if it is asked to leave before, and what it is refused
-        with: JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
+        Raises DeadlineExceeded if no coordinator admits it within `timeout_s` (by default the
+        member's `admission_s`), MemberDrained if it is asked to leave before, or the refusal:
+        JobFinished, StateLost, InvalidSpec, ProposalConflict, ProtocolMismatch.
         """
         timeout_s = self._member.admission_s if timeout_s is None else timeout_s
         core = self._core
-        # It holds one stream after another, until the membership ends.
+        # This thread holds one stream after another, until the membership ends.
         self._threads.start("shoal-member", lambda: self._do(ev.JoinWanted(within_s=timeout_s)))
         self._threads.start("shoal-drain", self._ask_for_drain)
         with self._changed:
@@ -128,11 +127,12 @@ class MemberSession:
         optional_fields: Mapping[str, str] = MappingProxyType({}),
         listings: Mapping[str, bytes] = MappingProxyType({}),
     ) -> None:
-        """State what this member trains; makes it a candidate. Raises ProposalConflict, StateLost.
+        """State what this member would train, which makes it a candidate. Raises ProposalConflict
+        or StateLost.
 
-        `optional_fields`: compared with those of members that state them too.
-        `listings`: what the values of fields are digests of, to name the first entry that differs.
-        `stateless`: no state is ever to be had from members of this job; their scripts keep it.
+        `optional_fields`: compared only with members that state them too. `listings`: the contents
+        of fields whose values are digests, to name the first entry that differs. `stateless`:
+        members of this job have no state to give; their scripts keep it.
         """
         proposal = pb.Proposal(
             fields=fields,
@@ -146,12 +146,11 @@ class MemberSession:
         self._do(ev.ProposalMade(proposal=proposal))
 
     def await_generation(self, above: int, timeout_s: float | None = None) -> pb.GenerationRecord:
-        """The next committed record with a number above `above` that has this member in it.
-
-        Waits through aborted attempts and stand-by, `timeout_s` at the most; by default the job's
-        join limit, which stands still while no coordinator is there, somebody is paused, or a
-        bring-up gets on. Raises what the coordinator refused this member with (ProposalConflict,
-        JobFinished, StateLost, Fenced ...), or DeadlineExceeded with the reason for the wait.
+        """Wait for the next committed record with a number above `above` that includes this member.
+        Waits through aborted attempts and standby, for at most `timeout_s`. By default this is the
+        job's join limit, which does not run while no coordinator is reached, a member is paused, or
+        a bring-up makes progress. Raises the coordinator's refusal (ProposalConflict, JobFinished,
+        StateLost, Fenced ...), or DeadlineExceeded with the reason for the wait.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -159,7 +158,7 @@ class MemberSession:
         ).record
 
     def ready(self, record: pb.GenerationRecord) -> None:
-        """Say that the first collective of the generation passed, and at which step: see
+        """Report that the first collective of the generation passed, at the step set by
         `progress`."""
         self._do(ev.GenerationBroughtUp(record=record))
         self._joining.end()
@@ -181,13 +180,13 @@ class MemberSession:
         """Ask whether step number `step` (0-based) may begin in the current generation.
 
         None: it has begun. A record: the old generation stops here by agreement; bring this one up
-        instead, then ask again. Waits only while the members agree on where to stop, which takes
-        no longer than a step of the slowest where a coordinator is there; and, where the next
-        generation goes on without this member, until it runs; before that wait it calls
-        `hand_over`, once. Raises what ended the membership: MemberDrained after that.
+        instead, then ask again. Waits only while the members agree where to stop: with a
+        coordinator, no longer than a step of the slowest member. If the next generation does not
+        include this member, calls `hand_over` once, waits until that generation runs, and raises
+        MemberDrained. Raises any other error that ended the membership.
 
-        `steps_before_leaving`: if no generation follows without this member, which is to leave, the
-        step begins all the same, so that the members write a checkpoint of it.
+        `steps_before_leaving`: if this member is to leave and no generation follows without it, the
+        step begins all the same, so that the members can write a checkpoint.
         """
         core = self._core
         while True:
@@ -205,12 +204,12 @@ class MemberSession:
             if isinstance(decision, ev.BringUpGeneration):
                 return decision.record
             if hand_over is not None:
-                # Without the lock: it may take long, and notices come meanwhile.
+                # Without the lock: this may take long, and notices arrive meanwhile.
                 hand_over()
                 hand_over = None
 
     def progress(self, step: int) -> None:
-        """Steps committed so far, for the heartbeats. Free to call."""
+        """Set the number of steps committed so far, for the heartbeats. Cheap to call."""
         self._core.progress(step)
         if self._slot is not None:
             self._slot.progress(step)
@@ -222,15 +221,14 @@ class MemberSession:
             self._slot.report_status(status)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Ask the others to wait for what the trainer does next; `resume` ends it.
-
-        A coordinator that cannot be reached now is told when it is there again: until then no limit
-        of the others runs either.
+        """Ask the other members to wait while the trainer runs its script's own code; `resume` ends
+        it. If no coordinator can be reached, the pause is reported later: until then no limit of
+        the other members runs either.
         """
         self._do(ev.PauseBegun(reason=reason, limit_s=limit_s))
 
     def resume(self) -> None:
-        """The pause is over."""
+        """End the pause."""
         self._do(ev.PauseEnded())
 
     def is_broken(self, generation: int) -> bool:
@@ -238,9 +236,9 @@ class MemberSession:
         return self._core.track.is_broken(generation)
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """Wait for the break of a generation in which a collective failed; whether it is over.
-
-        Only the coordinator's word ends the wait: while none is there to tell, time stands still.
+        """Wait for the break of a generation in which a collective failed; True if it is over. Only
+        the coordinator's notice ends the wait: while no coordinator is reached, `limit_s` does not
+        run.
         """
         since_s = time.monotonic()
         return self._decided(
@@ -248,7 +246,7 @@ class MemberSession:
         ).over
 
     def successor(self) -> pb.GenerationRecord | None:
-        """The planned next generation, once its members agreed where to stop. Free to call."""
+        """The planned next generation, once members agreed where to stop. Cheap to call."""
         return self._core.track.successor
 
     def wait_over(self, generation: int, timeout_s: float) -> bool:
@@ -257,10 +255,9 @@ class MemberSession:
             return self._changed.wait_for(lambda: self._core.is_over(generation), timeout_s)
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
-        """Tell the coordinator that a collective of the current generation failed here.
-
-        Of one that was being brought up: `own` if it was this member's own failure, and
-        `state_lost` if it holds no whole state with the others, and there is no checkpoint.
+        """Report to the coordinator that a collective of the current generation failed on this
+        member. For a failed bring-up: `own` if the failure was this member's own, and `state_lost`
+        if the members together hold no complete state, and there is no checkpoint.
         """
         self._do(ev.CollectiveFailed(error=error, own=own, state_lost=state_lost))
 
@@ -268,8 +265,8 @@ class MemberSession:
         """Report, after a break, that the trainer has stopped with `step` optimizer steps in its
         state.
 
-        `enough_for_call`: the trainer is in a call between two steps, which this many of its
-        participants can make again; nobody else is admitted before. Raises JobFinished if others
+        `enough_for_call`: number of participants that suffice to repeat the call between two steps
+        that the trainer is in; no other member takes part before that. Raises JobFinished if others
         completed the job meanwhile, Fenced if this member was lost.
         """
         event = ev.TrainerStopped(step=step, has_state=has_state, enough_for_call=enough_for_call)
@@ -280,23 +277,22 @@ class MemberSession:
     def end_work(self, reason: str, *, finished: bool = False, closes: bool = False) -> None:
         """Stay, with no step left (`finished`), or with the job closed to newcomers (`closes`).
 
-        Raises what the coordinator refuses with, and a RetryError at `give_up_at`.
+        Raises the coordinator's refusal, or a RetryError at `give_up_at`.
         """
         self._do(ev.WorkDone(reason=reason, finished=finished, closes=closes))
 
     def await_others_done(self, generation: int, timeout_s: float, *, away_limit_s: float) -> bool:
-        """Wait, with its work done, until the job completes or goes on in another generation; False
-        after `timeout_s`, or once no coordinator was there for `away_limit_s`."""
+        """Wait, with the work done, until the job completes or continues in another generation.
+        False after `timeout_s`, or once no coordinator was reached for `away_limit_s`."""
         give_up_s = time.monotonic() + timeout_s
         return self._decided(
             lambda now_s: self._core.others_done(generation, give_up_s, away_limit_s, now_s)
         ).over
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order: the others agree to go on without this member.
-
-        Returns at once and takes no lock, so that a signal handler may call it. Sooner or later
-        `begin_step` or whatever else waits here raises MemberDrained; until then training goes on.
+        """Ask to leave in order: the others agree to go on without this member. Returns at once and
+        takes no lock, so that a signal handler may call it. Training goes on until `begin_step`, or
+        another method that waits, raises MemberDrained.
         """
         self._drain_wishes.put(reason)
 
@@ -307,19 +303,19 @@ class MemberSession:
 
     @property
     def lost(self) -> frozenset[str]:
-        """Members that were lost in generations of this one. Free to call; any thread."""
+        """Members that were lost in this member's generations. Cheap to call; any thread."""
         return self._core.track.lost
 
     @property
     def leaves_unreplaced(self) -> bool:
-        """True if this member is to leave and no generation follows without it. Free to call; any
+        """True if this member is to leave and no generation follows without it. Cheap to call; any
         thread."""
         return self._core.leaving.unreplaced
 
     def leave(self, *, completed: bool, reason: str, timeout_s: float = LEAVE_TIMEOUT_S) -> bool:
-        """End the membership; return whether the coordinator took note.
-
-        One that cannot be reached within `timeout_s` is logged: it finds out by itself.
+        """End the membership; return True if the coordinator has acknowledged the leave. If no
+        coordinator answers within `timeout_s`, that is logged: coordinators notice the leave
+        anyway.
         """
         if completed:
             self._own_jobs.completed()
@@ -328,9 +324,9 @@ class MemberSession:
         return self._core.leaving.is_acknowledged
 
     def failed(self, error: ShoalError) -> None:
-        """The trainer ends with this error, which is not the membership's own.
-
-        The launcher is told if a process of the same script would end with it again, or may not.
+        """Note an error that ends the trainer and is not the membership's own. The launcher is
+        notified if another process of the script would surely fail the same way (refused), or may
+        succeed (passing).
         """
         ending = MembershipEnding.of(error)
         if self._slot is not None and ending in (
@@ -340,7 +336,7 @@ class MemberSession:
             self._slot.end(ending)
 
     def close(self) -> None:
-        """Stop the threads and the connection without a word to the coordinator."""
+        """Stop the threads and close the connection, without notifying the coordinator."""
         self._threads.closing.set()
         self._drain_wishes.put(None)
         if self._slot is not None:
@@ -352,7 +348,7 @@ class MemberSession:
         self._coordinators.close()
         self._threads.join()
 
-    # --- how it stands ---
+    # --- status ---
 
     @property
     def coordinators(self) -> Coordinators:
@@ -371,7 +367,7 @@ class MemberSession:
 
     @property
     def http_url(self) -> str:
-        """URL at which the coordinator takes reports, once this member is admitted."""
+        """URL to which reports for the coordinator are sent, once this member is admitted."""
         return self._core.http_url
 
     @property
@@ -381,10 +377,8 @@ class MemberSession:
 
     @property
     def held_until_s(self) -> float:
-        """Time, by `time.monotonic`, up to which no limit of a wait for others ran.
-
-        This is now while a member is paused, or no coordinator is reached that could tell. Any
-        thread.
+        """Time, by `time.monotonic`, up to which no limit of a wait for others ran. This is the
+        current time while a member is paused or no coordinator is reached. Any thread.
         """
         return self._core.clock.held_until_s(time.monotonic())
 
@@ -395,12 +389,12 @@ class MemberSession:
 
     @property
     def away_s(self) -> float:
-        """Seconds since the coordinator was lost that held this member's stream; 0: it is there."""
+        """Seconds since a coordinator last held this member's stream; 0 while one does."""
         return self._core.clock.away_s(time.monotonic())
 
     @property
     def track(self) -> GenerationTrack:
-        """The generations as this member knows them; to be read only, by any thread."""
+        """The generations as this member knows them. Read-only; any thread."""
         return self._core.track
 
     @property
@@ -413,13 +407,15 @@ class MemberSession:
         """True if this member is on standby."""
         return self._core.is_standby
 
-    # --- the core: its decisions, and what follows from events ---
+    # --- the core: decisions and effects ---
 
     def _decided(
         self, decide: Callable[[float], Decision | ev.WaitUntil | ev.RaiseError]
     ) -> Decision:
-        """Ask until there is an answer, which is there by the time that a wait names."""
-        # Each step asks: the condition itself enters by a function of Python's.
+        """Ask for a decision after each event, and when a wait's time is over, until there is
+        one."""
+        # The lock, not the condition: each step asks, and `Condition.__enter__` is a Python
+        # function.
         with self._lock:
             while True:
                 now_s = time.monotonic()
@@ -430,12 +426,15 @@ class MemberSession:
                     return decision
                 give_up_s = self._core.clock.give_up_at_s
                 if now_s >= give_up_s:
-                    raise DeadlineExceeded("this wait is over", seen=self._core.waiting_for)
+                    raise DeadlineExceeded(
+                        "the time limit of this wait has passed", seen=self._core.waiting_for
+                    )
                 left_s = min(decision.until_s, give_up_s) - now_s
                 self._changed.wait(min(max(left_s, 0.0), threading.TIMEOUT_MAX))
 
     def _do(self, event: ev.Event) -> None:
-        """Take an event in, and carry out on this thread what follows. Raises what it ends with."""
+        """Submit an event, and carry out its effects on this thread. Raises the error of a
+        `RaiseError`."""
         due = deque(self._step(event))
         while due:
             follows = self._carry_out(due.popleft())
@@ -449,7 +448,7 @@ class MemberSession:
             return effects
 
     def _carry_out(self, effect: ev.Effect) -> ev.Event | None:
-        """Carry out an effect; returns the event that follows from it, if any."""
+        """Carry out an effect; return the event that follows, if any."""
         match effect:
             case ev.RaiseError():
                 raise effect.error
@@ -512,7 +511,8 @@ class MemberSession:
     def _heard(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
-        # As any call of the thread that holds the stream: see MemberCore.
+        # The limit of every call on the thread that holds the stream: see
+        # `MemberCore._with_stream`.
         whole = self._rosters.complete(notice, self.limits.collective_s / 2)
         return ev.NoticeReceived(notice=whole, refusal=refusal)
 
@@ -521,7 +521,7 @@ class MemberSession:
         return self._coordinators.call(calls.get_roster, request, timeout_s=timeout_s).roster
 
     def _beat(self) -> None:
-        """Say every `heartbeat_s` that this member lives, until it is told that it is none."""
+        """Send a heartbeat every `heartbeat_s`, until one is refused."""
         slot = self._slot
         while not self._threads.closing.wait(self.limits.heartbeat_s):
             if slot is not None:
@@ -541,6 +541,6 @@ class MemberSession:
                 return
 
     def _ask_for_drain(self) -> None:
-        """Pass each wish to drain on to the coordinator."""
+        """Send each wish to leave to the coordinator."""
         while (reason := self._drain_wishes.get()) is not None:
             self._do(ev.DrainWanted(reason=reason))

@@ -1,7 +1,7 @@
 """Rosters that a notice leaves out, found by their digests.
 
-A member keeps the newest rosters that it was shown. Others it takes from the files that the members
-of its host share, or fetches from the coordinator.
+A member keeps the newest rosters that it was sent. It takes others from the files that the members
+of its host share, or fetches them from the coordinator.
 """
 
 from collections import OrderedDict
@@ -13,12 +13,13 @@ from shoal_proto.rosters import roster_digest, unpack
 from shoal_proto.v1 import membership_pb2 as pb
 
 KEPT_ROSTERS = 2
-"""The roster that trains, and the newest one that was shown."""
+"""The roster that trains, and the newest one that was sent."""
 LOCK_WAIT_S = 2.0
-"""Maximum wait for another member of the host that fetches; then this one fetches too."""
+"""Maximum wait for another member of the host that fetches a roster; then this one fetches too."""
 
 Fetch = Callable[[str, float], bytes]
-"""Gets the packed roster of a digest from the coordinator, within so many seconds."""
+"""Function of a digest and a timeout in seconds that fetches a packed roster from the
+coordinator."""
 
 
 class Rosters:
@@ -32,7 +33,8 @@ class Rosters:
     def complete(self, notice: pb.Notice, timeout_s: float) -> pb.Notice:
         """The notice with its whole roster, if it is a Prepare or a committed record.
 
-        Raises Unavailable if the roster is over: a new stream brings what there is to do now.
+        Raises Unavailable if the coordinator no longer has the roster: a new stream brings newer
+        notices.
         """
         shown: pb.Prepare | pb.GenerationRecord
         if notice.HasField("prepare"):
@@ -56,7 +58,9 @@ class Rosters:
                 return self._fetch(digest, timeout_s)
             except UnknownGeneration as error:
                 raise Unavailable(
-                    "the roster of a notice is over", seen=str(error), fix="Attend again."
+                    "the coordinator no longer has the roster of a notice",
+                    seen=str(error),
+                    fix="Attend again.",
                 ) from error
 
         packed = self._shared.get(digest, fetch) if self._shared is not None else fetch()
@@ -67,7 +71,7 @@ class Rosters:
             seen = str(error)
         if seen != f"digest {digest}":
             raise InternalError(
-                "the received roster has another digest than the one asked for",
+                "the received roster has another digest than the requested one",
                 seen=seen,
                 expected=f"digest {digest}",
             )

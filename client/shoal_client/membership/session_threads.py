@@ -20,15 +20,16 @@ from shoal_proto.v1.membership_pb2_grpc import MembershipStub
 log = structlog.get_logger(__name__)
 
 FIRST_ANSWER_S = 1.0
-"""A coordinator that says nothing for so long is left for another, twice as late each time."""
+"""Time to wait for a coordinator's first notice before another is asked; doubled each time."""
 
 
 class HeldStream:
-    """A member's, one after another: held by one thread, cancelled by any."""
+    """A member's streams of notices, one after another. One thread holds them; any may cancel
+    them."""
 
     def __init__(self, closing: threading.Event, joining: tracing.OngoingSpan) -> None:
-        """`closing`: set before the last `cancel`; none is held from then on. `joining`: the span
-        that attending is part of while it lasts."""
+        """`closing`: set before the last `cancel`; no stream is held from then on. `joining`: the
+        span of joining, to which attending belongs while it lasts."""
         self.address = ""
         """Address of the current or last coordinator."""
         self._closing = closing
@@ -53,7 +54,7 @@ class HeldStream:
             with self._lock:
                 self._call = stream
                 if self._closing.is_set():
-                    # The session was closed in between, and found no stream to cancel.
+                    # The session was closed meanwhile, and found no stream to cancel.
                     stream.cancel()
             with self._first_reply.until_answered(stream):
                 for notice in stream:
@@ -64,7 +65,7 @@ class HeldStream:
             found = from_rpc_error(rpc_error, address)
             return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
         except ShoalError as answer_error:
-            # An answer to a notice did not get through, or came too late to count.
+            # The call that answered a notice failed, or came too late.
             self.cancel()
             return answer_error
         return None
@@ -76,11 +77,11 @@ class HeldStream:
 
 
 class SessionThreads:
-    """Threads of a session. They end when `closing` is set, or one by one with an error: its own,
-    or its script's."""
+    """Threads of a session. They end when `closing` is set, or one by one with an error, of theirs
+    or of the script's callbacks."""
 
     def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
-        """`on_failure` is told, on the thread, of one that can do its work no more."""
+        """`on_failure`: called with the error of a thread that fails, on that thread."""
         self._on_failure = on_failure
         self.closing = threading.Event()
         self.running: list[threading.Thread] = []
@@ -91,7 +92,7 @@ class SessionThreads:
         thread.start()
 
     def join(self, within_s: float | None = None) -> None:
-        """Wait for them, for `within_s` at the most."""
+        """Wait for the threads to end, for at most `within_s`."""
         give_up_s = None if within_s is None else time.monotonic() + within_s
         for thread in self.running:
             if thread is not threading.current_thread():
@@ -110,6 +111,6 @@ class SessionThreads:
                 " start the worker again; if it is Shoal, please report it.",
             )
             failure.__cause__ = error
-            # First: a traceback with its variables can take a second to write.
+            # Before the log: a traceback with its variables can take a second to write.
             self._on_failure(failure)
             log.exception("thread_failed", thread=name)

@@ -1,4 +1,4 @@
-"""Create, pull and push at one server: by the bulk transport where there is one, else by gRPC."""
+"""Create, pull and push at one server: over the bulk transport if there is one, else over gRPC."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
@@ -48,9 +48,10 @@ class ParameterCalls:
         self._bulk = BulkTransport(address, self._stub.OpenBulk, token, transport=transport)
 
     def connect(self, largest_bytes: int, num_parts: int) -> None:
-        """Be ready for calls with so many parts of at most so many bytes. Raises grpc.RpcError."""
+        """Connect ahead of calls with so many parts of at most so many bytes. Raises
+        grpc.RpcError."""
         if self._bulk.connection(largest_bytes, num_parts, CONNECT_AHEAD_S) is None:
-            # Something cheap, for gRPC to connect.
+            # A cheap call, which makes gRPC connect.
             self._stub.Describe(DescribeRequest(job=self._token().job), timeout=CONNECT_AHEAD_S)
 
     def create(
@@ -62,7 +63,7 @@ class ParameterCalls:
     def pull(
         self, request: PullRequest, parts: Sequence[GradientPart], timeout_s: float
     ) -> Iterator[ShardData | pieces.OnlyPiece]:
-        """The parts are the shards of the request, in its order, without pieces."""
+        """Pull shards. `parts`: the shards of the request, in its order, without data."""
         connection = self._connection(parts, timeout_s)
         if connection is not None:
             return connection.pull(request, parts, timeout_s)
@@ -79,7 +80,8 @@ class ParameterCalls:
         return self._stub.Push(requests, timeout=timeout_s)
 
     def check_codecs(self, kinds: Collection[str], timeout_s: float) -> None:
-        """Raise InvalidSpec, naming the server, where it does not read gradients so written."""
+        """Raise InvalidSpec if the server does not read gradients compressed in one of these
+        ways."""
         if kinds and self._codecs is None:
             request = DescribeRequest(job=self._token().job)
             self._codecs = frozenset(self._stub.Describe(request, timeout=timeout_s).codecs)
@@ -103,7 +105,7 @@ class ParameterCalls:
         return self._bulk.name
 
     def close(self) -> None:
-        """A call under way on another thread fails."""
+        """Close the connection; a call in progress on another thread fails."""
         self._bulk.close()
 
 

@@ -1,7 +1,7 @@
 """A job's parameters on its parameter servers: create, pull and push, from an ordinary thread.
 
-Values and gradients are the caller's own buffers, one a parameter; which server holds which part
-of which, and what happens when a server is away for a while, is dealt with here.
+Values and gradients are the caller's own buffers, one a parameter. This module finds the server of
+each part, and repeats calls while a server is unavailable.
 """
 
 import math
@@ -44,7 +44,7 @@ from shoal_proto.v1.shards_pb2 import (
 from shoal_proto.v1.tables_pb2 import TableSpec
 
 PULL_WAIT_S = 10.0
-"""Maximum time that one call waits at a server for shards that do not exist yet."""
+"""Maximum time for which one call waits at a server for shards that do not exist yet."""
 
 
 @dataclass(kw_only=True)
@@ -55,13 +55,13 @@ class PushResult:
     versions: dict[int, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[int, int] = field(default_factory=dict)
-    """Number, by shard, of others' updates that the gradient did not include."""
+    """Number, by shard, of other members' updates that the gradient did not include."""
     retries: int = 0
-    """Attempts beyond the first."""
+    """Number of attempts beyond the first."""
     duplicates: int = 0
-    """Shards that answered a retry of what they had applied before."""
+    """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[int, StalePush] = field(default_factory=dict)
-    """For each shard that refused its part as too stale, the reason: pull, compute the gradient
+    """Reasons, by shard, of shards that refused their part as too stale: pull, compute the gradient
     again, and push it to these shards only. The others have applied theirs."""
 
     @property
@@ -76,10 +76,10 @@ class PushResult:
 class ParameterClient:
     """One member's view of its job's parameters. For one thread at a time, but for `close`.
 
-    Every call is bounded by `timeout_s`, retries included; what is retried is what may succeed
-    later, and never applies a gradient twice. Raises RetryError when the time is over, Fenced when
-    the member was declared lost, RefusedError for what is wrong with the request. `transport` says
-    how servers are reached (see `transport_of`).
+    Every call is bounded by `timeout_s`, retries included. Only failures that may pass are retried,
+    and a retry never applies a gradient twice. Raises RetryError when the time is over, Fenced if
+    the member was declared lost, RefusedError for a bad request. `transport`: how servers are
+    reached (see `transport_of`).
     """
 
     def __init__(
@@ -117,21 +117,20 @@ class ParameterClient:
     ) -> ShardMap:
         """The job's shard map, made now if this is the first call for the job.
 
-        `tables` get shards too: for `shoal_client.parameters.tables`, and not in the map given.
-        Raises ProposalConflict or ShapeMismatch, naming the parameters or tables that differ from
-        the job's, and NoServers.
+        `tables` get shards too, which are not in the returned map: see
+        `shoal_client.parameters.tables`. Raises ProposalConflict or ShapeMismatch, naming the
+        parameters or tables that differ from the job's, and NoServers.
         """
         request = PlaceRequest(token=self._token(), parameters=parameters, tables=tables)
         return self._job.place(request)
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        """Fetch the newest shard map; waits up to `wait_s` until there is one."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def create(self, optimizer: OptimizerSpec, values: Buffers) -> int:
-        """Give the shards their first values; how many shards this call created.
-
-        A shard that exists is left as it is, so any member may create at any time.
+        """Give the shards their first values; return the number of shards that this call created.
+        An existing shard is left unchanged, so any member may create at any time.
         """
         shard_map = self._job.known_map()
         check_buffers(shard_map, values, complete=True, writable=False)
@@ -149,8 +148,8 @@ class ParameterClient:
         return len(created)
 
     def _part(self, shard: Shard, behind_each_other: Sequence[Buffers]) -> GradientPart:
-        """A shard's bytes from each of these buffers: those of the second, if there is one, as if
-        the shard went on there."""
+        """A shard's bytes from each of these buffers, one after the other, as if the shard were
+        longer."""
         blocks = self._blocks[shard.shard_id]
 
         def pieces_of(piece_bytes: int) -> Pieces:
@@ -165,8 +164,8 @@ class ParameterClient:
         """Write the newest values into the buffers.
 
         Waits up to `wait_s` (None: `timeout_s`) for shards that are not created yet, then raises
-        ShardNotReady. Each shard is as of one version. If the call fails, some buffers may be
-        new, others not.
+        ShardNotReady. Each shard's values are of one version. If the call fails, some buffers may
+        have new values, others not.
         """
         ready_by_s = time.monotonic() + (self._timeout_s if wait_s is None else wait_s)
         check_buffers(self._job.known_map(), into, complete=True, writable=True)
@@ -193,8 +192,8 @@ class ParameterClient:
         self._until_done(attempt, ready_by_s)
 
     def joint_step(self, rows_in: Collection[int]) -> JointStep:
-        """The step of the next push here, to every shard, and of a push of rows to these shards:
-        for both to be told of. See `TableClient.shard_ids`."""
+        """A step that includes the next push here, to every shard, and a push of rows to `rows_in`.
+        Pass it to both pushes. See `TableClient.shard_ids`."""
         self._sequence += 1
         own = (shard.shard_id for shard in self._job.known_map().shards)
         return JointStep(sequence=self._sequence, shard_ids=sorted({*own, *rows_in}))
@@ -210,16 +209,17 @@ class ParameterClient:
         step: JointStep | None = None,
         encoded: EncodedPush | None = None,
     ) -> PushResult:
-        """Apply gradients, each exactly once, and write the values of right after into `into`.
+        """Apply gradients, each exactly once, and write the resulting values into `into`.
 
-        A parameter without a gradient is left alone by the optimizer. `lr` has one learning rate
-        a parameter group; empty: as created. `bases` are the values that the gradients were
-        computed on, for servers that compensate for delay: not the memory of `into`. With `only`,
-        nothing goes to, or comes from, any other shard. `step`: what `joint_step` gave for this
-        push and one of rows, which may be on its way at the same time. `encoded`: what is sent for
-        some shards in place of `gradients`, which say which parameters have one. Raises
-        NonFiniteGradient with the parameter's name; then the parts that lie in other shards may
-        have been applied. Raises InvalidSpec, naming the server, where that does not read a codec.
+        The optimizer does not change parameters without a gradient. `lr`: a learning rate for each
+        parameter group; empty: those of `create`. `bases`: the values on which the gradients were
+        computed, for servers that compensate for delay; they must not share memory with `into`.
+        `only`: ids of the shards to push to; no other shard is touched or read. `step`: the result
+        of `joint_step` for this push and one of rows, which may be made at the same time.
+        `encoded`: data to send for some shards in place of their gradients; `gradients` still
+        states which parameters have one. Raises NonFiniteGradient with the parameter's name; parts
+        in other shards may have been applied then. Raises InvalidSpec if a server does not read a
+        codec.
         """
         shard_map = self._job.known_map()
         check_buffers(shard_map, gradients, complete=False, writable=False)
@@ -239,7 +239,7 @@ class ParameterClient:
             into=into,
             all_shard_ids=sorted(only or ()) if step is None else step.shard_ids,
             base_versions=dict(self._versions),
-            # Where no values were received: of those that are there now, if any.
+            # For shards without received values: the shard's present epoch.
             base_epochs={shard.shard_id: shard.epoch for shard in shard_map.shards} | self._epochs,
         )
 
@@ -300,7 +300,7 @@ class ParameterClient:
             return self._part(
                 shard, (push.gradients, push.bases) if push.bases else (push.gradients,)
             )
-        # Its values come back as they are.
+        # The values are returned without a codec.
         return GradientPart(shard.shard_id, self._blocks[shard.shard_id].num_bytes, gradient.pieces)
 
     def _push_header(self, push: "_Push", shards: Sequence[Shard]) -> PushHeader:
@@ -317,7 +317,7 @@ class ParameterClient:
         ]
         token = self._job.token()
         if push.traceparent:
-            # Parts go from threads of their own.
+            # Parts are sent on other threads, which lack the span.
             token.traceparent = push.traceparent
         return PushHeader(
             token=token,
@@ -335,7 +335,7 @@ class ParameterClient:
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Run attempts at every server until each shard is done; how many rounds it took beyond
+        """Run attempts at every server until each shard is done; return the number of rounds beyond
         the first."""
         try:
             return self._job.run(attempt, ready_by_s, shard_ids)
@@ -344,7 +344,7 @@ class ParameterClient:
 
     @property
     def shard_map(self) -> ShardMap:
-        """Shard map as last fetched: assignments may have changed since, the layout has not."""
+        """The shard map fetched last. Assignments may have changed since; the layout has not."""
         return self._job.known_map()
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -356,22 +356,22 @@ class ParameterClient:
 
     @property
     def versions(self) -> Mapping[int, int]:
-        """Versions by shard of the values received last."""
+        """Version, by shard, of the values received last."""
         return dict(self._versions)
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transports by server address, each of the last pull or push: `shared-memory`,
-        `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last pull or push, by server address: `shared-memory`, `unix-socket`,
+        `tcp` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Have calls from now on wait so long for lost shards to come back; then they raise
+        """Make calls wait from now on for lost shards to come back; after `wait_s` they raise
         StateLost."""
         self._job.wait_for_lost(wait_s)
 
     def close(self) -> None:
-        """Close every connection; a call under way on another thread fails."""
+        """Close every connection; a call in progress on another thread fails."""
         self._job.close()
 
 
@@ -386,7 +386,7 @@ class _Push:
     encoded: EncodedPush
     into: Buffers | None
     all_shard_ids: Sequence[int]
-    """All shards that the step touches; empty: every shard here."""
+    """Ids of all shards that the step touches; empty: every dense shard of the job."""
     base_versions: Mapping[int, int]
     base_epochs: Mapping[int, int]
     traceparent: str = ""
@@ -402,7 +402,7 @@ class _Push:
 
 
 def _connect(parts: Sequence[GradientPart], calls: ParameterCalls) -> None:
-    """Be ready for calls like the one with these parts."""
+    """Connect ahead of calls like the one with these parts."""
     calls.connect(max(part.num_bytes for part in parts), len(parts))
 
 

@@ -19,7 +19,7 @@ from shoal_proto.v1.shards_pb2_grpc import ShardsStub
 log = structlog.get_logger(__name__)
 
 MAP_TIMEOUT_S = 2.0
-"""A call under way spends no more on asking for a newer map: the coordinator may be away."""
+"""Time that a call in progress spends on fetching a newer map: there may be no coordinator."""
 
 
 class JobShards(Generic[Stub]):
@@ -35,8 +35,8 @@ class JobShards(Generic[Stub]):
         close_stub: Callable[[Stub], None],
         adopt: Callable[[ShardMap], ShardMap],
     ) -> None:
-        """`adopt` gets each map that arrives, and returns the one to use. `stub_of` makes what
-        calls a server, from its address and a channel to it."""
+        """`adopt` gets each map that arrives, and returns the one to use. `stub_of` makes the stub
+        for a server, from its address and a channel to it."""
         self._coordinators = Coordinators(coordinators)
         self._token = token
         self._timeout_s = timeout_s
@@ -46,7 +46,7 @@ class JobShards(Generic[Stub]):
         self._log = LogLimit(log)
 
     def token(self) -> Token:
-        """The caller's, for a call to a server: it names the run of the map in hand."""
+        """The caller's token, for a call to a server, with the run of the known shard map."""
         token = self._token()
         if self._map is None or not self._map.run:
             return token
@@ -64,7 +64,7 @@ class JobShards(Generic[Stub]):
         )
 
     def fetch_map(self, wait_s: float = 0.0, timeout_s: float | None = None) -> ShardMap:
-        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        """Fetch the newest shard map; waits up to `wait_s` until there is one."""
         request = GetMapRequest(token=self._token(), wait_s=wait_s)
         limit_s = self._timeout_s + wait_s if timeout_s is None else timeout_s
         return self._take(
@@ -92,11 +92,11 @@ class JobShards(Generic[Stub]):
         try:
             self.fetch_map(timeout_s=MAP_TIMEOUT_S)
         except OUTLASTED as error:
-            # The map in hand is the best there is; the servers say if it is not good enough.
+            # Go on with the known map; servers refuse calls if it is out of date.
             self._log.info("shard_map_not_fetched", reason=str(error))
 
     def known_map(self) -> ShardMap:
-        """The map that came last. Raises InternalError if none did."""
+        """The map received last. Raises InternalError if there is none."""
         if self._map is None:
             raise InternalError(
                 "no shard map was fetched yet", expected="place() or fetch_map() first"
@@ -109,16 +109,16 @@ class JobShards(Generic[Stub]):
         ready_by_s: float = math.inf,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Run attempts at every server until each shard is done; how many rounds it took beyond
+        """Run attempts at every server until each shard is done; return the number of rounds beyond
         the first. See `ShardServers.run`."""
         return self._servers.run(self.known_map, self._refetch_map, attempt, ready_by_s, shard_ids)
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
-        """Have a server connected to, in the background, that is about to be called."""
+        """Connect, in the background, to a server that is about to be called."""
         self._servers.connect_ahead(address, connect)
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Have calls from now on wait so long for lost shards to come back."""
+        """Make calls wait from now on, for `wait_s`, for lost shards to come back."""
         self._servers.lost_wait_s = wait_s
 
     @property
@@ -127,6 +127,6 @@ class JobShards(Generic[Stub]):
         return self._servers.stubs
 
     def close(self) -> None:
-        """Close every connection; a call under way on another thread fails."""
+        """Close every connection; a call in progress on another thread fails."""
         self._servers.close()
         self._coordinators.close()

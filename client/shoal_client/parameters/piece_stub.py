@@ -48,7 +48,7 @@ class _Describing(Protocol):
 
 
 class PieceStub:
-    """Five of its calls. A request may be bytes that are serialized already."""
+    """Five calls of the Parameters service. A request may also be serialized bytes."""
 
     def __init__(self, channel: grpc.Channel) -> None:
         self.Create: _Creating = channel.stream_unary(

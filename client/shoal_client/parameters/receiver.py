@@ -1,4 +1,4 @@
-"""Values that a server sends, written to where they belong."""
+"""Writing of received values into the caller's buffers."""
 
 from collections.abc import Mapping
 
@@ -9,7 +9,7 @@ from shoal_proto.v1.parameters_pb2 import PushReply, ShardData, ShardVersion
 
 
 class Receiver:
-    """Takes the values of shards as they come; a shard is done when its last byte is there."""
+    """Writes the values of shards as they arrive. A shard is done when its last byte is written."""
 
     def __init__(
         self,

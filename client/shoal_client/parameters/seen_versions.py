@@ -1,4 +1,4 @@
-"""The newest version of each shard that a member has been told of, for when the shard is lost."""
+"""The newest version of each shard that a member has seen, for errors about lost shards."""
 
 from shoal_proto.errors import StateLost
 
@@ -11,13 +11,12 @@ class SeenVersions:
         self._seen: dict[int, tuple[int, int]] = {}
 
     def note(self, shard_id: int, epoch: int, version: int) -> None:
-        """A server has told of that version, as of that epoch. Shards are noted by one thread
-        each."""
+        """Note a version that a server reported, in that epoch. One thread at a time for each
+        shard."""
         self._seen[shard_id] = max(self._seen.get(shard_id, (0, 0)), (epoch, version))
 
     def explained(self, lost: StateLost, what: str = "") -> StateLost:
-        """The error, with the newest version of its shard that was seen. `what`: in place of the
-        error's own."""
+        """The error, with the newest version seen of its shard. `what` replaces the error's own."""
         _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
         told = f"version {version}" if version else "no version of it"
         return StateLost(

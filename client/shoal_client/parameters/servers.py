@@ -1,4 +1,4 @@
-"""Calls to every server that holds some of a job's shards, until each shard is done."""
+"""Calls to all servers that hold a job's shards, until each shard is done."""
 
 import os
 import threading
@@ -39,18 +39,18 @@ from shoal_proto.v1.shards_pb2 import Shard, ShardMap
 log = structlog.get_logger(__name__)
 
 MAX_REDIRECTS = 4
-"""Maximum number of redirects that are followed before the other servers are waited for."""
+"""Maximum number of redirects that are followed in a row, before the next round."""
 MAX_SERVERS = 64
-"""Maximum number of servers called at a time; further ones wait for their turn."""
+"""Maximum number of servers called at a time; further calls wait for their turn."""
 
 Stub = TypeVar("Stub")
 Attempt = Callable[[Stub, Sequence[Shard], float, set[int]], None]
-"""One call to one server about some of its shards, within so many seconds. Discards from the set
-the ids of shards that are done; raises for the others."""
+"""One call to one server about some of its shards, within a time in seconds. Removes the ids of
+shards that are done from the set; raises an error for the others."""
 
 
 class ShardServers(Generic[Stub]):
-    """Connections to one service of the parameter servers. For one thread at a time, but for
+    """Connections to one service of the parameter servers. For one thread at a time, except
     `close`."""
 
     def __init__(
@@ -59,15 +59,15 @@ class ShardServers(Generic[Stub]):
         timeout_s: float,
         close_stub: Callable[[Stub], None] = lambda stub: None,
     ) -> None:
-        """`stub_of` makes the stub for a server from its address and a channel to it, once for as
-        long as the channel lives."""
+        """`stub_of` makes the stub for a server from its address and a channel to it, once for each
+        channel."""
         self._process = os.getpid()
         self._stub_of = stub_of
         self._close_stub = close_stub
         self._timeout_s = timeout_s
         self.lost_wait_s = 0.0
-        """Time, from a call's beginning, for which it waits for the return of servers that are gone
-        with their shards, both before and after the shards are declared lost."""
+        """Time, from a call's begin, for which it waits for servers that are gone with their
+        shards, both before and after the shards are declared lost."""
         self._closed = threading.Event()
         self._log = LogLimit(log)
         self._lock = threading.Lock()
@@ -77,9 +77,9 @@ class ShardServers(Generic[Stub]):
         self._turns: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
         """Lock for each address: a stub is for one thread at a time."""
         self._ahead: dict[str, Future[None]] = {}
-        """Connection to each address that is opened before the first call."""
+        """Connections that are being opened ahead of a first call, by address."""
         self._was_let_in = False
-        """True once a server has answered: then a refused certificate is waited for until it is
+        """True once a server has answered: from then on, calls wait for a refused certificate to be
         renewed."""
         self._pool = ThreadPoolExecutor(MAX_SERVERS, thread_name_prefix="shoal-parameters")
 
@@ -91,17 +91,16 @@ class ShardServers(Generic[Stub]):
         ready_by_s: float,
         shard_ids: Collection[int] | None = None,
     ) -> int:
-        """Attempt until all shards of the map, or those of the ids, are done; how many rounds it
-        took beyond the first.
+        """Attempt until all shards of the map, or of `shard_ids`, are done; return the number of
+        rounds beyond the first.
 
-        What may succeed later is attempted again until `timeout_s` has passed, by a newer map
-        where the old one may be at fault; room on a full disk is waited for, however long that
-        takes, and by who was let in before, for SHOAL_CERTIFICATE_WAIT_S, a certificate that is
-        accepted. Shards without values are waited for until `ready_by_s` of the monotonic clock,
-        those that are lost for `lost_wait_s`. A
-        refusal that says where a shard is led now is followed at once:
-        the map then names that server, too. Raises the error that ended it, and InvalidSpec in a
-        process that was forked from that of these connections.
+        Failures that may pass are retried until `timeout_s` has passed, with a newer map if the old
+        one may be at fault. Longer waits: for space on a full disk without limit; for a renewed
+        certificate, once a server has answered, for SHOAL_CERTIFICATE_WAIT_S; for shards without
+        values until `ready_by_s` of the monotonic clock; for lost shards for `lost_wait_s`. A
+        refusal that names a shard's new primary is followed at once, and the map is updated. Raises
+        the error that ended the attempts, and InvalidSpec in a process that was forked from the one
+        with these connections.
         """
         self._check_process()
         give_up_s = time.monotonic() + self._timeout_s
@@ -119,7 +118,7 @@ class ShardServers(Generic[Stub]):
             held = [shard for shard in shard_map().shards if shard.shard_id in todo]
             errors, redirects = self._at_each(attempt, held, todo, give_up_s - time.monotonic())
             retries += redirects
-            # A connection that broke behind the last shard did no harm.
+            # A connection that broke after the last shard did no harm.
             if not todo and all(isinstance(error, RetryError) for error in errors):
                 return retries
             worst = worst_of(errors) if errors else _incomplete(todo)
@@ -143,7 +142,7 @@ class ShardServers(Generic[Stub]):
                 isinstance(worst, RetryError) or is_waited_for or _comes_back(worst, lost_by_s)
             )
             if not may_end_well or out_of_time or self._closed.is_set():
-                # That the time of the last attempt was too short explains nothing.
+                # The error before: that the last attempt ran out of time explains nothing.
                 raise reason or worst
             retries += 1
             self._log.info("parameters_call_retried", num_shards=len(todo), reason=str(worst))
@@ -153,15 +152,15 @@ class ShardServers(Generic[Stub]):
                 self._keep_only({shard.address for shard in shard_map().shards})
 
     def _check_process(self) -> None:
-        """The sockets, the shared memory and the numbers of pushes are another process's: what is
-        answered to one would be mistaken for the other's, and locks are held for ever that its
-        threads had."""
+        """Raise InvalidSpec in a forked process. It shares sockets, memory and push numbers with
+        its parent: answers would be mistaken for each other's, and locks held at the fork are never
+        released."""
         if os.getpid() != self._process:
             raise InvalidSpec(
                 "the parameter client belongs to another process, from which this one was forked",
                 seen=f"process {os.getpid()}",
                 expected=f"process {self._process}",
-                fix="Have it open a client of its own, or start it by spawn or forkserver.",
+                fix="Let this process open its own client, or start it by spawn or forkserver.",
             )
 
     def _later(
@@ -171,11 +170,11 @@ class ShardServers(Generic[Stub]):
         before: ShoalError | None,
         lost_by_s: float,
     ) -> float:
-        """Time at which to give up: later if the wait is for something that the call's time does
-        not bound. `before`: the error for which the call waited until now."""
+        """Time at which to give up: later if an error allows a longer wait than the call's time.
+        `before`: the error for which the call waited until now."""
         for error in errors:
             if isinstance(error, DiskFull):
-                # The call succeeds once there is room on the disk. Giving up would help nobody.
+                # The call succeeds once there is space on the disk.
                 event = "waiting_for_room_on_a_disk"
             elif isinstance(error, CertificateRefused) and self._was_let_in:
                 event = "certificate_refused"
@@ -196,7 +195,8 @@ class ShardServers(Generic[Stub]):
     def _at_each(
         self, attempt: Attempt[Stub], shards: Sequence[Shard], todo: set[int], timeout_s: float
     ) -> tuple[list[ShoalError], int]:
-        """The errors, and how often a server was left for the one that it named."""
+        """Call each server once, following redirects; return the errors and the number of
+        redirects."""
         *others, last = _by_address(shards).items()
 
         give_up_s = time.monotonic() + timeout_s
@@ -208,7 +208,7 @@ class ShardServers(Generic[Stub]):
                 if not address:
                     raise _no_address(held, left_s)
                 with self._turn(address):
-                    # Another server may have sent on to this one, which is being called.
+                    # A redirect may lead to a server that another thread is calling.
                     attempt(self._stub(address), held, left_s, todo)
                 note_answer(address)
                 self._was_let_in = True
@@ -219,14 +219,14 @@ class ShardServers(Generic[Stub]):
             except ShoalError as refusal:
                 return refusal
             except ValueError:
-                # What gRPC raises for a channel that was closed under it.
+                # gRPC raises this for a channel that was closed meanwhile.
                 if not self._closed.is_set():
                     raise
                 return _over()
             return None
 
         def run(address: str, held: Sequence[Shard]) -> ShoalError | None:
-            """Call one server, and follow its redirects: no other server is waited for."""
+            """Call one server and follow its redirects, without waiting for other servers."""
             error = once(address, held)
             for number in range(MAX_REDIRECTS):
                 left = [shard for shard in held if shard.shard_id in todo]
@@ -242,7 +242,7 @@ class ShardServers(Generic[Stub]):
         try:
             futures = [self._pool.submit(run, address, held) for address, held in others]
         except RuntimeError:
-            # What the pool raises once `close` has shut it down.
+            # The pool raises this once `close` has shut it down.
             if not self._closed.is_set():
                 raise
             return [_over()], 0
@@ -250,8 +250,8 @@ class ShardServers(Generic[Stub]):
         return [error for error in results if error is not None], max(redirects, default=0)
 
     def connect_ahead(self, address: str, connect: Callable[[Stub], None]) -> None:
-        """Have a server connected to, in the background, that is about to be called. `connect` may
-        fail: then the call does it once more."""
+        """Connect, in the background, to a server that is about to be called. If `connect` fails,
+        the call connects again."""
         with self._lock:
             if self._closed.is_set() or address in self._reached or address in self._ahead:
                 return
@@ -271,7 +271,7 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             ahead = self._ahead.pop(address, None)
         if ahead is not None:
-            # It is for one thread at a time.
+            # A stub is for one thread at a time.
             ahead.result()
         return self._made_stub(address)
 
@@ -279,7 +279,7 @@ class ShardServers(Generic[Stub]):
         with self._lock:
             if self._closed.is_set():
                 raise _over()
-            # Nobody is in a call there: a stub is for one thread at a time.
+            # No call uses an outdated stub: the caller has the turn of this address.
             outdated = self._made_of.get(address) is not (now := material())
             gone = [self._reached.pop(address)] if outdated and address in self._reached else []
             if address not in self._reached:
@@ -297,14 +297,14 @@ class ShardServers(Generic[Stub]):
             return {address: stub for address, (_, stub) in self._reached.items()}
 
     def _keep_only(self, addresses: Collection[str]) -> None:
-        """Close what leads nowhere any more: gRPC would try to connect to it for ever."""
+        """Close connections to all other addresses: gRPC would try to reconnect for ever."""
         with self._lock:
             gone = [self._reached.pop(a) for a in list(self._reached) if a not in addresses]
         self._close(gone)
 
     def close(self) -> None:
-        """Close every connection; calls under way fail. In a forked process, nothing: they are
-        its parent's."""
+        """Close every connection; calls in progress fail. Does nothing in a forked process: the
+        connections are its parent's."""
         if os.getpid() != self._process:
             return
         self._closed.set()
@@ -320,13 +320,13 @@ class ShardServers(Generic[Stub]):
 
 
 def worst_of(errors: Sequence[ShoalError]) -> ShoalError:
-    """The error that decides what happens next: one that forbids a retry, if there is one, then one
-    that does not say where to go instead. One that does says all that the errors together do."""
+    """The error that decides what follows: first an error that forbids a retry, then one without a
+    redirect. A chosen redirect includes the routes of all the errors."""
     worst = min(
         errors,
         key=lambda error: (
             isinstance(error, RetryError),
-            # May be waited for, unlike the others that forbid a retry.
+            # Allows a wait, unlike other errors that forbid a retry.
             isinstance(error, StateLost),
             _has_route(error),
         ),
@@ -344,8 +344,8 @@ def _has_route(error: ShoalError) -> bool:
 
 
 def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
-    """Write into the shards where they are led now, as far as the errors say; whether each of the
-    errors said something new, so that there is nothing to wait for."""
+    """Update the shards with the primaries that the errors name. True if each error named a newer
+    one, so that the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}
     told = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
     news = [
@@ -387,7 +387,7 @@ def _no_address(shards: Sequence[Shard], left_s: float) -> ShoalError:
 
 
 def _silent(address: str, shards: Sequence[Shard], error: ShoalError) -> ShoalError:
-    """Error for a registered server that does not answer: its end may not be known yet."""
+    """Error for a registered server that does not answer; it may have ended unnoticed."""
     return Unavailable(
         f"no answer from server {shards[0].server_id} at {address}, which leads"
         f" shard {shards[0].shard_id}"

@@ -1,4 +1,4 @@
-"""Lookups and pushes at one server: by the bulk transport where there is one, else by gRPC."""
+"""Lookups and pushes at one server: over the bulk transport if there is one, else over gRPC."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +40,8 @@ MIN_PLACE_BYTES = 16 * 1024
 
 
 def _room_for(num_bytes: int) -> int:
-    """Steps differ in how many rows of a shard they have: there is to be room for more."""
+    """Size of a slot for parts of this size, with a reserve: steps differ in their rows of a
+    shard."""
     return max(num_bytes + num_bytes // 4, MIN_PLACE_BYTES)
 
 
@@ -100,7 +101,7 @@ class TableCalls:
         return self._bulk.name
 
     def close(self) -> None:
-        """A call under way on another thread fails."""
+        """Close the connection; a call in progress on another thread fails."""
         self._bulk.close()
 
     def _connection(self, sizes: Iterable[int], timeout_s: float) -> BulkConnection | None:
@@ -202,7 +203,7 @@ def _rows(found: FoundRows, births: bytes, values: bytes) -> Rows:
 def _received(
     asked: Sequence[AskedRows], replies: "Iterable[FoundRows | OnlyPiece]"
 ) -> Iterator[tuple[int, Rows | ShoalError]]:
-    """The rows of a bulk call, each once all of its bytes are there."""
+    """Yield each item's rows of a bulk call, once all its bytes have arrived."""
     incoming: dict[int, _IncomingRows] = {}
     for reply in replies:
         if isinstance(reply, OnlyPiece):
@@ -227,7 +228,7 @@ def _received(
 
 
 class _IncomingRows:
-    """Births, then values, of one item."""
+    """Received bytes of one item: births, then values."""
 
     def __init__(self, found: FoundRows, num_rows: int) -> None:
         self._found = found
@@ -242,7 +243,7 @@ class _IncomingRows:
         self._data += piece.data
 
     def whole(self) -> Rows | None:
-        """The rows, once all is there."""
+        """The rows; None until all bytes have arrived."""
         if len(self._data) < self._found.num_bytes:
             return None
         births, values = self._data[: self._births_bytes], self._data[self._births_bytes :]
@@ -251,5 +252,5 @@ class _IncomingRows:
 
 def _unexpected(seen: str) -> MalformedMessage:
     return MalformedMessage(
-        "the answer to a lookup is not as it should be", seen=seen, expected="the rows asked for"
+        "the answer to a lookup is malformed", seen=seen, expected="the rows asked for"
     )

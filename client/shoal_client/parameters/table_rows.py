@@ -1,4 +1,4 @@
-"""Rows of tables as they travel: what is asked, pushed and answered, sorted by shard."""
+"""Rows of tables in messages: requested, pushed and returned rows, sorted by shard."""
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ from shoal_proto.v1.tables_pb2 import FoundRows, TablePushOutcome
 
 ID_BYTES = 8
 MESSAGE_BYTES = 1024 * 1024
-"""Rows that travel in one message, unless a single one is larger."""
+"""Maximum bytes of rows in one message, unless a single row is larger."""
 
 Where = tuple[str, int]
 """Name of a table, index of one of its virtual shards."""
@@ -23,21 +23,21 @@ Piece = TypeVar("Piece")
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of one shard as they were at `version`, or since, in the order asked for."""
+    """Rows of one shard at `version` or later, in the order of the request."""
 
     version: int
     epoch: int
     births: bytes
-    """A little-endian uint64 a row: the version that made it; 0 for one that has its first values
-    and was not made."""
+    """A little-endian uint64 a row: the version that created it; 0 for a row that does not exist
+    yet and is returned with initial values."""
     values: bytes
     step: int
-    """Steps of the table that the shard knew of."""
+    """Number of the table's steps that the shard knew of."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gradients:
-    """Gradients for rows of one shard, and what they were computed on."""
+    """Gradients for rows of one shard, and the version on which they were computed."""
 
     ids: Bytes
     births: Bytes
@@ -45,7 +45,7 @@ class Gradients:
     base_version: int
     base_epoch: int
     step: int = 0
-    """Step of the table, as far as known here."""
+    """Number of the table's steps, as far as known here."""
     lr: float | None = None
     """Learning rate; None: the one in the table's spec."""
     codec: GradientCodec | None = None
@@ -69,18 +69,18 @@ class TablePushResult:
     versions: dict[Where, int] = field(default_factory=dict)
     """Version of each shard right after this push."""
     staleness: dict[Where, int] = field(default_factory=dict)
-    """Number, by shard, of others' updates that the gradients did not include."""
+    """Number, by shard, of other members' updates that the gradients did not include."""
     fates: dict[Where, bytes] = field(default_factory=dict)
     """RowFate of each pushed row, by shard; empty: all were applied."""
     steps: dict[Where, int] = field(default_factory=dict)
-    """Steps of the table that each shard knows of."""
+    """Number of the table's steps that each shard knows of."""
     retries: int = 0
-    """Attempts beyond the first."""
+    """Number of attempts beyond the first."""
     duplicates: int = 0
-    """Shards that answered a retry of what they had applied before."""
+    """Number of shards that answered a retry of a push that they had applied before."""
     stale: dict[Where, StalePush] = field(default_factory=dict)
-    """For each shard that applied nothing, the reason: it was lost and reset since its rows were
-    looked up, and the gradients are of rows that no longer exist."""
+    """Reasons, by shard, of shards that applied nothing: they were lost and reset since their rows
+    were looked up, so the gradients are of rows that no longer exist."""
 
 
 def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
@@ -92,7 +92,8 @@ def route(ids: Iterable[int], num_shards: int) -> "dict[int, array[int]]":
 
 
 def packed(pieces: Iterable[tuple[Piece, int]]) -> Iterator[list[Piece]]:
-    """Pieces of so many bytes each in as few messages as will do; at least one, maybe empty."""
+    """Pack pieces, each given with its bytes, into as few messages as possible; at least one,
+    perhaps empty."""
     message: list[Piece] = []
     held_bytes = 0
     for piece, num_bytes in pieces:
@@ -117,7 +118,7 @@ def check(reply: FoundRows) -> None:
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
-    """The oldest version counts: what came later may be newer, but not older."""
+    """Join the parts of one shard's rows. Its version is the oldest of theirs: no row is older."""
     if len(parts) == 1:
         return parts[0]
     return Rows(

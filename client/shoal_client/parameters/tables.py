@@ -1,8 +1,7 @@
 """A job's tables on its parameter servers: rows looked up and pushed, from an ordinary thread.
 
-Ids, births and values are little-endian bytes, and come sorted by shard: `route` does it for those
-who have no arrays. Which server holds which shard, and what happens when a server is away for a
-while, is dealt with here.
+Ids, births and values are little-endian bytes, sorted by shard; `route` sorts plain integers. This
+module finds the server of each shard, and repeats calls while a server is unavailable.
 """
 
 from collections import Counter
@@ -44,8 +43,8 @@ class TableClient:
     """One member's view of its job's tables. For one thread at a time, but for `close`.
 
     Every call is bounded by `timeout_s`, retries included; a retry never applies a gradient twice.
-    Raises RetryError when the time is over, Fenced when the member was declared lost, RefusedError
-    for what is wrong with the request.
+    Raises RetryError when the time is over, Fenced if the member was declared lost, RefusedError
+    for a bad request.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class TableClient:
         self._sequence = 0
 
     def fetch_map(self, wait_s: float = 0.0, *, timeout_s: float | None = None) -> ShardMap:
-        """The shard map as it is now; waits up to `wait_s` for there to be one."""
+        """Fetch the newest shard map; waits up to `wait_s` until there is one."""
         return self._job.fetch_map(wait_s, timeout_s)
 
     def _adopt(self, received: ShardMap) -> ShardMap:
@@ -134,9 +133,9 @@ class TableClient:
     ) -> TablePushResult:
         """Apply gradients, each exactly once.
 
-        `step`: what `ParameterClient.joint_step` gave for this push and one of parameters; for all
-        pushes of this client, or for none. Raises NonFiniteGradient with table and row; then what
-        lies in other shards may have been applied.
+        `step`: the result of `ParameterClient.joint_step` for this push and one of parameters; give
+        one for all pushes of this client, or for none. Raises NonFiniteGradient with table and row;
+        rows in other shards may have been applied then.
         """
         for (name, _), rows in pushed.items():
             if name in self._tables:
@@ -161,7 +160,7 @@ class TableClient:
             ]
             header = self._push_header(pushed, shards, result.sequence, step)
             if traced:
-                # Parts go from threads of their own.
+                # Parts are sent on other threads, which lack the span.
                 header.token.traceparent = traced
             for outcome in calls.push(header, rows, timeout_s):
                 if outcome.HasField("error"):
@@ -209,7 +208,7 @@ class TableClient:
             raise self._with_table(lost) from None
 
     def _with_table(self, lost: StateLost) -> StateLost:
-        """The error, with the table that the shard is of."""
+        """The error, with the name of the shard's table."""
         names = {str(shard.shard_id): table for (table, _), shard in self._shards.items()}
         table = names.get(lost.details.get("shard", ""), "")
         what = f"{lost.what}; it has rows of table {table}" if table else ""
@@ -229,17 +228,17 @@ class TableClient:
 
     @property
     def transports(self) -> Mapping[str, str]:
-        """Transports by server address, each of the last call about rows: `shared-memory`,
-        `unix-socket`, `tcp` or `grpc`."""
+        """Transport of the last call about rows, by server address: `shared-memory`, `unix-socket`,
+        `tcp` or `grpc`."""
         return {address: calls.transport for address, calls in self._job.stubs.items()}
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Have calls from now on wait so long for lost shards to come back; then they raise
+        """Make calls wait from now on for lost shards to come back; after `wait_s` they raise
         StateLost."""
         self._job.wait_for_lost(wait_s)
 
     def close(self) -> None:
-        """Close every connection; a call under way on another thread fails."""
+        """Close every connection; a call in progress on another thread fails."""
         self._job.close()
 
 
@@ -253,7 +252,7 @@ def _check_lengths(table: str, rows: Gradients, row_bytes: int) -> None:
     expected_bytes = rows.num_rows * ID_BYTES, rows.num_rows * row_bytes
     if (len(rows.births), len(rows.gradients)) != expected_bytes or len(rows.ids) % ID_BYTES:
         raise ShapeMismatch(
-            f"a push to table {table} has another length than its ids say",
+            f"a push to table {table} has a length that does not fit its ids",
             seen=f"{len(rows.ids)} bytes of ids, {len(rows.births)} bytes of births, "
             f"{len(rows.gradients)} bytes of gradients",
             expected=f"{ID_BYTES}, {ID_BYTES} and {row_bytes} bytes a row",

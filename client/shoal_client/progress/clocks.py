@@ -1,4 +1,4 @@
-"""A member's clock: how far it is in a job that bounds how far its members may drift apart."""
+"""A member's clock, in a job with a bound on the distance between its members."""
 
 import math
 import time
@@ -26,7 +26,7 @@ REST_AGAIN_S = 1.0
 class Clock:
     """One member's clock, kept at the coordinator. For one thread; the last call is `rest`.
 
-    A step of a round begins with `begin` and ends with `finished`. Between them the others may be
+    A step of a round begins with `begin` and ends with `finished`. Meanwhile the other members are
     at most `bound` rounds ahead or behind.
     """
 
@@ -39,9 +39,9 @@ class Clock:
         wait_s: float = 60.0,
         ended: Callable[[], ShoalError | None] = lambda: None,
     ) -> None:
-        """`wait_s`: how long a wait for others may take while a coordinator is there, which takes
-        out whoever holds the others up for too long. `ended`: what ended the membership, if
-        something did; no wait outlasts that."""
+        """`wait_s`: limit on a wait for other members while a coordinator answers; the coordinator
+        removes members that hold up others for too long. `ended`: returns the error that ended the
+        membership, if any; it ends every wait."""
         self._coordinators = coordinators
         self._token = token
         self._bound = bound
@@ -54,31 +54,30 @@ class Clock:
 
     @property
     def round(self) -> int:
-        """The round of the next step, or of the step under way."""
+        """The round of the next step, or of the step in progress."""
         return self._round
 
     @property
     def slowest(self) -> int:
-        """The lowest clock of all members, as of the last answer; it is never lower than that."""
+        """The lowest clock of all members in the last answer; it never falls."""
         return self._slowest
 
     def begin(self) -> bool:
-        """Return once a step of this member may begin; whether newer values must be pulled first.
-
-        The values in hand will do where all that they must hold was known to be applied before
-        they were received. While no coordinator is there it waits for one. Raises DeadlineExceeded,
-        which says for whom it waited, and what ended the membership.
+        """Return once a step of this member may begin; True if newer values must be pulled first.
+        The present values suffice if all updates that they must include were known to be applied
+        before they were received. Waits while there is no coordinator. Raises DeadlineExceeded with
+        the members waited for, or the error that ended the membership.
         """
         known = self._slowest
         if self._enters or known < self._round - self._bound:
             self._wait(pulled=False)
             return True
         self._tell()
-        # The coordinator may have moved this member on into a newer round.
+        # The coordinator may have moved this member to a newer round.
         return known < self._round - self._bound
 
     def await_pulled(self) -> None:
-        """Return once every member has the values of this round. Raises as `begin`."""
+        """Return once every member has the values of this round. Raises what `begin` raises."""
         self._wait(pulled=True)
 
     def finished(self) -> None:
@@ -87,10 +86,8 @@ class Clock:
         self._round += 1
 
     def rest(self) -> None:
-        """Report that this member takes no steps for now, so that nobody waits for it. Cheap to
-        call often.
-
-        A coordinator that cannot be reached notices this itself.
+        """Report that this member takes no steps for now, so that no member waits for it. Cheap to
+        call often. If no coordinator can be reached, none waits for this member either.
         """
         now_s = time.monotonic()
         if self._enters and now_s - self._rested_s < REST_AGAIN_S:
@@ -112,11 +109,12 @@ class Clock:
             reply = self._call(0.0, TELL_WITHIN_S, begins=True)
             self._slowest = max(self._slowest, reply.slowest)
             if reply.clock > self._round:
-                # The others are further. In which round it is counts from when it has said so.
+                # The others are further. The new round takes effect once this member has reported
+                # it.
                 self._round = reply.clock
                 self._call(0.0, TELL_WITHIN_S, begins=True)
         except OUTLASTED as error:
-            # Training goes on while no coordinator is there; a later step tells again.
+            # Training goes on without a coordinator; a later step reports again.
             self._silent_until_s = time.monotonic() + TELL_AGAIN_S
             log.info("clock_not_told", reason=str(error))
 
@@ -136,7 +134,8 @@ class Clock:
         )
 
     def _ask(self, wait_s: float, *, pulled: bool) -> tuple[pb.AdvanceReply, float]:
-        """The answer, and how long the attempt that brought it took: an outage is no wait."""
+        """The answer, and the duration of the answered attempt: an outage does not count as a
+        wait."""
 
         def ask() -> tuple[pb.AdvanceReply, float]:
             asked_s = time.monotonic()
@@ -148,7 +147,7 @@ class Clock:
                 ask, waits_for="the others' clocks", gives_up=self._is_over
             )
         except OUTLASTED as error:
-            # It was asked to leave, say, and nobody is there to let it go.
+            # For example the member was asked to leave while no coordinator answers.
             raise self._ended() or error from None
 
     def _is_over(self) -> bool:
@@ -175,7 +174,7 @@ class Clock:
 
     def _adopt(self, reply: pb.AdvanceReply) -> None:
         if self._enters:
-            if reply.allowed:  # else it is not known yet where it begins
+            if reply.allowed:  # otherwise its first round is not known yet
                 self._enters, self._round, self._slowest = False, reply.clock, reply.slowest
             return
         self._round, self._slowest = reply.clock, max(self._slowest, reply.slowest)

@@ -32,23 +32,24 @@ class SampleLease:
     exhausted: bool
     """True if every sample of every epoch was completed: stop."""
     retry_after_s: float
-    """If there is neither a range nor `exhausted`: others still work; ask again after this time."""
+    """Time after which to ask again, if there is neither a range nor `exhausted`: others still
+    work."""
     reserve_max: int = 0
-    """Maximum number of samples to hold in all, so that others get their share. 0: any number."""
+    """Maximum number of samples to hold, so that others get their share. 0: any number."""
     not_held: tuple[SampleRange, ...] = ()
-    """Ranges that were leased and no longer belong to this member: not to be begun."""
+    """Leased ranges that no longer belong to this member: they must not be begun."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reserve:
-    """Samples that a member wants to hold for times without an answer."""
+    """Samples that a member wants to hold for times without a coordinator."""
 
     num_samples: int
     """Number of samples to hold in all, at least 1."""
     step_samples: int
-    """Samples of one step: ranges are multiples of it, unless an epoch ends."""
+    """Number of samples of one step: ranges are multiples of it, unless an epoch ends."""
     given_back: Sequence[SampleRange] = ()
-    """Ranges leased and never begun: others may train on them."""
+    """Leased ranges that were never begun: others may train on them."""
     num_begun: int = 0
     """Number of begun samples among those held or reported."""
     begins_per_s: int = 0
@@ -58,8 +59,8 @@ class Reserve:
 class SampleClient:
     """Leases samples of one job for one member. Thread-safe; calls go one after the other.
 
-    It remembers what it leased: a range counts as worked at until it is reported as completed, or
-    given back. What another client of the same process had leased goes back with the first call.
+    It remembers leased ranges until they are reported as completed or given back. The first call
+    gives back all ranges that another client of the same process had leased.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class SampleClient:
         dataset_size: int,
         num_epochs: int,
     ) -> None:
-        """`token` gives the member's current token; it is asked on each call.
+        """`token` returns the member's current token, at each call.
 
         Both numbers must be the same for every member of the job.
         """
@@ -83,7 +84,7 @@ class SampleClient:
         self._unreported: list[SampleRange] = []
         self._given_back: list[SampleRange] = []
         self._answered: dict[int, list[SampleRange]] = {}
-        """Reported with these requests, and maybe not durable yet."""
+        """Completed ranges by the request that reported them, which may not be durable yet."""
         self._unanswered: samples_pb2.LeaseRequest | None = None
         self._sequence = 0
 
@@ -107,11 +108,10 @@ class SampleClient:
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> SampleLease:
         """Report `completed` ranges (leased ones, or parts of them) and get at most `num_samples`
-        more. With a reserve a coordinator's death undoes none of it.
-
-        Retries over a coordinator's restart or fail-over for `timeout_s`. Raises Fenced when this
-        member was declared lost, ProposalConflict when the job goes over other samples, and the
-        last RetryError when the time is over: the next call says it all again first.
+        more. With a reserve, a coordinator's death undoes no report. Retries through a restart or
+        failover of the coordinator for `timeout_s`. Raises Fenced if this member was declared lost,
+        ProposalConflict if the job has other samples, and the last RetryError when the time is
+        over: then the next call first repeats the request.
         """
         with self._lock:
             done = list(completed)
@@ -120,7 +120,7 @@ class SampleClient:
             self._given_back = joined([*self._given_back, *back])
             self._held = without(self._held, [*done, *back])
             if self._unanswered is not None:
-                # It may have been booked: a retry gets the first answer.
+                # The request may have been carried out: a retry gets the first answer.
                 answer = self._call(self._unanswered, timeout_s)
                 if answer.exhausted or (answer.range is not None and num_samples):
                     return answer
@@ -133,7 +133,7 @@ class SampleClient:
                 lambda channel: SamplesStub(channel).Lease, request, timeout_s=timeout_s
             )
         except Overloaded:
-            # Nothing of it was booked, and it would be refused again.
+            # The request had no effect, and would be refused again.
             self._unanswered = None
             self._unreported = joined([*map(_range, request.completed), *self._unreported])
             self._given_back = joined([*map(_range, request.given_back), *self._given_back])
@@ -161,7 +161,7 @@ class SampleClient:
         )
 
     def _request(self, num_samples: int, reserve: Reserve | None) -> samples_pb2.LeaseRequest:
-        # The clock keeps it rising over several `SampleClient`s of one process.
+        # The clock keeps the number rising across several `SampleClient`s of one process.
         self._sequence = max(self._sequence + 1, time.monotonic_ns())
         request = samples_pb2.LeaseRequest(
             token=self._token(),
@@ -192,7 +192,8 @@ class SampleClient:
         reserve: Reserve | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
     ) -> None:
-        """Report completed ranges without a wish for more, as before leaving. Raises as `lease`."""
+        """Report completed ranges and ask for no more, as before leaving. Raises what `lease`
+        raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
 
 
@@ -202,7 +203,7 @@ def size_of(ranges: Iterable[SampleRange]) -> int:
 
 
 def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
-    """The same samples in as few ranges as there can be, in order."""
+    """The same samples in as few ranges as possible, in order."""
     found: list[SampleRange] = []
     for r in sorted(ranges):
         last = found[-1] if found else None

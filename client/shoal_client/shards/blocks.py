@@ -51,9 +51,8 @@ class ShardBlocks:
     def gather(
         self, buffers: Buffers, piece_bytes: int = SEND_PIECE_BYTES
     ) -> Iterator[tuple[int, Sequence[memoryview]]]:
-        """(offset, parts) of pieces that together hold every block that has a buffer, in order.
-
-        The parts of a piece lie one after the other in the shard; they are the caller's memory.
+        """Yield (offset, parts) of pieces that together hold every block with a buffer, in order.
+        The parts of a piece are consecutive in the shard; they are the caller's memory.
         """
         parts: list[memoryview] = []
         held = start = 0
@@ -79,7 +78,7 @@ class ShardBlocks:
             yield start, parts
 
     def scatter(self, piece: AnyPiece, buffers: Buffers) -> None:
-        """Write a piece's bytes to where they belong. Raises ChecksumMismatch, MalformedMessage."""
+        """Write a piece's bytes into the buffers. Raises ChecksumMismatch or MalformedMessage."""
         data = memoryview(piece.data)
         verify(f"a piece of shard {self.shard_id}", piece.checksum, data)
         position, stop = piece.offset_bytes, piece.offset_bytes + len(data)
@@ -134,7 +133,7 @@ def check_buffers(shard_map: ShardMap, buffers: Buffers, *, complete: bool, writ
 
 
 def encode(field: int, shard_id: int, offset_bytes: int, parts: Sequence[memoryview]) -> bytes:
-    """The serialized message around a piece with these data; each byte is copied once."""
+    """The serialized message with a piece of this data; each byte is copied once."""
     checksum = 0
     for part in parts:
         checksum = crc32(part, checksum)

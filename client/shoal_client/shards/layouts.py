@@ -15,10 +15,9 @@ def without_tables(shard_map: ShardMap) -> ShardMap:
 
 
 def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
-    """Write into a map where servers were reached by the last one, if it does not say so itself.
-
-    A server that etcd has not heard of for a while is listed without an address. It may lead its
-    shards all the same, and then nobody else does.
+    """Add the last map's addresses to shards without an address. A server whose registration in
+    etcd has expired is listed without an address. It may lead its shards all the same, and then no
+    other server does.
     """
     if last is None:
         return

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from shoal_proto.v1.codec_pb2 import GradientCodec
 
 Pieces = Iterable[tuple[int, Sequence[memoryview]]]
-"""Offset in the shard, and the caller's memory that holds the bytes from there on."""
+"""Offset in the shard, and the caller's memory with the bytes from that offset on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,13 +16,13 @@ class GradientPart:
     shard_id: int
     """Id of the shard; in a lookup of rows, the number of the item."""
     num_bytes: int
-    """Maximum size of its pieces together, or of the values that come back."""
+    """Maximum size of all its pieces together, or of the returned values."""
     pieces: Callable[[int], Pieces]
     """Returns the pieces in order, of at most the given size each."""
 
 
 def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
-    """The pieces of a part that has these bytes, one buffer behind the other."""
+    """Return the `pieces` of a part that consists of these buffers, one after the other."""
 
     def pieces(piece_bytes: int) -> Iterator[tuple[int, Sequence[memoryview]]]:
         start, held_bytes = 0, 0
@@ -45,7 +45,7 @@ def in_pieces(buffers: Sequence[memoryview]) -> Callable[[int], Pieces]:
 
 @dataclass(frozen=True, slots=True)
 class EncodedGradient:
-    """A shard's gradient in fewer bytes."""
+    """A shard's compressed gradient."""
 
     codec: GradientCodec
     data: memoryview

@@ -1,4 +1,4 @@
-"""Clocks of a job's members, and the decision if a member may begin its next step.
+"""Clocks of a job's members, and the decision whether a member may begin its next step.
 
 Members that train at their own pace count rounds. A member's clock is the round that it is in: the
 pushes of all its steps in earlier rounds are acknowledged. It may begin a step of round c only
@@ -52,24 +52,25 @@ class ClockReport:
 
     position: ClockPosition
     bound: int
-    """Number of rounds that it may be ahead of the slowest."""
+    """Number of rounds that the member may be ahead of the slowest member."""
     enters: bool = False
-    """True if it has no clock yet and asks for one."""
+    """True if the member has no clock yet and asks for one."""
     begins: bool = False
-    """True if it knows that it may begin this round's step, and does so whatever the answer."""
+    """True if the member knows already that it may begin this round's step, and does not wait for
+    the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClockStatus:
-    """Answer to a member: its clock, and if it may go on."""
+    """Answer to a member: its clock, and whether it may go on."""
 
     clock: int
-    """The round of its next step; higher than the one it reported if the others are further. A
-    member that begins without waiting for the answer is in the round that it reported, until it
-    reports this one."""
+    """The round of the member's next step, higher than the reported one if the others are further.
+    A member that did not wait for the answer stays in its reported round until it reports this
+    one."""
     allowed: bool
     slowest: int
-    """The lowest clock of all members. It never falls. 0: not known yet."""
+    """The lowest clock of all members, which never falls. 0: not known yet."""
     reason: str = ""
     """Reason for which the member waits; empty if it is allowed."""
 
@@ -79,14 +80,14 @@ class _Member:
     incarnation: str
     bound: int
     position: ClockPosition | None
-    """None: it has entered, and gets a position once all others are known."""
+    """None for a member that asked for a clock, until all others have reported theirs."""
     moved_s: float
     in_step: bool = False
-    """True if it was allowed to begin, or began by itself, and has not asked for the next step."""
+    """True if the member has begun a step, or may begin it, and has not asked for the next one."""
 
 
 class Clocks:
-    """The clocks of one job. `unheard`: members that may have a clock that only they know."""
+    """The clocks of one job. `unheard`: members that have not reported to this leader yet."""
 
     def __init__(self, unheard: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
@@ -95,15 +96,16 @@ class Clocks:
         self._stepping = PositionIndex()
         """Members among them that are in a step."""
         self._waits_since_s: dict[str, float] = {}
-        """Members that were refused their next step, since when; the longest refused first."""
+        """Time at which each waiting member was first refused its next step, the earliest first."""
         self._unheard = {who.member_id: who.incarnation for who in sorted(unheard)}
         self._since_s = now_s
         self._floor = 0
 
-    # --- what members say ---
+    # --- reports of members ---
 
     def advance(self, who: MemberProcess, said: ClockReport, now_s: float) -> ClockStatus:
-        """Note the member's position; returns if it may go on. A repetition changes nothing."""
+        """Note the member's position, and return whether it may go on. Repetitions change
+        nothing."""
         name = who.member_id
         self._unheard.pop(name, None)
         member = self._members.get(name)
@@ -125,7 +127,7 @@ class Clocks:
         return self.standing(who, now_s)
 
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
-        """Return the member's clock, and if it may go on now. Raises NoClock."""
+        """Return the member's clock, and whether it may go on now. Raises NoClock."""
         name, member = who.member_id, self._member(who)
         start = self._start(member.bound, but=name) if not self._unheard else 0
         if not self._unheard and not member.in_step:
@@ -185,7 +187,7 @@ class Clocks:
         else:
             self._stepping.put(name, member.position)
 
-    # --- what follows ---
+    # --- decisions ---
 
     def _start(self, bound: int, but: str) -> int:
         """The round in which a member without a step begins: the newest that is open to it at once,
@@ -203,7 +205,7 @@ class Clocks:
     def _why_not(self, name: str, member: _Member) -> str:
         if self._unheard:
             names = _names(self._unheard, len(self._unheard))
-            return f"{names} to say how far they are: another coordinator leads since"
+            return f"{names} to report their clocks to the new leader"
         if member.position is None:
             return "the other members' clocks"
         first, threshold = self._standing.first(name), _threshold(member.position, member.bound)
@@ -244,10 +246,10 @@ class Clocks:
 
     @property
     def is_idle(self) -> bool:
-        """True if no member has a clock, or may have one that only it knows."""
+        """True if no member has a clock, and none has still to report one to this leader."""
         return not self._members and not self._unheard
 
-    # --- what is shown, and who is in the way ---
+    # --- status, and members that hold up others ---
 
     @property
     def clocks(self) -> Mapping[str, int]:
@@ -272,7 +274,7 @@ class Clocks:
             return []
         if self._unheard:
             late = now_s - self._since_s > limit_s
-            text = f"it did not say how far it is, {limit_s:g} s after another coordinator leads"
+            text = f"it did not report its clock to the new leader within {limit_s:g} s"
             return [(MemberProcess(*who), text) for who in self._unheard.items()] if late else []
         text = f"the others waited for its step for more than {limit_s:g} s"
         standing = [(name, m, m.position) for name, m in self._members.items() if m.position]

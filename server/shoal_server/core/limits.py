@@ -19,15 +19,15 @@ class Limits:
     heartbeat_s: float = 0.5
     """Seconds between heartbeats. Lower values detect a silent loss sooner and cost more."""
     join_s: float = 120.0
-    """How long a newcomer waits for a generation before it gets an error that says why, in seconds.
+    """Seconds for which a newcomer waits for a generation before it gets an error with the reason.
     The other limits follow from it."""
     collective_s: float = 0.0
-    """How long a collective may take before it counts as hung, and a trainer to stop after its
-    generation broke, in seconds. 0: a quarter of --join-s."""
+    """Seconds that a collective may take before it counts as hung, and that a trainer has to stop
+    after its generation broke. 0: a quarter of --join-s."""
     wait_for_members_s: float | None = None
-    """How long a job that has trained waits for members while fewer than --min are there, in
-    seconds: those that hold its state, and newcomers with them. After that its state is lost,
-    unless there is a checkpoint. By default there is no limit."""
+    """Seconds for which a job that has trained waits while it has fewer than --min members: members
+    that hold its state, and newcomers. After that its state is lost, unless there is a checkpoint.
+    By default there is no limit."""
 
     def __post_init__(self) -> None:
         if not self.heartbeat_s >= MIN_HEARTBEAT_S:
@@ -112,7 +112,8 @@ class Limits:
 
     @property
     def drain_s(self) -> float:
-        """Time for which a member that is to leave waits for the others to agree to go on."""
+        """Time for which a leaving member waits for the others to agree on a generation without
+        it."""
         return self.join_s / 4
 
     @property
@@ -132,7 +133,7 @@ class Limits:
 
 
 def _remedy(smaller: str) -> str:
-    """Text of what to do about a limit that is not below the one it must stay below."""
+    """The advice for a limit that is not below its larger one."""
     if smaller == "collective_s":
         return "Raise --join-s or lower --collective-s."
     return "Raise --join-s or --collective-s, or lower --heartbeat-s."

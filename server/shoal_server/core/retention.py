@@ -7,7 +7,7 @@ MAX_GAP_S = 3600.0
 """Longest plausible time without a leader, by the clocks of two successive leaders; beyond it, one
 of the clocks is doubted."""
 MAX_HELD_S = 6 * 3600.0
-"""Longest time for which nothing is removed then, so that people can check the clocks."""
+"""Longest time for which nothing is removed while a clock is doubted, so that people can check."""
 
 
 class DueAction(Enum):
@@ -15,9 +15,9 @@ class DueAction(Enum):
 
     NOTHING = "nothing"
     ABANDON = "nobody came back: it has failed"
-    KEEP_RESULT = "it is over: what came of it is to be kept in its own record"
-    CLEAR = "all but its own record goes"
-    FORGET = "its own record goes too, and its name is free"
+    KEEP_RESULT = "it is over: its result is to be kept in its own record"
+    CLEAR = "all but its own record is removed"
+    FORGET = "its own record is removed too, and its name is free"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class JobAge:
     """The times and flags of a job that decide what is due. All times are of one clock."""
 
     ended_s: float | None
-    """None: it is not over."""
+    """None: the job is not over."""
     empty_since_s: float | None
-    """None: it has members."""
+    """None: the job has members."""
     has_result: bool
     """True if its result is kept in its own record."""
     is_cleared: bool
@@ -50,7 +50,7 @@ def held_s(now_s: float, noted_s: float | None) -> float:
     """Return for how long a new leader removes nothing.
 
     `now_s` is the time by its own clock; `noted_s` is the last time that an earlier leader noted by
-    its clock, None if there is none. A clock that is behind removes late, which does no harm.
+    its clock, None if there is none. A clock that is slow only delays removals.
     """
     gap_s = 0.0 if noted_s is None else now_s - noted_s
     return min(gap_s, MAX_HELD_S) if gap_s > MAX_GAP_S else 0.0

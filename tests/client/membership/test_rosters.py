@@ -113,5 +113,5 @@ def test_a_roster_that_is_over_sends_the_member_to_attend_again() -> None:
 def test_another_answer_than_the_roster_is_refused(answer: bytes, tmp_path: Path) -> None:
     shared = HostFiles(tmp_path, threading.Event(), 1.0)
     for known in (Rosters(lambda *_: answer), Rosters(lambda *_: answer, shared)):
-        with pytest.raises(InternalError, match="another digest than the one asked for"):
+        with pytest.raises(InternalError, match="another digest than the requested one"):
             known.complete(outcome(1, with_roster=False), 1.0)

@@ -156,7 +156,7 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
             waits = asyncio.create_task(fast.step())
             await until(lambda: bool(second.coordinator.clocks.waiting("j")))
             (reason, _) = second.coordinator.clocks.waiting("j")["a"]
-            assert reason == "b to say how far they are: another coordinator leads since"
+            assert reason == "b to report their clocks to the new leader"
             assert not waits.done()
             slow.clock.finished()
             await asyncio.wait_for(asyncio.gather(slow.step(), waits), DEADLINE_S)
@@ -195,5 +195,5 @@ async def test_however_many_jobs_there_are_inherited_members_are_waited_for() ->
         await speaks(f"job-{i}", members[0])
     first = await speaks("old", members[0])
     assert (first.allowed, first.slowest) == (False, 0)
-    assert first.reason == "b to say how far they are: another coordinator leads since"
+    assert first.reason == "b to report their clocks to the new leader"
     assert (await speaks("old", members[1])).allowed

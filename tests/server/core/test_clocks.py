@@ -94,7 +94,7 @@ def test_a_new_leader_lets_nobody_go_on_before_it_knows_all_clocks() -> None:
     assert not say(clocks, A, 57, 2).allowed
     joiner = MemberProcess("d", "1")
     refused = say(clocks, joiner, 0, 2)
-    assert refused.reason == "b, c to say how far they are: another coordinator leads since"
+    assert refused.reason == "b, c to report their clocks to the new leader"
     clocks.rest(B, 55)
     say(clocks, C, 56, 2)
     assert clocks.standing(A, 0.0) == ClockStatus(clock=57, allowed=True, slowest=57)

@@ -1,4 +1,4 @@
-"""Actions of a `JobDriver`: what its edge has to do, in this order."""
+"""Actions of a `JobDriver`, which its edge carries out in order."""
 
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -23,7 +23,8 @@ CallT = TypeVar("CallT")
 
 @dataclass(frozen=True, kw_only=True)
 class PersistWrite:
-    """Make this durable, then call `JobDriver.written`, or `fail`. One is under way at a time."""
+    """Make this durable, then call `JobDriver.written`, or `fail`. One write is in progress at a
+    time."""
 
     write: JobWrite
 
@@ -58,11 +59,11 @@ class ForgetMember:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerCall(Generic[CallT]):
-    """Answer the call, or raise its error: all that it led to is durable."""
+    """Answer the call, or raise its error: all its effects are durable."""
 
     call: CallT
     error: Exception | None = None
-    """`Refused`, or what ended the driver."""
+    """`EventRefused`, or the error that ended the driver."""
 
 
 Action = (

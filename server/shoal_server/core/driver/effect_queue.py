@@ -1,9 +1,9 @@
 """Order of a job's effects, and the effects that wait for a durable write.
 
-Effects are carried out one by one, in the order in which they came. A record, the job's own key
-and its end are durable before any later effect; members' keys are written with the next write, at
-the latest before a call that waits for them is answered. During a write all effects wait. What
-many events led to meanwhile is then carried out as one batch, with one write for all of them.
+Effects are carried out one by one, in the order in which they came. A record, the job's own key and
+its end are durable before any later effect. Members' keys are written with the next write, at the
+latest before a call that waits for them is answered. During a write all effects wait; the effects
+of all events that arrived meanwhile are then carried out as one batch, with one write.
 """
 
 import math
@@ -36,11 +36,11 @@ class QueuedEffects(Generic[CallT]):
     effects: Sequence[Effect]
     call: CallT
     error: Exception | None = None
-    """Error with which the call is answered, once all before it is durable."""
+    """Error with which the call is answered, once all effects before it are durable."""
 
 
 class EffectQueue(Generic[CallT]):
-    """The effects of one job. After `fail` no effect leaves."""
+    """The effects of one job. After `fail` no effect is carried out."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
@@ -54,7 +54,7 @@ class EffectQueue(Generic[CallT]):
         self.begun_s = math.inf
         """Time at which this batch was begun; infinite while there is none."""
         self._postponed_s = math.inf
-        """Time up to which the members' limits were moved for this batch."""
+        """Time until which the members' limits were extended for this batch."""
 
     @property
     def is_writing(self) -> bool:
@@ -62,7 +62,7 @@ class EffectQueue(Generic[CallT]):
         return self._write is not None
 
     def put(self, entry: QueuedEffects[CallT], now_s: float) -> list[Carried | AnswerCall[CallT]]:
-        """Carry the entry's effects out, now or after those that wait already."""
+        """Carry out the entry's effects, now or after those that wait already."""
         self._waiting.append(entry)
         return [] if self.is_writing else list(self._go_on(now_s))
 
@@ -74,8 +74,8 @@ class EffectQueue(Generic[CallT]):
         return [*published, *self._go_on(now_s)]
 
     def postpone(self, now_s: float) -> None:
-        """Move the members' limits by the time for which the store was away: members could not be
-        notified. Call before any other check."""
+        """Extend the members' limits by the time in which the store was unavailable: members could
+        not be notified. Call before any other check."""
         if now_s - self.begun_s > self._job.limits.heartbeat_s:
             self._job.postpone(now_s - self._postponed_s)
             self._postponed_s = now_s
@@ -89,7 +89,7 @@ class EffectQueue(Generic[CallT]):
         return [AnswerCall(call=entry.call, error=error) for entry in entries]
 
     def _go_on(self, now_s: float) -> Iterator[Carried | AnswerCall[CallT]]:
-        """Carry out what waits, up to the next write."""
+        """Carry out waiting effects, up to the next write."""
         while self._batch or self._waiting:
             if not self._batch:
                 self._batch, self._waiting = self._waiting, []

@@ -52,7 +52,8 @@ class JobDriver(Generic[StreamT, CallT]):
     def __init__(self, job: Job, now_s: float) -> None:
         self.job = job
         self.failure: Exception | None = None
-        """Once set, the state is ahead of what is durable, and no action leaves."""
+        """Error that ended the driver. Once set, no action leaves: the state is ahead of the
+        store."""
         self.liveness = Liveness(job.limits, job.members, now_s)
         self._queue: EffectQueue[CallT | _InternalCall] = EffectQueue(job)
         self._streams: dict[str, StreamT] = {}
@@ -69,10 +70,10 @@ class JobDriver(Generic[StreamT, CallT]):
         """The newest stream of each member that has one."""
         return self._streams.values()
 
-    # --- what happens ---
+    # --- inputs ---
 
     def submit(self, event: MemberEvent, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Apply the event. The call is answered once all that it led to is durable."""
+        """Apply the event. The call is answered once all its effects are durable."""
         if self.failure is not None:
             return [AnswerCall(call=call, error=self.failure)]
         return self._take(event, call, now_s)
@@ -82,7 +83,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._decided(lambda: self.job.stop(reason, now_s), call, now_s)
 
     def abandon(self, reason: str, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """End the job as failed: for too long it has had no members."""
+        """End the job as failed: it has had no members for too long."""
         return self._decided(lambda: self.job.abandon(reason, now_s), call, now_s)
 
     def keep_result(
@@ -100,7 +101,7 @@ class JobDriver(Generic[StreamT, CallT]):
         )
 
     def wait(self, call: CallT, now_s: float) -> list[Action[StreamT, CallT]]:
-        """Answer the call once all that is decided is durable."""
+        """Answer the call once all earlier decisions are durable."""
         return self._carry((), call, None, now_s)
 
     def open(self, stream: StreamT, now_s: float) -> list[Action[StreamT, CallT]]:
@@ -131,7 +132,7 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._translated(self._queue.written(now_s))
 
     def fail(self, error: Exception) -> list[Action[StreamT, CallT]]:
-        """Let no more actions leave: a write failed, or another coordinator leads."""
+        """Let no more actions leave: a write failed, or this coordinator no longer leads."""
         self.failure = error
         return self._translated(self._queue.fail(error))
 
@@ -143,7 +144,7 @@ class JobDriver(Generic[StreamT, CallT]):
     # --- time ---
 
     def wakes_s(self, now_s: float) -> float:
-        """Return the time of the next call of `wake`; infinite if there is none to make."""
+        """Return the time of the next call of `wake`; infinite if no call is needed."""
         if not self._may_wake:
             return math.inf
         scans_s = self._scans_s if self.job.members else math.inf
@@ -164,7 +165,7 @@ class JobDriver(Generic[StreamT, CallT]):
 
     @property
     def _may_wake(self) -> bool:
-        # The effects of a tick are durable before the next tick.
+        # No tick before the effects of the last one are durable.
         over = self.failure is not None or self.job.phase in OVER
         return not over and not self._is_ticking
 
@@ -173,8 +174,8 @@ class JobDriver(Generic[StreamT, CallT]):
         return self._scanned_s + self.job.limits.heartbeat_s
 
     def _deadline_s(self, now_s: float) -> float:
-        """Time of the job's next deadline; infinite while the store is away: limits stand still,
-        since members cannot be notified."""
+        """Time of the job's next deadline; infinite while the store is unavailable: members cannot
+        be notified, so limits do not run."""
         if now_s - self._queue.begun_s > self.job.limits.heartbeat_s:
             return math.inf
         deadline_s = self.job.next_deadline_s()
@@ -183,7 +184,7 @@ class JobDriver(Generic[StreamT, CallT]):
     def _silent(self, now_s: float) -> list[MemberLost]:
         """Find members that were silent for longer than their uneven heartbeats explain."""
         # If this process stood still, it cannot tell which members were silent. The same holds if
-        # the store did: a member sends heartbeats only once its attendance is durable.
+        # the store stood still: a member sends heartbeats only once its attendance is durable.
         stood_still = now_s - self._scanned_s > self.job.limits.lease_s / 2
         paused = stood_still or self._queue.begun_s < self._scanned_s
         self._scanned_s = now_s
@@ -202,7 +203,7 @@ class JobDriver(Generic[StreamT, CallT]):
                 cause = f"silent for {self.liveness.silent_s(name, now_s):.3g} s"
                 yield MemberLost(**who, reason=reason, cause=cause)
 
-    # --- what follows ---
+    # --- effects into actions ---
 
     def _take(
         self, event: MemberEvent, call: CallT | _InternalCall, now_s: float

@@ -20,25 +20,25 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """Places searched for the state of a job that has lost it."""
+    """Where the job's lost state was looked for; None: the state is not lost."""
     stopping: str = ""
-    """Reason of a job's stop, past or to come."""
+    """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False
     """True if the job is over because all its members were gone, and none came back."""
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job was over; 0: it is not over, or the time is unknown."""
+    """Time at which the job ended; 0: it is not over, or the time is unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work, while others have not."""
     more: Mapping[str, object] = field(default_factory=dict, compare=False)
     """Fields that a later release has written."""
     revision: int = field(default=0, compare=False)
-    """Revision of the store at which it was read; 0: it was not read from there."""
+    """Revision of the store at which the record was read; 0: it was not read from the store."""
 
     @property
     def may_go_on(self) -> bool:
-        """True if members may still need what is kept of the job: it is not over, or it failed, was
-        stopped or is lost, and so may be joined again."""
+        """True if the job's stored data may still be needed: it is not over, or may be joined again
+        because it failed, was stopped or lost its state."""
         if self.tally.is_cleared:
             return False
         return not self.finished or self.failed or bool(self.stopping) or self.lost is not None
@@ -80,7 +80,7 @@ class PendingWrite:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        # By id: the last change of a member counts.
+        # Newest change of each member, by id.
         self._members: dict[str, MemberState | None] = {}
         self._state_changed = False
         self._finished = job.phase in OVER

@@ -1,8 +1,7 @@
-"""Detection of silent members, by how evenly each member's heartbeats came before.
-
-A slow or uneven network does not mean a dead worker. So each member is allowed the median interval
-between its own heartbeats plus several times their median deviation, within two limits: at least
-the lease, which is what even heartbeats get, and at most the limit on silence.
+"""Detection of silent members. A slow or uneven network does not mean a dead worker. So each member
+is allowed the median interval between its own heartbeats plus several times their median deviation,
+within two limits: at least the lease, which applies to even heartbeats, and at most the limit on
+silence.
 
 Median and median absolute deviation, not mean and variance: one long gap must not make the next
 one look usual. Pure: time comes in as an argument.
@@ -20,7 +19,8 @@ WINDOW = 32
 MIN_INTERVALS = 4
 """Number of intervals below which their spread is unknown."""
 DEVIATIONS = 8.0
-"""For intervals that scatter normally this is about 5 standard deviations."""
+"""Allowed multiple of the median deviation: of normally distributed intervals, about 5 standard
+deviations."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,8 +41,8 @@ class HeartbeatHistory:
         self.step = max(self.step, step)
 
     def resume(self, now_s: float) -> None:
-        """Restart the silence, and learn no interval: the sign of life was no heartbeat, or the
-        coordinator stood still meanwhile."""
+        """Restart the silence without recording an interval: the sign of life was no heartbeat, or
+        the coordinator stood still meanwhile."""
         self.at_s, self._beat_s = now_s, None
 
     def spread_s(self) -> tuple[float, float]:
@@ -61,7 +61,7 @@ class HeartbeatHistory:
 
 
 class Liveness:
-    """The pulses of one job's members. The cost of a heartbeat does not grow with them."""
+    """The signs of life of one job's members. A heartbeat costs the same for any number of them."""
 
     def __init__(self, limits: Limits, members: Iterable[str], now_s: float) -> None:
         self._limits = limits
@@ -86,7 +86,7 @@ class Liveness:
         self._pulses.pop(member_id, None)
 
     def resume(self, now_s: float) -> None:
-        """Restart all silences: no one listened for a while, so no member counts as silent."""
+        """Restart all silences: this process stood still, so no member counts as silent."""
         for pulse in self._pulses.values():
             pulse.resume(now_s)
 

@@ -1,1 +1,1 @@
-"""Generations: rosters, how far a roster is agreed on, and how far a job has come."""
+"""Generations: rosters, the agreement on a roster, and a job's progress."""

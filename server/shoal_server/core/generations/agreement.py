@@ -29,7 +29,7 @@ class Agreement:
     stop_at: Step | None = None
     """The first step that the old generation does not begin, once agreed."""
     is_inherited: bool = False
-    """True if an earlier leader began it, which may have told members where to stop."""
+    """True if an earlier leader began the attempt, and may have notified members of a boundary."""
     _highest_offer: Step | None = None
 
     @classmethod
@@ -99,7 +99,7 @@ class Agreement:
     def ready(self, member_id: str, step: Step | None = None) -> bool:
         """Note a first collective and its step; True once all members have passed theirs."""
         if step is not None:
-            # All start at one step. Under a new leader they repeat it, and may have gone on since.
+            # All start at one step. They report it again to a new leader, and may have trained on.
             self.starts_at = max(self.starts_at or step, step)
         self.unready.discard(member_id)
         return not self.unready

@@ -9,7 +9,7 @@ MAX_DEVICES = 1024
 
 
 def device_problem(info: MemberInfo) -> str:
-    """Text of what is wrong with the devices that a member states; empty if nothing is."""
+    """The fault in the devices that a member states; empty if there is none."""
     if info.device.startswith("cuda") and info.num_devices < 1:
         return f"device {info.device!r} with {info.num_devices} devices"
     if info.num_devices > MAX_DEVICES:

@@ -19,7 +19,7 @@ class StateAction(Enum):
     KEEP = "keep"
     RECEIVE = "receive"
     CHECKPOINT = "checkpoint"
-    """No member holds the job's state: it starts from a checkpoint that all see, or not at all."""
+    """No member holds the job's state: all start from a checkpoint that all see, or not at all."""
 
 
 class Verdict(Enum):
@@ -41,7 +41,7 @@ class JobSpec:
     """Digest of the secret that the job was begun with; empty: it was begun without one."""
 
     def problem(self) -> str:
-        """Text of what is wrong with the bounds; empty if nothing is."""
+        """The fault in the bounds; empty if there is none."""
         if self.min_members < 1:
             return f"min_members is {self.min_members}; expected at least 1"
         if self.min_members > self.max_members:
@@ -68,15 +68,15 @@ class MemberInfo:
     torch_version: str = ""
     shoal_version: str = ""
     num_devices: int = 0
-    """Devices of that kind on its host; 0: not stated."""
+    """Number of devices of that kind on its host; 0: not stated."""
     probe_port: int = 0
     """Port on which peers test that they reach it; 0: none."""
     launch_digest: str = field(default="", repr=False)
-    """Digest of the secret with which its launcher reports on it; empty: it stated none."""
+    """Digest of the secret that its launcher's reports carry; empty: none was stated."""
 
 
 class DigestListing(Protocol):
-    """The content of which a digest was taken."""
+    """The content from which a digest was computed."""
 
     def lines(self) -> Sequence[str] | None:
         """The entries, each "name: value", in order; None if they cannot be read."""
@@ -93,9 +93,9 @@ class Proposal:
     stateless: bool = False
     """True if the script keeps its own state: no step is committed that could be lost."""
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Each must be the same for all members that state it: a release may add fields."""
+    """Fields that must be the same only for members that state them: a release may add some."""
     listings: Mapping[str, DigestListing] = field(default_factory=dict, repr=False)
-    """Content by field, of which the value is a digest. Not compared."""
+    """Listing by field, for fields whose value is a digest of it. Not compared."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +135,7 @@ class GenerationRoster:
 
     @cached_property
     def from_checkpoint(self) -> bool:
-        """True if its members can only start from a checkpoint that all of them see."""
+        """True if the members can only start from a checkpoint that all of them see."""
         return any(entry.state is StateAction.CHECKPOINT for entry in self.entries)
 
     def keeps(self, member_id: str) -> bool:
@@ -175,7 +175,7 @@ class GenerationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A member as it stands when a roster is drawn up."""
+    """A member's state when a roster is drawn up."""
 
     member_id: str
     incarnation: str
@@ -196,9 +196,8 @@ def assign_ranks(member_ids: Sequence[str], previous: GenerationRoster | None) -
 
 
 def choose_source(candidates: Sequence[Candidate], ranks: Mapping[str, int]) -> Candidate:
-    """Choose the member whose state all start from: the highest step, then the lowest rank.
-
-    If no member holds trained state, it is rank 0, whose initial values all take. A job that has
+    """Choose the member whose state all start from: the highest step, then the lowest rank. If no
+    member holds trained state, rank 0 is chosen, and all take its initial values. A job that has
     trained before then continues from a checkpoint, or not at all.
     """
     return min(
@@ -217,8 +216,7 @@ def draw_up(
 ) -> GenerationRoster:
     """Draw up the roster of a new generation, with ranks and state actions.
 
-    `trained` says that the job may have committed steps, so that it must not start from initial
-    values.
+    `trained`: True if the job may have committed steps; it must not start from initial values then.
 
     Members that train in `running` will stop at one common step that is not known yet, later than
     any they reported. A newcomer's state (from a checkpoint) is of another step, so it receives

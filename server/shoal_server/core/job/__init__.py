@@ -1,1 +1,1 @@
-"""One job's state machine, put together of parts with an idea each."""
+"""One job's state machine, composed of parts with one idea each."""

@@ -1,4 +1,4 @@
-"""Members that join, reconnect or are away, and the refusal of processes that are not members."""
+"""Members that join, reconnect or are disconnected; refusals of processes that are no members."""
 
 from uuid import UUID
 
@@ -41,14 +41,15 @@ class Arrivals:
     def known(self, event: MemberEvent) -> MemberState:
         member = self._state.members.get(event.member_id)
         if refusal := self._state.table.expelled.get(event.incarnation):
-            # A notice with this refusal is on its way: the call gets the same reason.
+            # A notice with this refusal is being sent: the call gets the same reason.
             raise EventRefused(refusal)
         if member is None or member.incarnation != event.incarnation:
             raise EventRefused(self._fenced(member, event))
         return member
 
     def _fenced(self, holder: MemberState | None, event: MemberEvent) -> Refusal:
-        """The refusal of a process that is no member; `holder` has its name now, if any."""
+        """The refusal of a process that is no member. `holder`: the member that has its name
+        now."""
         if holder is None:
             return refusals.not_a_member(self._state.spec.job, event, self._state.last_generation)
         return refusals.replaced(event, holder.incarnation, self._state.last_generation)
@@ -147,7 +148,7 @@ class Arrivals:
                 RunningNotice(reason=self._state.stage.reason, generation=running.generation),
             )
         elif not member.settled and not missed_end:
-            # It missed the break of the last generation it was part of.
+            # The member missed the break of the last generation it was part of.
             self._state.notify_member(member, self._state.break_notice(self._state.last_generation))
         if self._pause_keeper.announced_paused:
             self._state.notify_member(member, self._pause_keeper.notice())
@@ -162,12 +163,12 @@ class Arrivals:
             self._drains.notify_stopping(member, reason, now_s)
 
     def _is_over(self, member: MemberState, generation: Generation) -> bool:
-        """True if the generation that the member says it is in is over.
+        """True if the generation that the member reports is over.
 
-        The member may not know: a leader that died right after it aborted the generation has
-        notified no member, and its successor goes on with an older generation, or forms one of
-        the members that came first. A member that brought up the aborted one would wait for its
-        peers until a time limit.
+        The member may not know: a leader may have died right after it aborted the generation,
+        before it notified members. Its successor then goes on with an older generation, or forms
+        one of the members that came first. Unnotified, a member that brought up the aborted
+        generation would wait for its peers until a time limit.
         """
         running, attempt = self._state.running, self._state.attempt
         if self._state.stage.phase is not Phase.COMMITTED:
@@ -181,8 +182,8 @@ class Arrivals:
 def is_older(incarnation: str, than: str) -> bool:
     """True if the process start `incarnation` was certainly before `than`.
 
-    UUIDs of version 7 (RFC 9562) begin with the time at which they were made, so that a call of the
-    older process that arrives late cannot push the newer one out.
+    UUIDs of version 7 (RFC 9562) begin with the time at which they were made. So a late call of the
+    older process cannot replace the newer one.
     """
     first, second = _version_7(incarnation), _version_7(than)
     return first is not None and second is not None and first < second

@@ -1,4 +1,4 @@
-"""PREPARE and COMMITTED: a roster is shown to its members, agreed on, and brought up."""
+"""PREPARE and COMMITTED: members get a roster, agree on it, and bring it up."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ from shoal_server.core.membership.reach import members_to_exclude
 
 @dataclass(frozen=True, kw_only=True)
 class RosterChecks:
-    """Functions that the edge gives: they check a roster before its members see it."""
+    """Functions of the edge that check a roster before its members see it."""
 
     digest_of: Callable[[GenerationRoster], str]
     size_problem: Callable[[GenerationRoster], str]
-    """Says why etcd would not take the roster's record; empty if it would."""
+    """Returns why etcd would not accept the roster's record; empty if it would."""
 
 
 class Attempts:
@@ -59,7 +59,7 @@ class Attempts:
         self._checks = checks
 
     def freeze(self, chosen: list[MemberState], now_s: float) -> bool:
-        """Draw the roster up and show it to its members; False if some were refused instead."""
+        """Draw the roster up and send it to its members; False if some were refused instead."""
         candidates = [m.as_candidate() for m in chosen]
         if blamed := self._confined(chosen, candidates):
             self._refuse_confined(blamed, candidates, now_s)
@@ -93,13 +93,14 @@ class Attempts:
         return True
 
     def _refuse_too_large(self, chosen: list[MemberState], problem: str, now_s: float) -> None:
-        """Refuse the members at fault for a record that is too large. The others go on."""
+        """Refuse the members that make the record too large. The others go on."""
         refusal = refusals.roster_too_large(self._state.spec.job, len(chosen), problem)
         for member in self._state.at_fault(chosen):
             self._removal.refuse(member, refusal, now_s)
 
     def _confined(self, chosen: list[MemberState], candidates: list[Candidate]) -> list[Candidate]:
-        """Members that cannot train with those on other hosts, for their address or for others'."""
+        """Members to refuse because an address, their own or another's, is of use on one host
+        only."""
         confined = confined_members(candidates)
         staying = [m for m in chosen if self._state.stays(m)]
         hosts = {m.info.host for m in staying}
@@ -107,7 +108,8 @@ class Attempts:
             return confined
         names = {m.member_id for m in staying}
         if any(c.member_id in names for c in confined):
-            # Members that stay can be reached on their own host only: none joins from another.
+            # Members that stay can be reached on their own host only: no member joins from another
+            # host.
             confined += [c for c in candidates if c.info.host not in hosts]
         return [c for c in confined if c.member_id not in names]
 
@@ -143,13 +145,13 @@ class Attempts:
             else:
                 self._commit_if_there_is_state(agreement, now_s)
         else:
-            # While answers arrive no member is late: ten thousand answers take a while.
+            # Extend the deadline while answers arrive: ten thousand answers take a while.
             limits, since_s = self._state.limits, self._state.stage.since_s
             until_s = min(now_s + limits.prepare_s, since_s + limits.join_s)
             self._state.deadlines.deadline_s = until_s
 
     def _exclude_unreachable(self, agreement: Agreement, now_s: float) -> None:
-        """Abort, and remove the fewest members so that all others reach each other."""
+        """Abort, and remove as few members as possible so that all others reach each other."""
         members = self._state.members_of(agreement.roster)
         newest_last = sorted(members, key=lambda m: (not m.is_in(self._state.previous), m.joined_s))
         names, running = [m.member_id for m in newest_last], self._state.running
@@ -182,7 +184,7 @@ class Attempts:
         step = agreement.best_checkpoint()
         if step is None:
             names = names_of(self._state.members_of(agreement.roster))
-            self._removal.lose_state(f"{names}, who hold no state and see no checkpoint", now_s)
+            self._removal.lose_state(f"{names}, which hold no state and see no checkpoint", now_s)
             return
         seeing = {name for name, steps in agreement.checkpoint_steps.items() if step in steps}
         blind = [m for m in self._state.members_of(agreement.roster) if m.member_id not in seeing]
@@ -219,7 +221,7 @@ class Attempts:
             self._state.notify_member(member, notice)
 
     def _note_leavers(self, roster: GenerationRoster) -> None:
-        """Note members that trained before and are not in this roster: they leave by it."""
+        """Record as departures the members that trained before and are not in this roster."""
         changes = self._state.tries.changes
         before = self._state.members_of(changes.before) if changes.before is not None else []
         for member in before:
@@ -289,10 +291,10 @@ class Attempts:
     def _tell_story(
         self, roster: GenerationRoster, cause: str, *, start: Step, reached: Step, now_s: float
     ) -> None:
-        """Log how the running generation came to follow the one before."""
+        """Log the changes that led to the generation that runs now."""
         changes = self._state.tries.changes
         if changes.newest_ran == roster.generation:
-            # It ran under an earlier leader, which has logged its story.
+            # The generation ran under an earlier leader, which has logged this.
             reason = f"generation {roster.generation} continues under a new leader"
             self._state.log("leader_took_over", reason)
         else:
@@ -304,8 +306,8 @@ class Attempts:
         changes.runs(roster)
 
     def _note_start(self, agreement: Agreement, trainers: list[MemberState]) -> Step:
-        """Note the step from which a synchronous generation starts; all its members hold that
-        state now."""
+        """Note the step from which a synchronous generation starts: all its members now hold that
+        state."""
         start, reached = agreement.starts_at, self._state.progress.reached
         if start is None:
             start = max(agreement.stop_at or agreement.roster.step, reached)

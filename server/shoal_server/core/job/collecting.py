@@ -1,4 +1,4 @@
-"""COLLECT: chooses the members of the next roster, and decides when it can be drawn up."""
+"""COLLECT: the choice of the next roster's members, and of the time to draw it up."""
 
 from dataclasses import replace
 
@@ -26,7 +26,8 @@ class Collecting:
             raise EventRefused(refusals.conflict(self._state.spec.job, conflicts))
         known = member.proposal
         if known is not None and known.fields == proposal.fields:
-            # Repeated after a reconnection, or a late call: a later step and state stay.
+            # Repeated after a reconnection, or a late call: keep the later step, and a state once
+            # held.
             step, has_state = max(known.step, proposal.step), known.has_state or proposal.has_state
             proposal = replace(proposal, step=step, has_state=has_state)
         self._state.table.propose(member, self._sharing_listings(proposal))
@@ -99,7 +100,7 @@ class Collecting:
             self._state.notify_member(member, StandbyNotice(reason=reason, position=position))
 
     def notify_waiting(self) -> None:
-        """Tell torchrun's nodes how many others wait, if that changed. Call after each event."""
+        """Notify torchrun's nodes how many members wait, if that changed. Call after each event."""
         running = self._state.running
         first = next(iter(self._state.table.candidates.values()), None)
         if running is None or first is None or first.proposal is None:
@@ -131,7 +132,7 @@ class Collecting:
         if self._state.running is not None and not any(
             m.is_in(self._state.running) for m in candidates
         ):
-            # All trainers are to leave: first they hand their state over to the newcomers.
+            # All trainers are to leave: they hand their state over to the newcomers first.
             candidates += [
                 m for m in self._state.members_of(self._state.running) if m.proposal is not None
             ]
@@ -206,8 +207,9 @@ class Collecting:
         return len(amid or self._state.able) >= self.num_needed(amid)
 
     def num_needed(self, amid: list[MemberState]) -> int:
-        """The number of members that a roster needs: of those amid a call, or of all if none is."""
-        # No step is taken in a call between two steps: it needs no minimum.
+        """The number of members that a roster needs. `amid`: members in a call; empty: all
+        count."""
+        # A call between two steps takes no step, so the job's minimum does not apply.
         enough = max((self._state.table.in_call[m.member_id] for m in amid), default=None)
         least = self._state.least_members
         return least if enough is None else min(least, enough)
@@ -215,8 +217,8 @@ class Collecting:
     def amid_call(self) -> list[MemberState]:
         """Members that have to repeat a call between two steps before others join.
 
-        A member that joins, or that has the call's result, is elsewhere in its script and cannot
-        take part.
+        Other members, which join or have the call's result already, are elsewhere in their script
+        and cannot take part.
         """
         table = self._state.table
         if self._state.running is not None or not table.in_call:
@@ -245,7 +247,7 @@ class Collecting:
 
     @property
     def _has_survivors(self) -> bool:
-        """True if a member that trained before is there: then there is no last call to wait for."""
+        """True if a member that trained before is present: then there is no last call."""
         if self._state.previous is None:
             return False
         staying = self._state.able

@@ -52,7 +52,8 @@ class Endings:
         self._state.agreement, self._state.tries.failures = None, self._state.tries.failures + 1
         self._state.emit(WriteGeneration(record=record))
         if brought_up and old_is_over and self._state.running is not None:
-            # First: members at the boundary must not take the abort as permission to train.
+            # Before the outcome: members at the boundary must not take the abort as permission to
+            # train.
             old, self._state.running = self._state.running, None
             self._state.tries.changes.broke(reason, now_s)
             self.notify_broken(old, (), reason, now_s)
@@ -65,8 +66,8 @@ class Endings:
             newcomers = [
                 m for m in self._state.members_of(roster) if not m.is_in(self._state.running)
             ]
-            # The newcomers had begun to bring the generation up; or they have trained in it, if a
-            # new leader wrongly took the old generation for the running one.
+            # The newcomers had begun to bring the generation up. They may even have trained in it,
+            # if a new leader wrongly assumed that the old generation still ran.
             self._state.table.settle(newcomers, settled=False)
         self._state.previous = self._state.running or self._state.previous
         failures = self._state.tries.failures
@@ -109,11 +110,11 @@ class Endings:
             self._state.notify_member(member, notice)
 
     def believe_left(self, member: MemberState, left: Generation, now_s: float) -> None:
-        """End what the member says it has left: an earlier leader told it of a break, and did not
-        make that durable."""
+        """End the attempt or generation that the member has left: an earlier leader notified it of
+        a break that it did not make durable."""
         reason = f"{member.member_id} has left generation {left}"
         running, attempt = self._state.running, self._state.attempt
-        # A leader that took over may attempt an older generation than the newest, aborted one.
+        # A new leader may attempt a generation older than the newest, which was aborted.
         if (
             attempt is not None
             and left >= attempt.generation
@@ -268,7 +269,7 @@ class Removal:
 
 
 class Drains:
-    """Drains: members that are to leave, and when each is told to."""
+    """Members that are to leave, and the time at which each is notified."""
 
     def __init__(self, state: JobState, removal: Removal) -> None:
         self._state = state
@@ -286,7 +287,7 @@ class Drains:
         self._tell(member, event.reason, now=member.drain.is_released, now_s=now_s)
 
     def release_overdue(self, now_s: float) -> None:
-        """Tell members to leave now if a planned change cannot replace them first."""
+        """Notify members to leave now if a planned change cannot replace them first."""
         for member in list(self._state.table.draining.values()):
             if member.drain.is_released or self._is_worth_waiting(member, now_s):
                 continue
@@ -295,7 +296,7 @@ class Drains:
             self._tell(member, member.drain.reason, now=True, now_s=now_s)
 
     def notify_stopping(self, member: MemberState, reason: str, now_s: float) -> None:
-        """Tell a member of a job that an operator has stopped to leave now."""
+        """Notify a member to leave now, because an operator has stopped the job."""
         self._tell(member, reason, now=True, now_s=now_s)
 
     def _tell(self, member: MemberState, reason: str, *, now: bool, now_s: float) -> None:
@@ -305,8 +306,8 @@ class Drains:
         )
 
     def _is_unreplaced(self, member: MemberState, now_s: float) -> bool:
-        """True if no generation follows without this member. False once its drain is overdue:
-        members that did not agree on a boundary in time would keep it from taking a step."""
+        """True if no generation follows without this member. False once its drain is overdue: then
+        members that did not agree on a boundary in time would keep it from taking its step."""
         running = self._state.running
         if running is None:
             return member.holds_state and len(self._state.table.draining) == len(
@@ -317,8 +318,8 @@ class Drains:
 
     def _is_worth_waiting(self, member: MemberState, now_s: float) -> bool:
         """True if a generation without the member may soon follow the one it trains in."""
-        # A planned change that is in progress is finished first, even if all its members are to
-        # leave by now: one that left in the middle would take the others' state with it.
+        # A planned change in progress is finished first, even if all its members are to leave by
+        # now: a member that left in the middle of it would take the job's state along.
         if self._may_hand_over(member) or self._is_changing(member):
             return not passed(member.drain.since_s, self._state.limits.drain_s, now_s)
         roster = self._state.attempt if member.is_in(self._state.attempt) else self._state.running
@@ -345,8 +346,8 @@ class Drains:
         return changes and (member.is_in(running) or member.is_in(attempt))
 
     def _may_hand_over(self, member: MemberState) -> bool:
-        """True if only members that are to leave hold the job's state, and enough others for a
-        generation are there to take it."""
+        """True if only draining members hold the job's state, and enough other members for a
+        generation are present to take it."""
         others = len(self._state.members) - len(self._state.table.draining)
         return (
             others >= self._state.spec.min_members
@@ -363,7 +364,7 @@ class Drains:
         return [m for m in draining if m.is_in(self._state.running) and m.member_id not in staying]
 
     def part_leavers(self, old: GenerationRoster, roster: GenerationRoster, now_s: float) -> None:
-        """Release members of the old generation that are not in the one that runs now."""
+        """Remove members of the old generation that are not in the generation that runs now."""
         for leaver in [m for m in self._state.members_of(old) if not m.is_in(roster)]:
             if leaver.drain.since_s is not None:
                 self._state.notify_member(leaver, DrainNotice(reason=leaver.drain.reason, now=True))
@@ -375,7 +376,8 @@ class Drains:
             elif self._state.table.has_finished(leaver):
                 self._state.notify_member(leaver, self._state.break_notice(old.generation))
             else:
-                # It asked an earlier leader to leave and will ask again; it waits at the boundary.
+                # The member asked an earlier leader to leave and will ask again; it waits at the
+                # boundary.
                 self._state.table.settle((leaver,), settled=False)
                 self._state.notify_member(leaver, self._state.break_notice(old.generation))
 
@@ -419,11 +421,11 @@ class Lifetime:
             self._state.emit(SaveJobRecord())
 
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> None:
-        """Allow joins again. Raises Refused if the job has members or is finished, or if its
+        """Allow joins again. Raises EventRefused if the job has members or is finished, or if its
         records were removed and `from_scratch` is false.
 
-        A job without members that is not over can be joined already: a repeated call, perhaps with
-        another `from_scratch`, succeeds too.
+        Succeeds if the job is not over but has no members: it can be joined already, and the call
+        may be a repetition, perhaps with another `from_scratch`.
         """
         phase = self._state.stage.phase
         if phase is Phase.FINISHED:

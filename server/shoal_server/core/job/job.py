@@ -1,14 +1,14 @@
-"""One job's membership: how its members agree on each generation. The heart of Shoal.
+"""One job's membership: the agreement of its members on each generation. The heart of Shoal.
 
 `Job.handle(event, now_s)` and `Job.tick(now_s)` return effects, in the order in which they must
-happen; a `Write` is durable before any effect after it leaves. `Job.next_deadline_s()` says when
-`tick` has something to do. A refused event raises `Refused` and leaves the state as it was.
+happen; a `WriteGeneration` is durable before any later effect is carried out.
+`Job.next_deadline_s()` says when `tick` has something to do. A refused event raises `EventRefused`
+and leaves the state as it was.
 
-A generation forms in three moves. COLLECT waits until all members that are wanted are ready,
-then freezes the roster. PREPARE shows it to each of them; all must accept the same digest.
-COMMITTED is one durable record that all receive; they bring the generation up, and it runs when
-the last of them is ready. A failure on the way ends in one durable ABORTED record with the same
-reason for all.
+A generation forms in three phases. COLLECT waits until the wanted members are ready, then draws up
+the roster. PREPARE sends it to each of them; all must accept the same digest. COMMITTED is one
+durable record that all receive; they bring the generation up, and it runs when the last of them is
+ready. A failure ends the attempt in one durable ABORTED record with the same reason for all.
 
 A planned change (a member joins) goes through COLLECT and PREPARE while the old generation trains
 on, and stops it at one step that all its members share: each member offers the first step that it
@@ -79,7 +79,7 @@ class Job:
         size_problem: Callable[[GenerationRoster], str] = lambda roster: "",
         phase_since_s: float = 0.0,
     ) -> None:
-        """`size_problem` says why etcd would not take a roster's record; empty if it would."""
+        """`size_problem` returns why etcd would not accept a roster's record; empty if it would."""
         table = MembershipTable(limits=limits)
         stage = PhaseState(since_s=phase_since_s)
         self.state = JobState(spec=spec, limits=limits, stage=stage, table=table)
@@ -112,10 +112,10 @@ class Job:
     def __repr__(self) -> str:
         return f"Job({self.state!r}, announced_paused={self._pause_keeper.announced_paused!r})"
 
-    # --- what the edge calls ---
+    # --- calls of the edge ---
 
     def handle(self, event: MemberEvent, now_s: float) -> list[Effect]:
-        """Apply one event; returns the effects."""
+        """Apply one event, and return the effects."""
         self._pause_keeper.keep_limits(now_s)
         if isinstance(event, MemberJoined):
             self._arrivals.joined(event, now_s)
@@ -133,7 +133,7 @@ class Job:
         return self.state.take_effects()
 
     def abandon(self, reason: str, now_s: float) -> list[Effect]:
-        """End the job as failed: for too long it has had no members."""
+        """End the job as failed: it has had no members for too long."""
         self._lifetime.abandon(reason, now_s)
         return self.state.take_effects()
 
@@ -145,7 +145,7 @@ class Job:
     def retry(self, reason: str, now_s: float, *, from_scratch: bool) -> list[Effect]:
         """Allow joins again for a job that failed, was stopped or is lost; from step 0 on request.
 
-        Raises Refused if the job runs or is finished.
+        Raises EventRefused if the job runs or is finished.
         """
         self._lifetime.retry(reason, now_s, from_scratch=from_scratch)
         return self.state.take_effects()
@@ -174,7 +174,7 @@ class Job:
         return self.state.take_effects()
 
     def heartbeat(self, event: HeartbeatReceived, now_s: float) -> None:
-        """Note what a heartbeat says of the member's trainer. Has no effects.
+        """Note the state of the member's trainer in a heartbeat. Has no effects.
 
         Cheap, since it is called for every heartbeat.
         """
@@ -192,14 +192,14 @@ class Job:
         return min(self._timeouts.deadlines(), default=None)
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
+        """Note the step in a heartbeat: the number of steps that the trainer has taken. Cheap."""
         self.state.note_step(member_id, incarnation, step)
 
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified."""
         self.state.postpone(by_s)
 
-    # --- what the edge reads ---
+    # --- state that the edge reads ---
 
     @property
     def spec(self) -> JobSpec:
@@ -286,7 +286,7 @@ class Job:
         """The member's rank in the running generation, else in the attempt, else in the last."""
         return self.state.rank_of(member)
 
-    # --- what follows ---
+    # --- handling of events ---
 
     def _heard(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
         match event:
@@ -323,7 +323,8 @@ class Job:
 
     def _work_done(self, member: MemberState, event: MemberWorkDone, now_s: float) -> None:
         if self.state.agreement_of(member, event.generation, Phase.COMMITTED) is not None:
-            # It has entered the generation, even if it has not said so to this leader.
+            # The member has entered the generation, even if it has not reported that to this
+            # leader.
             ready = ReadinessReported(
                 member_id=member.member_id,
                 incarnation=member.incarnation,
@@ -353,7 +354,7 @@ class Job:
         )
 
     def _advance(self, now_s: float) -> None:
-        """Go on as far as time and the members that are present allow."""
+        """Take the transitions that the time and the present members allow."""
         self.state.setbacks.release(now_s)
         if self.state.table.draining:
             self._drains.release_overdue(now_s)
@@ -376,14 +377,14 @@ class Job:
         wanted, chosen = self._collecting.change_wanted(now_s)
         if not wanted:
             if self.state.stage.phase is Phase.COLLECT:
-                self.state.to(Trigger.CHANGE_DROPPED, "who wanted the change is gone", now_s)
+                self.state.to(Trigger.CHANGE_DROPPED, "the members that wanted it are gone", now_s)
             return
         if self._pause_keeper.pausing():
             return  # A paused member cannot take part: the change waits until all can.
         if self.state.stage.phase is Phase.RUNNING:
             self.state.to(Trigger.CHANGE_WANTED, wanted, now_s)
         # Wait a little for members that have not proposed yet, and for further drains, which mostly
-        # come together: one stop serves them all.
+        # come together: one stop then serves all of them.
         coming = self.state.table.num_on_the_way > 0 or bool(self.state.table.draining)
         if not coming or passed(self.state.stage.since_s, self.state.limits.gather_s, now_s):
             self._freeze(chosen, now_s)
@@ -398,7 +399,7 @@ class Job:
         event: DrainRequested | MemberPaused | MemberResumed,
         now_s: float,
     ) -> None:
-        """Handle what a member, or an operator on its behalf, asks of the others."""
+        """Handle a request of a member, or of an operator on its behalf, to the others."""
         match event:
             case DrainRequested():
                 self._drains.ask(member, event, now_s)

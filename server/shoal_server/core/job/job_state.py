@@ -1,4 +1,4 @@
-"""State of a job that all parts of the core share: phase, deadlines, members, agreement, record."""
+"""State of one job that its parts share: phase, deadlines, members, agreement, record."""
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
@@ -50,9 +50,9 @@ class Deadlines:
     first_proposal_s: float | None = None
     """Time of the first proposal: a member is ready to train."""
     broken_since_s: float | None = None
-    """Time at which members were told to stop after a break."""
+    """Time at which members were notified to stop after a break."""
     suspect_since_s: float | None = None
-    """Time at which a collective failed; notice of a loss is awaited since then."""
+    """Time at which a collective failed; the report of a loss is awaited since then."""
     overdue_check_s: float | None = None
     """Earliest time at which a member may have waited for the join limit."""
 
@@ -97,8 +97,8 @@ class AttemptCounts:
 
     failures: int = 0
     num_excluded: int = 0
-    """Members that were ready and had to be left out; the job does not wait for that many others
-    in their place."""
+    """Number of members that were ready and had to be left out; the job does not wait for as many
+    others in their place."""
     failed_roster: GenerationRoster | None = None
     """The newest roster whose bring-up failed."""
     changes: PendingChanges = field(default_factory=PendingChanges)
@@ -107,13 +107,13 @@ class AttemptCounts:
 
 @dataclass(kw_only=True)
 class JobEnd:
-    """The end of a job, as far as it has come: members may no longer join."""
+    """The end of a job, begun or reached: members may no longer join."""
 
     completing: bool = False
     lost: Refusal | None = None
     """Refusal that every member gets once the job's state is lost."""
     stopping: str = ""
-    """For a job that was stopped, or is over once its members have left: the reason."""
+    """Reason for which an operator stopped the job; it is over once its members have left."""
 
 
 @dataclass(kw_only=True)
@@ -168,14 +168,14 @@ class JobState:
         return agreement if member.is_in(agreement.roster) else None
 
     def concerned(self, roster: GenerationRoster) -> list[MemberState]:
-        """Members to notify of the attempt's outcome: its own, and those that leave by it."""
+        """Members to notify of the attempt's outcome: those in it, and those that leave with it."""
         members = self.members_of(roster)
         if self.running is None or not self.running.synchronous:
             return members
         return members + [m for m in self.members_of(self.running) if not m.is_in(roster)]
 
     def note_step(self, member_id: str, incarnation: str, step: Step) -> None:
-        """Note the step of a heartbeat: the member's trainer has taken so many. Cheap."""
+        """Note the step in a heartbeat: the number of steps that the trainer has taken. Cheap."""
         member = self.members.get(member_id)
         if member is None or member.incarnation != incarnation:
             return
@@ -190,7 +190,7 @@ class JobState:
     def postpone(self, by_s: float) -> None:
         """Move every running limit by the time in which no member could be notified.
 
-        Decisions waited to become durable, so a member is not late for not acting on them.
+        Decisions waited to become durable; a member that could not act on them is not late.
         """
         self.deadlines.postpone(by_s)
         self.table.postpone(by_s)
@@ -228,11 +228,12 @@ class JobState:
         ]
 
     def stays(self, member: MemberState) -> bool:
-        """True if the member trains, or keeps the job: newcomers give way to it, not it to them."""
+        """True if the member trains or keeps the job: newcomers are left out before it is."""
         return member.is_in(self.running) or member.keeps_job
 
     def at_fault(self, members: Iterable[MemberState]) -> list[MemberState]:
-        """Newcomers among the members, if others stay; otherwise all that do not train."""
+        """Newcomers among the members, if any other stays; otherwise all members that do not
+        train."""
         outside = [m for m in members if not m.is_in(self.running)]
         return [m for m in outside if not self.stays(m)] or outside
 
@@ -248,7 +249,7 @@ class JobState:
         return not any(m.holds_state or (m.proposal and m.proposal.stateless) for m in members)
 
     def refuse_if_over(self) -> None:
-        """Raise Refused if the job takes no more members."""
+        """Raise EventRefused if the job takes no more members."""
         if self.end.lost is not None:
             raise EventRefused(self.end.lost)
         if self.stage.phase is Phase.STOPPED:

@@ -1,4 +1,4 @@
-"""Restores a job from what a new leader finds in the store."""
+"""Restoring a job from the records that a new leader finds in the store."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -35,13 +35,13 @@ class SavedJob:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """Places searched for the state of a job that has lost it."""
+    """Where the job's lost state was looked for; None: the state is not lost."""
     stopping: str = ""
-    """Reason of a job's stop, past or to come."""
+    """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False
     tally: LifetimeFigures = field(default_factory=LifetimeFigures)
     ended_s: float = 0.0
-    """Time at which the job was over; 0: unknown."""
+    """Time at which the job ended; 0: unknown."""
     done: tuple[str, ...] = ()
     """Members that have done their work."""
 
@@ -57,9 +57,9 @@ def restored(
 ) -> Job:
     """Make the job from its durable state.
 
-    The store does not say whether the newest generation already ran: its members say so when they
+    The store does not tell if the newest generation already ran: its members report that when they
     attend. They have `GRACE_LEASES` leases for that before they count as disconnected, since the
-    coordinator replica that they ask first may be the one that hangs.
+    coordinator replica that they ask first may hang.
     """
     job = Job(
         spec=spec,
@@ -73,7 +73,7 @@ def restored(
     state.progress = saved.progress
     state.progress.tally = saved.tally
     if saved.finished:
-        # Never in the future: a leader with a wrong clock may have written it.
+        # Never in the future: a leader with a wrong clock may have written the time.
         state.stage.since_s = min(saved.ended_s or now_s, now_s)
     if saved.lost is not None:
         state.end.lost = refusals.state_lost(spec.job, saved.progress, saved.lost)
@@ -98,7 +98,7 @@ def restored(
     if saved.record is not None:
         _continue_generation(state, saved.record, saved.before, now_s)
     elif saved.members and saved.progress.has_trained:
-        # The record of their generation cannot be read: members report the step they reached.
+        # The members' generation has no readable record: they report the step they reached.
         state.table.settle(saved.members, settled=False)
         state.deadlines.broken_since_s = now_s
     return job
@@ -111,7 +111,7 @@ def _continue_generation(
     state.record, state.previous = record, roster
     state.tries.changes.before = roster
     if state.progress.has_trained and roster.synchronous:
-        # It most likely ran: only the first generation is written as running.
+        # This generation most likely ran: the store says so of the first one only.
         state.progress.trained_in = max(state.progress.trained_in, roster.generation)
     present = state.members_of(roster)
     state.table.settle(present, settled=not roster.synchronous)

@@ -22,7 +22,7 @@ from shoal_server.core.membership.setbacks import MAX_TRIES
 
 
 class BringUps:
-    """Decides whose fault a failed bring-up was, and when its members are tried again."""
+    """Decides which members a failed bring-up is blamed on, and when they are tried again."""
 
     def __init__(self, state: JobState, endings: Endings, removal: Removal) -> None:
         self._state = state
@@ -30,21 +30,21 @@ class BringUps:
         self._removal = removal
 
     def failed_under(self, member: MemberState, event: BreakReported, now_s: float) -> bool:
-        """Handle a failed bring-up. True if that settles the event: it ended the attempt, or
-        removed the member."""
+        """Handle a failed bring-up. True if the event needs no more: the attempt has ended, or the
+        member was removed."""
         own = event.own and self._shares_failure(member, event.generation)
         error = f"{member.member_id} could not bring it up: {event.error}"
         is_attempt = self._state.agreement_of(member, event.generation, Phase.COMMITTED) is not None
         newcomers = self._newcomers()
-        # A member that keeps the job may fail because of newcomers, as when it sends them its
-        # state: the newcomers lose the attempt, but the job does not lose the member.
+        # A member that keeps the job may fail because of newcomers, for example while it sends them
+        # its state. Then the newcomers are put off, and the member is not blamed.
         is_spared = own and member.keeps_job and bool(newcomers)
         puts_off = is_spared or (is_attempt and not own and self._state.running is not None)
         if is_attempt:
             self._endings.abort(error, now_s)
         if puts_off:
             self._put_off(newcomers, error, now_s)
-        # Otherwise another member reported first, perhaps as a consequence of this failure.
+        # If this is not the attempt, another member's report ended it, perhaps after this failure.
         if is_spared:
             member.failed_in = event.generation
             self._state.log("bring_up_failed", error, member)
@@ -70,20 +70,21 @@ class BringUps:
         return self._state.tries.failed_roster
 
     def _newcomers(self) -> list[MemberState]:
-        """Members of the newest bring-up that join others, if some of it stay."""
+        """Newcomers in the newest bring-up; none if all its members are newcomers."""
         roster = self._brought_up
         members = self._state.members_of(roster) if roster is not None else []
         newcomers = [m for m in members if not self._state.stays(m)]
         return newcomers if len(newcomers) < len(members) else []
 
     def _put_off(self, newcomers: list[MemberState], error: str, now_s: float) -> None:
-        """Put off the newcomers' next try: the others stopped for them in vain."""
+        """Delay the newcomers' next try: the others stopped for them in vain."""
         for newcomer in newcomers:
             self._state.setbacks.shared(newcomer.member_id, now_s)
             newcomer.waits(f"another try: in the last one, {error}", now_s)
 
     def blame(self, member: MemberState, generation: Generation, error: str, now_s: float) -> None:
-        """Count the member's own failure: it is tried again, or removed after its last try."""
+        """Count the member's own failure. The member is tried again, or removed after its last
+        try."""
         member.failed_in = generation
         num_tries = self._state.setbacks.failed(member.member_id, error, now_s)
         reason = (
@@ -114,7 +115,7 @@ class BringUps:
 
 
 class Breaks:
-    """Handles what members report of a break, until all survivors have settled."""
+    """Handles members' reports of a break, until all survivors have settled."""
 
     def __init__(
         self, state: JobState, endings: Endings, removal: Removal, bring_ups: BringUps
@@ -125,8 +126,8 @@ class Breaks:
         self._bring_ups = bring_ups
 
     def broke(self, member: MemberState, event: BreakReported, now_s: float) -> None:
-        """Handle a failed collective. Members that are disconnected too are lost; if none is, a
-        loss may be noticed later."""
+        """Handle a failed collective. Disconnected members are lost; if there are none, a loss may
+        still be noticed later."""
         if self._state.table.has_finished(member):
             return  # Late: the member has no work left that could have failed.
         agreement = self._state.agreement
@@ -136,13 +137,14 @@ class Breaks:
         if self._bring_ups.failed_under(member, event, now_s):
             return
         if agreement is not None and self._bring_ups.lost_its_old(agreement, member):
-            # A new leader could not know that the old generation still had to be trained in.
+            # A new leader could not know that members still had to train in the old generation.
             self._endings.abort(f"the old generation broke under {member.member_id}", now_s)
             return
         running = self._state.running
         if running is None or event.generation != running.generation:
             if NO_GENERATION < event.generation <= self._state.last_generation:
-                # An earlier leader announced its end, or this member was away then.
+                # That generation's end was announced by an earlier leader, or this member was away
+                # then.
                 self._state.notify_member(member, self._state.break_notice(event.generation))
             return
         if not running.synchronous:

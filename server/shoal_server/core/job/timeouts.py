@@ -1,4 +1,4 @@
-"""Time limits: what happens when one has passed, and when the next one will."""
+"""Time limits: actions once a limit has passed, and the time of the next one."""
 
 import math
 from collections.abc import Iterator
@@ -79,7 +79,7 @@ class Timeouts:
         late = [self._state.members[name] for name in sorted(names) if name in self._state.members]
         attempt = self._state.attempt if self._state.stage.phase is Phase.COMMITTED else None
         if attempt is not None and attempt.synchronous:
-            # A member that holds the state waits for those that receive it, so it is not expelled
+            # A member that holds the state waits for members that receive it, so it is not expelled
             # with them. If it hangs too, it will fail to stop after the break.
             late = [m for m in late if not attempt.keeps(m.member_id)] or late
         reason = f"{names_of(late)} did not {task} in time"
@@ -91,8 +91,8 @@ class Timeouts:
                 self._removal.refuse(member, refusals.timeout(reason), now_s)
 
     def drop_overdue(self, now_s: float) -> None:
-        """Refuse newcomers that have waited for longer than the join limit; or, in a job that has
-        trained and lacks members, those that have waited for longer than the operator allows."""
+        """Refuse newcomers that have waited for longer than the join limit. In a job that has
+        trained and lacks members, the limit is `wait_for_members_s`."""
         self._state.deadlines.overdue_check_s = None
         if self._state.running is not None or self._state.stage.phase is not Phase.COLLECT:
             return
@@ -122,7 +122,8 @@ class Timeouts:
             return f"{len(ready)} of at least {num_needed} members were ready"
         return (
             f"{names_of(amid)} were in a call between two steps, such as session.evaluate, which"
-            f" takes at least {num_needed} of those who began it; members that join cannot help"
+            f" takes at least {num_needed} of the members that began it;"
+            " members that join cannot help"
         )
 
     def _waits_since_s(self, member: MemberState) -> float:
@@ -149,7 +150,7 @@ class Timeouts:
             yield from self._limits_that_run()
 
     def _limits_that_run(self) -> Iterator[float]:
-        """Limits that stand still during a pause."""
+        """Ends of the limits that do not run during a pause."""
         if self._state.deadlines.deadline_s is not None:
             yield self._state.deadlines.deadline_s
         if self._state.deadlines.broken_since_s is not None:

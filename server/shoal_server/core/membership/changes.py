@@ -1,6 +1,6 @@
-"""Why one generation follows another: departures with their causes, arrivals, failures.
+"""Reasons for a new generation: departures with their causes, arrivals, failures.
 
-Gathered from the moment that a generation runs until the next one does, and summed up in a line:
+They are gathered from the time a generation runs until the next one does, and summed up in a line:
 "lost vm-2 (SIGKILL); 3 go on".
 """
 
@@ -23,12 +23,12 @@ class Departure:
     cause: str
     """SIGKILL, exit code 1, connection lost ...; or the reason for its drain."""
     lost: bool
-    """True if it did not leave in order."""
+    """True if the member did not leave in order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChangeSummary:
-    """Summary of how a generation came to replace the one before."""
+    """Summary of the changes between a generation and the one before."""
 
     generation: Generation
     cause: str
@@ -44,7 +44,7 @@ class ChangeSummary:
     steps_lost: int
     """Committed steps that are taken again."""
     down_s: float
-    """Seconds for which no generation ran; 0 if the one before trained on meanwhile."""
+    """Seconds for which no generation ran; 0 if the previous one trained on meanwhile."""
 
 
 @dataclass(kw_only=True)
@@ -60,8 +60,8 @@ class PendingChanges:
     """Time since which no generation runs; None if one runs, or none ever did."""
 
     def gone(self, member_id: str, cause: str, *, lost: bool) -> None:
-        """Note that a member went. The first cause counts: a later process of that name that came
-        and went has not trained."""
+        """Note that a member is gone. The first cause counts: a later process of that name, gone
+        before the next generation, has not trained."""
         departure = Departure(member_id=member_id, cause=shortened(cause, MAX_CAUSE), lost=lost)
         if self.before is not None and member_id in self.before.ranks:
             self.departures.setdefault(member_id, departure)
@@ -108,7 +108,7 @@ class PendingChanges:
         )
 
     def runs(self, roster: GenerationRoster) -> None:
-        """Start anew from this roster: it runs, and the changes up to it are reported."""
+        """Clear the changes: this roster runs, and the changes that led to it are reported."""
         self.before, self.departures = roster, {}
         self.trouble, self.broke_s = "", None
 

@@ -80,7 +80,7 @@ class NextStepReached(MemberEvent):
 class ReadinessReported(MemberEvent):
     generation: Generation
     step: Step | None = None
-    """Optimizer steps after which the state was that it starts from; None: not stated."""
+    """Number of optimizer steps in the state that it starts from; None: not stated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class BreakReported(MemberEvent):
     generation: Generation
     error: str
     own: bool = False
-    """True if it failed in the bring-up by itself, and not because a peer did."""
+    """True if the member's own bring-up failed, and not because of a peer."""
     state_lost: bool = False
     """True if the members together hold no complete state, and there is no checkpoint."""
 
@@ -105,13 +105,13 @@ class HeartbeatReceived(MemberEvent):
     """State of the trainer in a heartbeat."""
 
     moved: int = 0
-    """Changes while its bring-up makes progress."""
+    """Counter that changes as long as the bring-up makes progress."""
     waits: bool = False
     """True if it waits for other members."""
     own_code_s: float = 0.0
     """Seconds for which it has been in the script's own code; 0: it is not, or that is unknown."""
     loads: bool = False
-    """True if it waits there for a batch to be loaded."""
+    """True if that code waits for a batch to be loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +243,7 @@ class DrainNotice(Notice):
 
     now: bool
     unreplaced: bool = False
-    """True, with `now`, if no generation follows without it."""
+    """True, with `now`, if no generation follows without the member."""
 
 
 class RefusalKind:
@@ -323,7 +323,7 @@ class LogJobEvent:
     member_id: str = ""
     generation: Generation = NO_GENERATION
     story: ChangeSummary | None = None
-    """Story of a generation that has come to run."""
+    """Summary of the changes that led to a generation that now runs."""
 
 
 @dataclass(frozen=True, kw_only=True)

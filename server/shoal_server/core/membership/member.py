@@ -17,13 +17,13 @@ MAX_NAMES = 10
 
 @dataclass(kw_only=True)
 class Drain:
-    """The drain of a member: it is to leave."""
+    """A member's drain: an orderly leave."""
 
     since_s: float | None = None
-    """Time at which it was asked to; None: it is not to leave."""
+    """Time at which the member was asked to leave; None: it was not."""
     reason: str = ""
     is_released: bool = False
-    """True once it was notified to leave at its next step boundary."""
+    """True once the member was notified to leave at its next step boundary."""
 
 
 @dataclass(kw_only=True)
@@ -37,7 +37,7 @@ class TrainerActivity:
     own_code_since_s: float | None = None
     """Time since which it has been in the script's own code; None: it is not, or unknown."""
     loads: bool = False
-    """True if it waits there for a batch to be loaded."""
+    """True if that code waits for a batch to be loaded."""
     waits_for_others: bool = False
     """True if it is known to wait for other members."""
 
@@ -49,7 +49,7 @@ class Wait:
     reason: str = "its own model: it has not proposed yet"
     since_s: float = 0.0
     is_standby: bool = False
-    """True if it was notified that no time limit of its own runs."""
+    """True if the member was notified that its wait has no time limit."""
 
 
 @dataclass(kw_only=True)
@@ -72,7 +72,7 @@ class MemberState:
     """Time at which a signal halted its process."""
     drain: Drain = field(default_factory=Drain)
     failed_in: Generation = NO_GENERATION
-    """The newest generation that it could not bring up by its own failure."""
+    """The newest generation whose bring-up failed by the member's own fault."""
     trainer: TrainerActivity = field(default_factory=TrainerActivity)
     wait: Wait = field(default_factory=Wait)
 
@@ -91,7 +91,7 @@ class MemberState:
 
     @property
     def is_standby(self) -> bool:
-        """True if it was notified that no time limit of its own runs while it waits."""
+        """True if the member was notified that its wait has no time limit."""
         return self.wait.is_standby
 
     @property
@@ -109,7 +109,8 @@ class MemberState:
 
     @property
     def stands_at(self) -> tuple[bool, int]:
-        """State flag and step of the member; the largest pair among the members is the job's."""
+        """The pair (holds state, step) of the member; the largest pair of all members is the
+        job's."""
         return self.holds_state, self.proposal.step if self.proposal is not None else 0
 
     def is_in(self, roster: GenerationRoster | None) -> bool:

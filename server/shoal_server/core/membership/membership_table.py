@@ -1,7 +1,6 @@
 """Table of a job's members, with indexes of those that drain, are disconnected, halted or paused.
 
-Questions that each event asks are answered without a scan over all members, so that an event costs
-the same in a job of ten thousand as in one of ten.
+No event scans all members, so an event costs the same with ten thousand members as with ten.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,10 +26,10 @@ class MembershipTable:
     draining: dict[str, MemberState] = field(default_factory=dict)
     """Members that are to leave, in the order in which they were asked to."""
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
-    """Incarnations that may not return, the oldest first, each with its refusal: a call that was
-    in progress is answered with the same one."""
+    """Incarnations that may not return, the oldest first, each with its refusal, which answers
+    calls that are still in progress."""
     unheard: set[str] = field(default_factory=set)
-    """Members from under an earlier leader that have not proposed again."""
+    """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
     """Members that have stopped in a call between two steps, each with the number that suffices to
@@ -125,14 +124,14 @@ class MembershipTable:
         self.go_on(member)
 
     def postpone(self, by_s: float) -> None:
-        """Give all members so much more time: see `JobState.postpone`."""
+        """Extend all members' time limits by this time: see `JobState.postpone`."""
         for member in self._disconnected.values():
             assert member.disconnected_s is not None
             member.disconnected_s += by_s
         self.postpone_drains(by_s)
 
     def postpone_drains(self, by_s: float) -> None:
-        """Give the members that are to leave so much more time."""
+        """Extend the time limits of members that are to leave."""
         for member in self.draining.values():
             assert member.drain.since_s is not None
             member.drain.since_s += by_s

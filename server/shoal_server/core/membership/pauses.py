@@ -34,10 +34,10 @@ class Pauses:
 
     _paused: dict[str, tuple[MemberState, Pause]] = field(default_factory=dict)
     _over: dict[str, tuple[MemberState, int]] = field(default_factory=dict)
-    """Number, by member id, of its newest pause that is over, if it states numbers."""
+    """Number of each member's newest pause that is over, by member id, if it numbers its pauses."""
     _held_since_s: float | None = None
     released_s: float = float("-inf")
-    """Time up to which pauses have last held the limits."""
+    """Time until which pauses last stopped the limits."""
 
     def begin(self, member: MemberState, event: MemberPaused, now_s: float) -> Pause | None:
         """Begin or update the member's pause; the newest message counts. Returns None if the pause
@@ -82,9 +82,9 @@ class Pauses:
         return iter(list(self._paused.values()))
 
     def hold(self, now_s: float, *, held: bool) -> float:
-        """Return by how much the limits have to be moved: the time for which they were held.
+        """Return by how many seconds to move the limits: the time for which they were held.
 
-        `held` says if they are held from now on.
+        `held`: True if the limits are held from now on.
         """
         since_s, self._held_since_s = self._held_since_s, now_s if held else None
         if since_s is None:

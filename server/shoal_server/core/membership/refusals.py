@@ -21,7 +21,7 @@ def drained(job: str, member_id: str, reason: str) -> Refusal:
         kind=RefusalKind.DRAINED,
         what=f"{member_id} has left job {job}",
         seen=reason,
-        expected="nothing more of it: the others train without it",
+        expected="no further calls from it: the others train without it",
     )
 
 
@@ -60,7 +60,7 @@ def roster_too_large(job: str, num_members: int, problem: str) -> Refusal:
         kind=RefusalKind.SPEC,
         what=f"a generation of {num_members} members of job {job} could not be kept in etcd",
         seen=problem,
-        expected="a record that etcd takes",
+        expected="a record that etcd accepts",
         fix="Use fewer members, or shorter names of hosts and members.",
     )
 
@@ -79,7 +79,7 @@ def finished(job: str, reason: str) -> Refusal:
         what=f"job {job} is finished",
         seen=reason,
         expected="a job that still has work to do",
-        fix="Run it again with `shoal run --fresh` (`shoal rm` takes it away), or give another"
+        fix="Run it again with `shoal run --fresh` (`shoal rm` removes it), or give another"
         " job name.",
     )
 
@@ -120,7 +120,7 @@ def of_an_earlier_run(job: str, seen: str) -> Refusal:
         kind=RefusalKind.FINISHED,
         what=f"the run of job {job} that this process belongs to is over: the job was started over",
         seen=seen,
-        expected="a process of the run of now",
+        expected="a process of the current run",
         fix="End this process.",
     )
 
@@ -144,8 +144,8 @@ def cannot_bring_up(job: str, member_id: str, num_tries: int, error: str) -> Ref
         what=f"{member_id} could not bring up a generation of job {job} in {num_tries} tries,"
         " and is left out",
         seen=error,
-        expected="a member that comes as far as its first collective",
-        fix="Its log has the traceback. Mend that, then start it under another name.",
+        expected="a member that reaches its first collective",
+        fix="Its log has the traceback. Fix that, then start it under another name.",
     )
 
 
@@ -176,7 +176,7 @@ def conflict(job: str, conflicts: tuple[Conflict, ...]) -> Refusal:
 
 _FIXES = {
     "schema": "The scripts make models that differ in the named entry: give every worker the same"
-    " script, arguments and versions of libraries, and make the model of nothing that differs by"
+    " script, arguments and versions of libraries, and build the model from nothing that differs by"
     " process or host. Names that a library counts (Keras: dense, dense_2) depend on the models"
     " that the process made before: give the layers names.",
     "optimizer": "Give the optimizer the same class, groups and hyperparameters in every worker,"
@@ -239,7 +239,7 @@ def pause_over(paused: str, limit_s: float) -> Refusal:
     return Refusal(
         kind=RefusalKind.TIMEOUT,
         what=paused,
-        seen="no end of it",
+        seen="no end of the pause",
         expected=f"session.pause to end within its limit_s={limit_s:g}",
         fix="Give session.pause(reason, limit_s=...) the time that the code within it takes.",
     )

@@ -51,7 +51,7 @@ class Setbacks:
         return f"Setbacks({self._setbacks!r})"
 
     def failed(self, member_id: str, error: str, now_s: float) -> int:
-        """Count a failure of the member's own; returns how many it has in a row."""
+        """Count a failure of the member's own, and return how many it has in a row."""
         setback = self._of(member_id, now_s)
         setback.own, setback.error = setback.own + 1, error
         self._put_off(setback, setback.own, now_s)
@@ -69,7 +69,7 @@ class Setbacks:
                 self._setbacks.pop(name, None)
 
     def release(self, now_s: float) -> None:
-        """Let members try again whose time has come, and forget old failures."""
+        """Let members try again whose delay is over, and forget old failures."""
         for name, setback in list(self._setbacks.items()):
             if setback.not_before_s is not None and now_s >= setback.not_before_s:
                 setback.not_before_s = None
@@ -104,7 +104,7 @@ class Setbacks:
                 yield name, error
 
     def next_release_s(self, member_ids: Iterable[str]) -> Iterator[float]:
-        """Times at which members of these may try again, for those whose try is put off."""
+        """Times at which the given members may try again; none for a member that may already."""
         if self._setbacks:
             for name in member_ids:
                 setback = self._setbacks.get(name)

@@ -1,4 +1,4 @@
-"""Layouts of several ranks as one, and the proof that they cover each element exactly once."""
+"""Merging the layouts of several ranks, and the check that they cover each element exactly once."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ Numbers = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class PublishedTensor:
-    """A tensor as the model has it: global shape, in elements."""
+    """A tensor of the model, with its global shape in elements."""
 
     name: str
     dtype: str
@@ -25,16 +25,16 @@ class PublishedSlice:
     tensor: int
     """Index into the layout's tensors."""
     offsets: Numbers
-    """Per dimension, in elements; with `sizes` empty: the whole tensor."""
+    """Offset per dimension, in elements. Empty, and `sizes` too: the slice is the whole tensor."""
     sizes: Numbers
     segment: int
     at: int
-    """In bytes from the start of the segment."""
+    """Offset in bytes from the start of the segment."""
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedLayout:
-    """The place of each element of a version."""
+    """The position of each element of a version in its segments."""
 
     tensors: tuple[PublishedTensor, ...]
     slices: tuple[PublishedSlice, ...]
@@ -42,7 +42,7 @@ class PublishedLayout:
 
 
 class NotCovered(Exception):
-    """The parts are not one whole model; says which tensor, and why."""
+    """Raised for parts that are not one whole model, with the tensor and the reason."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(f"{what}: {seen}; expected {expected}")
@@ -50,10 +50,10 @@ class NotCovered(Exception):
 
 
 def merged(parts: Sequence[PublishedLayout]) -> PublishedLayout:
-    """The layout of a version: that of each rank's part, in the order of ranks.
+    """The layout of a version, merged from each rank's part in the order of ranks.
 
-    Raises NotCovered for ranks that disagree on a tensor, and for a part of another segment than
-    its rank's.
+    Raises NotCovered if ranks disagree on a tensor, or a part has a slice in another rank's
+    segment.
     """
     indices: dict[str, int] = {}
     tensors: list[PublishedTensor] = []
@@ -146,8 +146,8 @@ def _check_bounds(each: PublishedSlice, tensor: PublishedTensor, layout: Publish
 def _overlapping(boxes: Sequence[PublishedSlice]) -> tuple[PublishedSlice, PublishedSlice] | None:
     """Two boxes with an element in common; None if there are none.
 
-    Sweeps along the dimension in which the boxes begin at the most places, so that few are open at
-    a time: those of a mesh are as many as its other dimensions have ranks.
+    Sweeps along the dimension with the most distinct offsets, so that few boxes are open at a time:
+    for a mesh, as many as its other dimensions have ranks.
     """
     if len(boxes) < 2:
         return None

@@ -1,4 +1,4 @@
-"""Servers for segments: of a new publication, and in the place of servers that are gone."""
+"""Choice of servers for segments: for a new publication, and to replace servers that are gone."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,16 +21,15 @@ class StoreServer:
     incarnation: str
     host: str = ""
     is_leaving: bool = False
-    """It takes no further segments, if there are others."""
+    """True if the server gets no further segments while there are other servers."""
 
 
 def servers_for(
     rank: int, copies: int, servers: Iterable[StoreServer], near: str = ""
 ) -> list[str]:
-    """The servers for the segment of a rank: a near one first, which passes it on to the others.
-
-    Ranks begin at different servers, so that each gets about as many segments. The second copy
-    lies on another host where there is one.
+    """The servers for the segment of a rank. The first passes it on to the others; it is on host
+    `near` if possible. Ranks begin at different servers, so that each gets about as many segments.
+    The second copy is on another host if there is one.
     """
     found = sorted(servers, key=lambda each: each.server_id)
     candidates = [each for each in found if not each.is_leaving] or found
@@ -43,8 +42,8 @@ def servers_for(
 
 
 def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> list[str]:
-    """The servers to which `first` passes on what it has made itself: those behind it in the order
-    of ids, on other hosts where there are any."""
+    """The servers to which `first` passes on a segment that it made itself: the next ones in the
+    order of ids, those on other hosts first."""
     found = sorted(servers, key=lambda each: each.server_id)
     host = next((each.host for each in found if each.server_id == first), "")
     others = [each for each in found if each.server_id != first and not each.is_leaving]
@@ -56,7 +55,7 @@ def further_servers(first: str, copies: int, servers: Iterable[StoreServer]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldsAnswer:
-    """Answer of a server about the segments that it was asked for."""
+    """Answer of a server to a question about segments."""
 
     held: Collection[bytes]
     durable: Collection[bytes] = ()
@@ -103,7 +102,7 @@ class Holders:
             self._write_to_disk.add(server.server_id)
 
     def note_versions(self, versions: Iterable[PublishedVersion], now_s: float) -> None:
-        """Note since when segments have been on no server; forget those of dropped versions."""
+        """Note since when segments have been on no server; forget segments of dropped versions."""
         # Versions with the same bytes share segments, and may name different holders.
         holders: dict[bytes, set[str]] = defaultdict(set)
         for version in versions:
@@ -115,8 +114,8 @@ class Holders:
         self._missing_since_s = {d: self._missing_since_s.get(d, now_s) for d in missing}
 
     def questions(self, versions: Iterable[PublishedVersion]) -> dict[str, list[bytes]]:
-        """Servers to ask, and for which segments: those that are not known to have them, or to have
-        written them to disk."""
+        """Segments to ask each server about: it is not known to have them, or, if it writes to
+        disk, to have written them."""
         asked = (_Standing.UNKNOWN, _Standing.LACKING)
         found: dict[str, list[bytes]] = defaultdict(list)
         for version in versions:
@@ -128,7 +127,7 @@ class Holders:
         return {server_id: list(dict.fromkeys(digests)) for server_id, digests in found.items()}
 
     def durable(self, versions: Iterable[PublishedVersion]) -> list[int]:
-        """Versions that have come to lie on the disks of all their holders."""
+        """Versions that are on the disks of all their holders, and not yet marked as durable."""
         return [
             version.number
             for version in versions
@@ -151,7 +150,8 @@ class Holders:
     def replaced(
         self, version: PublishedVersion, copies: int, now_s: float
     ) -> PublishedVersion | None:
-        """The version with holders in the place of those that are gone; None if all is well."""
+        """The version with other holders for those that are gone; None if there is nothing to
+        change."""
         segments = [self._replaced(segment, copies, now_s) for segment in version.segments]
         if segments == list(version.segments):
             return None
@@ -161,7 +161,7 @@ class Holders:
         standing = {h: self._standing(h, segment.digest) for h in segment.holders}
         having = {h for h in self._servers if self._standing(h, segment.digest) is _Standing.HELD}
         if not having and _Standing.UNKNOWN not in standing.values():
-            return segment  # there is no server to have it from
+            return segment  # no server has it
         gone = {h for h in standing if self._is_gone(h, now_s)}
         staying = [h for h in segment.holders if h not in gone]
         counted = [h for h in staying if not self._is_leaving(h)]
@@ -174,7 +174,7 @@ class Holders:
         further = ordered[: max(copies - len(counted), 0)]
         if not further and not staying:
             return segment
-        # A leaving server is dropped once the others have it.
+        # A leaving server is dropped once the other holders have the segment.
         if len(counted) >= copies and all(standing[h] is _Standing.HELD for h in counted):
             staying = counted
         return replace(segment, holders=(*staying, *further))
@@ -210,8 +210,8 @@ class Holders:
 def verified(
     segments: Sequence[PublishedSegment], held: Mapping[str, Collection[bytes]]
 ) -> tuple[PublishedSegment, ...] | int:
-    """The segments with the holders that have them, as these answered; or the rank of the first
-    segment that none of them has."""
+    """The segments, each with the holders that answered to have it; or the rank of the first
+    segment that no holder has."""
     found = []
     for rank, segment in enumerate(segments):
         holders = tuple(h for h in segment.holders if segment.digest in held.get(h, ()))

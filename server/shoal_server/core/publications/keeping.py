@@ -8,9 +8,9 @@ from shoal_server.core.publications.records import StoredSeries
 def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     """The versions to drop, oldest first.
 
-    The newest one stays, with all that are leased or pinned. Leased ones count among the `keep`
-    versions: while readers hold older versions, fewer intermediate ones are kept, so that a slow
-    reader costs no memory.
+    The newest version stays, and so do all leased and pinned ones. Leased versions count among the
+    `keep` versions: while readers hold older versions, fewer intermediate ones are kept, so that a
+    slow reader costs no memory.
     """
     bound = bounded_by_keep(stored, leased)
     optional = [n for n in _unpinned(stored) if n not in bound]
@@ -19,20 +19,20 @@ def droppable(stored: StoredSeries, leased: Collection[int]) -> list[int]:
 
 
 def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
-    """The versions that are kept whatever `keep` is, and count among its versions: the newest one
-    and the leased ones, without those that are pinned."""
+    """Versions that may not be dropped and count among the `keep` versions: the newest and the
+    leased ones, except pinned ones."""
     newest = max(stored.head.kept, default=0)
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
 
 def has_room(stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]) -> bool:
-    """True if another version may be sent: with it there are at most `keep` + 1, pinned ones
-    besides.
+    """True if another version may be sent: with it there are at most `keep` + 1, not counting
+    pinned ones.
 
-    `may_be_leased`: the leased ones, and those on which a leader may have granted leases that its
-    successor does not know. The latter are kept beside the `keep` + 1, or training would have to
-    wait for as long as they may last: up to twice as many in all, whatever number of leaders there
-    is in that time.
+    `may_be_leased`: the leased versions, and versions on which an earlier leader may have granted
+    leases that this one does not know. The latter are kept in addition, so that training need not
+    wait until those leases have ended: up to twice as many versions in all, however many leaders
+    follow each other in that time.
     """
     keep = stored.head.keep
     in_all = len(bounded_by_keep(stored, may_be_leased))

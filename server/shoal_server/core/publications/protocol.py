@@ -1,6 +1,6 @@
 """Events of a series, and the effects that follow from them.
 
-A `call` names the caller of a request that is answered by an effect.
+A `call` identifies a request, and the effect that answers it.
 """
 
 from collections.abc import Hashable, Mapping
@@ -18,7 +18,7 @@ Call = Hashable
 
 
 class PublicationRefusal(Enum):
-    """Reasons why a request is not granted."""
+    """Reasons to refuse a request."""
 
     SERIES_HELD = "another publisher has the series"
     STALE_EPOCH = "another publisher has replaced this one"
@@ -30,7 +30,7 @@ class PublicationRefusal(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestRefused:
-    """The answer to a request that is not granted."""
+    """The answer to a request that is refused."""
 
     call: Call
     refusal: PublicationRefusal
@@ -49,7 +49,7 @@ class BeginRequested:
     call: Call
     publisher: Publisher
     known_epoch: int = 0
-    """The epoch that it has published under; 0: none yet."""
+    """The epoch under which the publisher has published; 0: none yet."""
     keep: int
     copies: int
     is_ending: bool = False
@@ -64,18 +64,18 @@ class PublicationPart:
     world: int
     segment: PublishedSegment
     layout: bytes = field(compare=False, repr=False)
-    """The rank's own layout, as the edge reads it."""
+    """The rank's own layout, encoded; the edge decodes it."""
     layout_key: bytes
-    """Its identity."""
+    """Identity of the layout."""
     step: int
     metadata: Mapping[str, str] = field(default_factory=dict)
     tables_cut: bytes = b""
-    """Cut that the parts of a version with tables are of; the same on all of them."""
+    """The cut at which a version with tables was taken; the same in all its parts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartContributed:
-    """A rank hands in its part, whose segment is on servers."""
+    """A rank contributes its part, whose segment is on servers already."""
 
     call: Call
     publisher: Publisher
@@ -86,7 +86,7 @@ class PartContributed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContributorLeft:
-    """The caller of a part waits no longer. The part stays."""
+    """The call that contributed a part waits no longer. The part stays."""
 
     call: Call
 
@@ -131,14 +131,14 @@ class RollbackRequested:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClearRequested:
-    """The series' job is removed or begun anew: all versions go. Numbers go on rising."""
+    """The series' job is removed or started over: all versions are dropped. Numbers keep rising."""
 
     call: Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionsChanged:
-    """Changes of the kept versions on the servers."""
+    """The servers that hold the kept versions have changed."""
 
     replaced: Mapping[int, tuple[PublishedSegment, ...]] = field(default_factory=dict)
     """Same segments with other holders, by version number."""
@@ -148,12 +148,12 @@ class VersionsChanged:
 
 @dataclass(frozen=True, slots=True)
 class HeadWritten:
-    """The write in progress was made."""
+    """The write in progress is durable."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimePassed:
-    """Time to look at leases and limits."""
+    """Time has come to check leases and limits."""
 
 
 Event = (
@@ -209,8 +209,8 @@ class VerifyParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSeries:
-    """Replace the head, and put and drop versions, in one transaction on condition that the head
-    is as it was; then submit `HeadWritten`."""
+    """Replace the head, and put and drop versions, in one transaction, on condition that no other
+    process has changed the head; then submit `HeadWritten`."""
 
     head: SeriesHead
     put: tuple[PublishedVersion, ...] = ()
@@ -219,7 +219,7 @@ class WriteSeries:
 
 @dataclass(frozen=True, slots=True)
 class NotifyWatchers:
-    """The series is not as watchers have it."""
+    """Notify watchers that the series has changed."""
 
 
 Effect = (

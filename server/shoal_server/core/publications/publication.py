@@ -1,4 +1,4 @@
-"""A publication that is being gathered: the parts that ranks have handed in."""
+"""A publication in progress: the parts that ranks have contributed."""
 
 import hashlib
 from enum import Enum
@@ -13,7 +13,7 @@ class PublicationStage(Enum):
 
 
 class Mismatch(Exception):
-    """A part contradicts one that another rank has handed in."""
+    """Raised for a part that contradicts an earlier part of the publication."""
 
     def __init__(self, what: str, seen: str, expected: str) -> None:
         super().__init__(what)
@@ -27,7 +27,7 @@ class Publication:
         self.number = number
         self.stage = PublicationStage.GATHERING
         self.heard_s = now_s
-        """When a part came in last."""
+        """Time at which the newest part arrived."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
 
@@ -42,20 +42,20 @@ class Publication:
 
     @property
     def is_complete(self) -> bool:
-        """True if every rank's part is there."""
+        """True if the parts of all ranks are there."""
         return bool(self._parts) and len(self._parts) == next(iter(self._parts.values())).world
 
     @property
     def missing(self) -> str:
-        """The ranks whose parts are not there, for people."""
+        """Text that lists the ranks whose parts are missing."""
         world = next(iter(self._parts.values())).world if self._parts else 0
         ranks = [str(rank) for rank in range(world) if rank not in self._parts]
         return ", ".join(ranks[:8]) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
     def add(self, call: Call, part: PublicationPart, now_s: float) -> None:
-        """Take a rank's part, and remember that this call waits.
+        """Add a rank's part, and the call that waits for the version.
 
-        Raises Mismatch, with the publication as it was.
+        Raises Mismatch, and leaves the publication unchanged then.
         """
         known = self._parts.get(part.rank)
         is_verified = known is not None and self.stage is not PublicationStage.GATHERING
@@ -83,17 +83,17 @@ class Publication:
         self.heard_s = now_s
 
     def drop_call(self, call: Call) -> None:
-        """Forget that this call waits."""
+        """Remove a call that waits no longer."""
         self._calls.pop(call, None)
 
 
 def _shown(cut: bytes) -> str:
-    """The identity of a cut, for comparison and for people."""
+    """A short digest of a cut, to compare and to show."""
     return hashlib.sha256(cut).hexdigest()[:12] if cut else "none"
 
 
 def _is_same(one: PublicationPart, other: PublicationPart) -> bool:
-    """True if a version would be the same; the servers that hold it may be others."""
+    """True if both parts make the same version; the servers that hold the segment may differ."""
     identity = one.segment.digest, one.layout_key, one.step, one.world, one.tables_cut
     return identity == (
         other.segment.digest,

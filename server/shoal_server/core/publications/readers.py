@@ -1,4 +1,4 @@
-"""The readers of a series: their leases, and what they say they have installed."""
+"""The readers of a series: their leases, and the versions that they report as installed."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,11 +16,11 @@ class ReaderReport:
     """A reader's heartbeat."""
 
     reader: str
-    """Unique to one process: a second one of that id would end the first one's leases."""
+    """Id, unique to one process: a second process with it would end the first one's leases."""
     leased: Sequence[int] = ()
     """Versions to hold a lease on; leases on others end."""
     installed: int = 0
-    """0: nothing yet, or the reader was started anew."""
+    """Number of the installed version; 0: none yet, or the reader was restarted."""
     installed_digest: bytes = b""
     serves_at: str = ""
     is_leaving: bool = False
@@ -37,9 +37,9 @@ class Reader:
     report: ReaderReport
     seen_s: float
     since_s: float
-    """When it reported for the first time."""
+    """Time of the reader's first report."""
     leases: dict[int, float] = field(default_factory=dict)
-    """By version: until when the leader holds it."""
+    """Time until which the leader holds each lease, by version."""
 
 
 class TooManyReaders(Exception):
@@ -67,15 +67,15 @@ class Readers:
     def report(
         self, report: ReaderReport, kept: Collection[int], now_s: float
     ) -> tuple[list[int], list[int]]:
-        """Note the report; the versions that it holds leases on from now, and those that are gone.
-
-        Raises TooManyReaders and InstalledOlder; then its leases are as they were.
+        """Note a report; return the versions that the reader holds leases on now, and wanted ones
+        that are gone. Raises TooManyReaders or InstalledOlder, and leaves the leases unchanged
+        then.
         """
         known = self._known.get(report.reader)
-        # Once its leases are over, a lower number is that of another process, by another clock.
+        # Once the leases are over, a lower number comes from another process with another clock.
         is_recent = known is not None and now_s < known.seen_s + HELD_S
         if known is not None and is_recent and report.sequence < known.report.sequence:
-            # Its answer is for nobody: the reader has asked again since.
+            # No caller waits for this answer: the reader has sent a newer report.
             return [], sorted(set(report.leased))
         if report.is_leaving:
             self._known.pop(report.reader, None)

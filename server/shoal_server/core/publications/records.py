@@ -1,4 +1,4 @@
-"""A series of published weights as etcd holds it: its head, and a record of each kept version."""
+"""A series of published weights as stored in etcd: its head, and a record of each kept version."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 DEFAULT_KEEP = 2
 DEFAULT_COPIES = 2
 DIGESTS_KEPT = 64
-"""Versions whose digests a head remembers, kept or not: readers report what they have."""
+"""Number of versions, kept or dropped, whose digests a head has: to check readers' reports."""
 LOSSES_KEPT = 16
 
 
@@ -35,12 +35,12 @@ class PublishedSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PublishedVersion:
-    """An immutable version. Only its holders, and whether it is pinned or on disk, change."""
+    """An immutable version. Only the holders, `is_pinned` and `is_durable` change."""
 
     number: int
     epoch: int
     publication: int
-    """The publisher's own count, within the epoch; 0 for a rollback."""
+    """Number of the publication within its epoch; 0 for a rollback."""
     step: int
     layout_digest: bytes
     segments: tuple[PublishedSegment, ...]
@@ -53,7 +53,8 @@ class PublishedVersion:
 
     @property
     def digest(self) -> bytes:
-        """The identity of its bytes: SHA-256 over the layout's digest and the segments' digests."""
+        """SHA-256 over the digests of layout and segments: versions with equal bytes have the
+        same."""
         return content_digest(self.layout_digest, (s.digest for s in self.segments))
 
     @property
@@ -68,28 +69,28 @@ def content_digest(layout_digest: bytes, segments: Iterable[bytes]) -> bytes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesHead:
-    """The one record that decides which versions there are. Replaced by compare-and-swap."""
+    """The record that decides which versions exist. Replaced by compare-and-swap."""
 
     epoch: int = 0
-    """Rises with each change of the publisher; 0: nobody has published yet."""
+    """Rises with each change of the publisher; 0: there has been no publisher yet."""
     publisher: Publisher = Publisher()
     number: int = 0
-    """Of the newest version that was ever committed; 0: none."""
+    """Number of the newest version that was ever committed; 0: none."""
     publication: int = 0
     """The newest publication that was committed in this epoch; 0: none."""
     kept: tuple[int, ...] = ()
-    """Numbers of the versions that there are, ascending."""
+    """Numbers of the versions that exist, ascending."""
     keep: int = DEFAULT_KEEP
-    """Versions to keep: the newest one, those that readers hold leases on, and then further new
-    ones. Pinned versions are kept besides."""
+    """Number of versions to keep: the newest, leased ones, and then the next newest. Pinned
+    versions are kept in addition."""
     copies: int = DEFAULT_COPIES
-    """Servers that are to hold each segment."""
+    """Number of servers that are to hold each segment."""
     digests: Mapping[int, bytes] = field(default_factory=dict)
-    """Of the newest versions by number, dropped ones too."""
+    """Digests of the newest versions by number, dropped ones included."""
     lost: tuple[int, ...] = ()
     """The newest versions that were dropped because no server had them any more."""
     num_writes: int = 0
-    """Rises with each write: no two heads are alike."""
+    """Rises with each write, so that no two heads are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

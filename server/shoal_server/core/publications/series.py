@@ -1,9 +1,9 @@
-"""State machine of one series under one leader: requests go in, decisions come out.
+"""State machine of one series under one leader.
 
-Pure: an event and the time go in, effects come out. What changes the record in etcd is a wish that
-waits for its turn, and is judged when its turn comes, against the record as it is by then: one
-write is in progress at a time, so the order of writes is the order of decisions. Nobody is
-answered before the record that the answer is about is durable.
+Pure: an event and the time go in, effects come out. A change of the record in etcd is queued as a
+`Wish`, which is decided when its turn comes, against the record as it is then. One write is in
+progress at a time, so writes have the order of decisions. A call is answered only once the record
+that its answer is about is durable.
 """
 
 from collections import OrderedDict, deque
@@ -57,12 +57,13 @@ from shoal_server.core.publications.relays import RelayTrees
 
 Effects = Iterator[Effect]
 Wish = Callable[[float], Effects]
-"""A change of the record, judged when its turn comes: yields `WriteSeries`, or only answers."""
+"""A queued change of the record, decided when its turn comes. Yields `WriteSeries`, or answers
+only."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Change:
-    """The write in progress, and what follows once it is durable."""
+    """The write in progress, and the effects that follow once it is durable."""
 
     stored: StoredSeries
     drops: frozenset[int]
@@ -91,16 +92,15 @@ class _Abandoned:
 
 
 class PublishedSeries:
-    """State of one series, from its reading by a leader to the end of that leader's term."""
+    """State of one series, from the time a leader reads it to the end of that leader's term."""
 
     def __init__(self, name: str, stored: StoredSeries, now_s: float) -> None:
         self.name = name
         self.stored = stored
-        """The series as etcd has it."""
+        """The series as stored in etcd."""
         self.readers = Readers()
-        self._relays = RelayTrees()
-        # Leases that the leader before has granted are not known here: they can be on what it has
-        # left, and none outlives this.
+        # Leases granted by the leader before are not known here. They may be on any version found
+        # in the store, and all of them have ended by this time.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -120,7 +120,7 @@ class PublishedSeries:
 
     @property
     def is_idle(self) -> bool:
-        """True if nothing of it is in progress."""
+        """True if the series has no reader and no request or write in progress."""
         return not (self._wishes or self._change or self._publications or self.readers.known)
 
     def step(self, event: Event, now_s: float) -> list[Effect]:
@@ -152,7 +152,8 @@ class PublishedSeries:
                 yield from self._time_passed(now_s)
 
     def report(self, report: ReaderReport, now_s: float) -> tuple[list[int], list[int]]:
-        """Take a reader's report; the versions that it holds leases on, and those that are gone.
+        """Note a reader's report; return the versions that it holds leases on, and wanted ones that
+        are gone.
 
         Raises what `Readers.report` raises.
         """
@@ -171,7 +172,8 @@ class PublishedSeries:
         }
 
     def differs(self, reader: Reader) -> bool:
-        """True if the reader has installed other bytes than the version of that number has."""
+        """True if the reader's bytes differ from those of the version that it reports as
+        installed."""
         report = reader.report
         known = self.head.digests.get(report.installed)
         return known is not None and report.installed_digest != known
@@ -245,9 +247,9 @@ class PublishedSeries:
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
         if not keeping.has_room(stored, self.readers.leased(now_s), self._leased(now_s)):
-            # The series is the publisher's all the same: who had it before publishes no more.
+            # The publisher gets the series all the same: the one before may publish no more.
             answer = self._overloaded(event.call, now_s)
-        # What makes room goes first: a successor of this leader would keep it for a while.
+        # Drop versions at once: a successor of this leader would have to keep them for a while.
         drop = keeping.droppable(stored, self._leased(now_s))
         if drop or options != head:
             yield self._write(stored, drop=drop, then=[answer])
@@ -255,7 +257,7 @@ class PublishedSeries:
             yield answer
 
     def _refusal_of(self, event: BeginRequested, now_s: float) -> RequestRefused | None:
-        """Why this publisher may not publish; None if it may."""
+        """The refusal of a publisher that may not publish; None if it may."""
         head, publisher = self.head, event.publisher
         if publisher == head.publisher or not head.epoch:
             return None
@@ -273,7 +275,7 @@ class PublishedSeries:
             )
         elif head.publisher.script and is_held:
             refusal, what = PublicationRefusal.SERIES_HELD, "is held by a script"
-            until = f"; it must let go, or be silent for {self._script.until_s - now_s:.0f} s more"
+            until = f"; it must end, or be silent for {self._script.until_s - now_s:.0f} s more"
         elif not publisher.script and publisher.generation < head.publisher.generation:
             refusal, what = PublicationRefusal.STALE_EPOCH, "is published by a later generation"
         if refusal is None:
@@ -337,7 +339,8 @@ class PublishedSeries:
         yield from self._make_room_for_publications(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
-        """The answer to a part of a publication that is a version already."""
+        """The answer to a part of a publication that is committed already; None for any other
+        part."""
         for version in self.versions.values():
             if (version.epoch, version.publication) != (event.epoch, event.publication):
                 continue
@@ -407,7 +410,7 @@ class PublishedSeries:
         )
 
     def _refuse_open(self, why: str) -> Effects:
-        """Refuse all that wait for versions of an epoch that has ended."""
+        """Refuse all calls that wait for versions of an epoch that has ended."""
         publications, self._publications = self._publications, OrderedDict()
         self._abandoned = _Abandoned()
         for publication in publications.values():
@@ -421,7 +424,7 @@ class PublishedSeries:
                 )
 
     def _verify_next(self) -> Effects:
-        """Verify the newest complete publication; older ones can become no version any more.
+        """Verify the newest complete publication; older ones are abandoned once it is committed.
 
         Publications are verified and committed one at a time."""
         if any(p.stage is not PublicationStage.GATHERING for p in self._publications.values()):
@@ -528,7 +531,7 @@ class PublishedSeries:
             return
         newest = self.versions.get(self.head.number)
         if newest is not None and newest.digest == old.digest:
-            yield VersionAnswered(call=event.call, version=newest)  # the same request once more
+            yield VersionAnswered(call=event.call, version=newest)  # a repeated request
             return
         version = replace(
             old,
@@ -564,7 +567,7 @@ class PublishedSeries:
         put: list[PublishedVersion] = []
         for number, version in self.versions.items():
             if sum(len(each.segments) for each in put) >= SEGMENTS_A_WRITE:
-                break  # what is left is decided again a little later
+                break  # the rest is decided again a little later
             segments = self._revised(version, event.replaced.get(number))
             is_durable = version.is_durable or number in event.durable
             changed = replace(version, segments=segments, is_durable=is_durable)
@@ -580,13 +583,15 @@ class PublishedSeries:
     def _revised(
         version: PublishedVersion, segments: tuple[PublishedSegment, ...] | None
     ) -> tuple[PublishedSegment, ...]:
-        """The segments with the holders that were decided; never other bytes."""
+        """The segments with their new holders; the version's own if `segments` are not the same
+        ones."""
         if segments is None or [s.digest for s in segments] != [s.digest for s in version.segments]:
             return version.segments
         return segments
 
     def _leased(self, now_s: float) -> set[int]:
-        """Versions on which a reader holds a lease, or may hold one from the leader before."""
+        """Versions on which a reader holds a lease, or may hold one that an earlier leader
+        granted."""
         known = self.readers.leased(now_s)
         return known | self._found if now_s < self._keeps_found_until_s else known
 
@@ -609,4 +614,4 @@ class PublishedSeries:
             and not publication.is_complete
             and now_s - publication.heard_s > ABANDONED_AFTER_S
         ]:
-            yield from self._give_up(number, f"nothing was heard of it for {ABANDONED_AFTER_S:g} s")
+            yield from self._give_up(number, f"no part arrived for {ABANDONED_AFTER_S:g} s")

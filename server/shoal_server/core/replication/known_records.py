@@ -39,7 +39,7 @@ class KnownRecords:
         return self._runs.get(key, run) != run
 
     def put(self, key: Key, new: ShardAssignment | None, run: str) -> ShardAssignment | None:
-        """Store a record, or forget it if `new` is None; returns the previous one."""
+        """Store a record, or remove it if `new` is None; return the previous one."""
         old = self._assignments.pop(key, None)
         if new is None:
             self._runs.pop(key, None)
@@ -48,7 +48,7 @@ class KnownRecords:
             self._assignments[key], self._runs[key] = new, run
         return old
 
-    # --- a write of this server that is under way ---
+    # --- writes of this server in progress ---
 
     def begin_write(self, key: Key) -> None:
         self._writing.add(key)

@@ -1,4 +1,4 @@
-"""Lease under which a server may acknowledge: it ends before others may take it for dead."""
+"""Lease under which a server may acknowledge: it ends before other servers may assume it dead."""
 
 import math
 

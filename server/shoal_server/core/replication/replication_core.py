@@ -2,10 +2,10 @@
 over, and leads again from its journal. Pure: events and the time go in, effects come out.
 
 The record in etcd assigns shards (`core/shards/assignments.py`). This server carries out each
-change of it, whichever process made it, and asks for changes of its own: a joiner is in step, a
-backup or a primary is gone, a shard is handed over, its disk has it. The wanted change is computed
-from the state after each event and from the newest record at the time of the write (`revised`), so
-an outdated wish is never written.
+change of the record, whichever process made it, and makes changes itself: a joiner is in step, a
+backup or a primary is gone, a shard is handed over, or this server's disk has it. The wanted change
+is computed from the state after each event, and again from the newest record at the time of the
+write (`revised`), so an outdated change is never written.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -105,21 +105,21 @@ class ReplicationCore:
         return [*self._passed(), *self._handlers[type(event)](event)]
 
     def wakes_s(self) -> float:
-        """Time at which a `Woken` is due; infinite if none is."""
+        """Time at which a `WakeTimeReached` is due; infinite if none is."""
         lease_s = inf if self._is_fenced else self.lease.ends_s
         return min(self.leading.wakes_s, self._watch.wakes_s, lease_s if lease_s > -inf else inf)
 
-    # --- what is to be seen from outside ---
+    # --- state that the edge reads ---
 
     def may_acknowledge(self, now_s: float) -> bool:
-        """True if no other process can have taken this server for dead."""
+        """True if no other process can have assumed this server dead."""
         return self.lease.holds(now_s)
 
     def assignment(self, key: Key) -> ShardAssignment | None:
         return self._records.find(key)
 
     def known(self, job: str) -> list[Key]:
-        """The shards of a job of which there is a record."""
+        """Shards of a job that this server has a record of."""
         return self._records.keys_of(job)
 
     def led(self, key: Key) -> LedShard | None:
@@ -128,11 +128,11 @@ class ReplicationCore:
 
     @property
     def open_claims(self) -> list[Key]:
-        """Shards in the journal that others may have too, of existing jobs."""
+        """Claims to shards in the journal, of existing jobs."""
         return [key for key in self._claims.open if key in self._records]
 
     def revised(self, key: Key, assignment: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record as this server wants it to be, from the newest one on."""
+        """The record that this server wants, given the newest one."""
         led = self.leading.find(key)
         if led is not None and (assignment.primary, assignment.epoch) == (self.me, led.epoch):
             return led.revised(assignment)
@@ -146,7 +146,7 @@ class ReplicationCore:
     # --- the record ---
 
     def _wish(self, key: Key) -> Effects:
-        """Change the record if this server wants another one."""
+        """Write the record if this server wants another one."""
         assignment = self._records.find(key)
         if assignment is None or self._records.is_writing(key):
             return
@@ -176,13 +176,13 @@ class ReplicationCore:
     def _assigned(self, event: ev.ShardAssigned) -> Effects:
         key, new = event.key, event.assignment
         if new is not None and self._records.is_of_another_run(key, event.run):
-            # What is here of the last run has nothing in common with this one's.
+            # Shards of another run are different shards: drop what is here of the old run.
             yield from self._assigned(ev.ShardAssigned(key, None))
         old = self._records.put(key, new, event.run)
         if old is not None and self.me in old.backups:
             self._watch.unback(key, old.primary)
         if old is not None and (new is None or self.me not in new.holders):
-            # Should it be told to follow that primary once more, it begins with nothing.
+            # If that primary offers the shard again, this server has no copy to continue.
             yield from self._tell_of_drop(key, old)
         yield from self._copies.forget_unwanted_image(key, new)
         if new is None or self.me not in new.holders:
@@ -214,8 +214,8 @@ class ReplicationCore:
         yield from self._copies.drop(key)
 
     def _leave_on_disk(self, led: LedShard) -> None:
-        """Keep the claim on the shard while the record names this disk, even if the disk fails:
-        one day it may have the only copy."""
+        """Keep the claim to the shard while the record names this disk, even if the disk fails: it
+        may have the only copy one day."""
         if led.assignment.on_disk == self.me.server_id:
             self._claims.left(led.key)
 
@@ -226,7 +226,7 @@ class ReplicationCore:
             yield from self._tend(led)
         elif led is not None:
             if new.content is not ShardContent.PRESENT:
-                # It was written anew: what is here is of no use to anybody.
+                # The shard was emptied, lost or restored: its values here are of no use.
                 yield from self._drop_roles(key)
             else:
                 yield from self._step_down(led)
@@ -253,7 +253,7 @@ class ReplicationCore:
         if self.me in new.backups:
             yield from self._watch.back(key, new.primary)
         if self.me in (new.joining, new.successor):
-            # They will have copies of what is led here then.
+            # This server may lead the shard soon, and these servers will have copies of it.
             for holder in sorted({new.primary, *new.backups} - {self.me}):
                 yield from self.leading.links.connect(holder)
 
@@ -377,7 +377,7 @@ class ReplicationCore:
         self._missing.excuse(event.key, self._records.find(event.key))
         yield from self._drop_roles(event.key)
 
-    # --- links from here ---
+    # --- links from this server ---
 
     def _link_opened(self, event: ev.LinkOpened) -> Effects:
         links = self.leading.links
@@ -422,7 +422,7 @@ class ReplicationCore:
         if (led := self.leading.find(event.key)) is not None:
             yield from self._tend(led)
 
-    # --- links to here ---
+    # --- links to this server ---
 
     def _caller_came(self, event: ev.IncomingLinkOpened) -> Effects:
         self._watch.came(event.peer, event.link)
@@ -497,7 +497,7 @@ class ReplicationCore:
             yield from self._tend(led)
 
     def _passed(self) -> Effects:
-        """Refuse all waiting callers if other servers may have given this one up."""
+        """Refuse all waiting callers if other servers may have assumed this one dead."""
         if self._is_fenced or self.lease.ends_s == -inf or self.lease.holds(self._now_s):
             return
         self._is_fenced = True

@@ -1,1 +1,1 @@
-"""The sample ledger: who trains on which samples when members go at their own pace."""
+"""The sample ledger: the samples that each member trains on, if members go at their own pace."""

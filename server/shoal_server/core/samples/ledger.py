@@ -1,21 +1,21 @@
-"""The sample ledger: who trains on which samples, for members that go at their own pace.
+"""The sample ledger: the samples that each member trains on, if members go at their own pace.
 
-An epoch is a permutation of the dataset; the ledger leases ranges [start, stop) of its positions
-and books them when they are completed. In the books each sample of each epoch is completed exactly
-once, whichever members come and go:
+An epoch is a permutation of the dataset. The ledger leases ranges [start, stop) of its positions,
+and records them when they are completed. It counts each sample of each epoch as completed exactly
+once, whichever members join or are lost:
 
-- A range is in one place at a time: free, held by one member, or completed.
+- A range is in one state at a time: free, held by one member, or completed.
 - Ranges that a lost member held are free again. Free positions are leased lowest first, so
   returned ranges are leased before fresh ones.
 - Only the holder completes a range. Reports of other members are ignored and counted.
 
-Epochs overlap at the edge: once an epoch is leased out, the next one begins, so that nobody waits
-for the slowest. At most two epochs are open, unless epochs are so short that members hold more
-than that in reserve. So members cannot run far ahead of one that hangs, and the books stay small:
-two epochs or the reserves, and as many spans as members hold (`MAX_HELD_RANGES` each) or held when
-they were lost.
+Epochs overlap: once an epoch is leased out, the next one begins, so that no member waits for the
+slowest. At most two epochs are open, unless epochs are so short that members hold more than that in
+reserve. So members cannot run far ahead of a member that hangs, and the ledger stays small: two
+epochs or the reserves, and as many spans as members hold (`MAX_HELD_RANGES` each) or held when they
+were lost.
 
-A member holds the samples that it needs while a coordinator may be away: its reserve. If too few
+A member holds a reserve of samples, to train on while no coordinator answers. If too few samples
 are left for all reserves, each member has a share, in proportion to what it asked for. A member
 that holds more than its share is notified, and gives back samples that it has not begun.
 
@@ -64,20 +64,20 @@ class _Member:
         self.sequence = 0
         self.answer: LedgerRange | None = None
         self.waits = False
-        """True if the member holds nothing, and there was nothing to lease to it."""
+        """True if the member holds no samples, and there were none to lease to it."""
         self.held: dict[int, IntegerSpans] = {}
         self.reserve = 0
         self.not_held: tuple[LedgerRange, ...] = ()
-        """Ranges that its latest request claimed and that it does not hold."""
+        """Ranges that the member's latest request claimed, and that it does not hold."""
         self.begun: int | None = None
-        """Samples begun, of those held at its latest request. None: all of them may be."""
+        """Number of held samples that had begun at the latest request. None: all may have begun."""
         self.begins_per_s = 0
 
     def may_have_begun(self, silent_s: float) -> float:
         """Upper bound on the samples that the member holds and has begun."""
         if self.begun is None or silent_s == inf:
             return inf
-        # The answer to its latest request may have been on its way for a second.
+        # The member's latest request may be older than its arrival, by up to a second.
         return self.begun + self.begins_per_s * (silent_s + 1.0)
 
     @property
@@ -86,7 +86,7 @@ class _Member:
 
 
 class SampleLedger:
-    """The books of one job. Every method leaves them untouched when it raises."""
+    """The sample ledger of one job. A method that raises has changed nothing."""
 
     def __init__(self, *, dataset_size: int, num_epochs: int) -> None:
         if dataset_size < 1 or num_epochs < 1:
@@ -107,12 +107,12 @@ class SampleLedger:
         self._touched: set[str] = set()
 
     def take_touched(self) -> frozenset[str]:
-        """Return the members that changed, or went, since the last call."""
+        """Return the members that changed, or were removed, since the last call."""
         touched, self._touched = frozenset(self._touched), set()
         return touched
 
     def touch(self, member_ids: Iterable[str]) -> None:
-        """Mark these members as changed again, after `take_touched` was used for nothing."""
+        """Mark members as changed again, if the write after `take_touched` failed."""
         self._touched.update(member_ids)
 
     @property
@@ -122,11 +122,11 @@ class SampleLedger:
 
     @property
     def holders(self) -> tuple[tuple[str, str], ...]:
-        """(member_id, incarnation) of each member that has sent a request and is not gone."""
+        """(member_id, incarnation) of each member that has sent a request and was not removed."""
         return tuple((m, member.incarnation) for m, member in self._members.items())
 
     def waits(self, member_id: str) -> bool:
-        """True if the member has no samples, and was answered to ask again."""
+        """True if the member has no samples, and is to ask again."""
         member = self._members.get(member_id)
         return member is not None and member.waits
 
@@ -139,12 +139,13 @@ class SampleLedger:
         }
 
     def answer(self, request: SampleRequest, num_members: int = 1) -> SampleAnswer:
-        """Book completed ranges, take back dropped ones, and lease the member a new range.
+        """Record completed ranges, free dropped ones, and lease the member a new range.
 
-        `num_members`: members that share an epoch, including those that have not asked yet.
+        `num_members`: number of members that share an epoch, including those that have not asked
+        yet.
 
-        A retry of the latest request gets the same answer and books nothing. A new incarnation
-        ends the member's earlier one. Raises StaleRequest, TooManyRanges.
+        A retry of the latest request gets the same answer and changes nothing. A new incarnation
+        ends the member's earlier one. Raises StaleRequest or TooManyRanges.
         """
         member = self._members.get(request.member_id)
         is_news = member is None or member.incarnation != request.incarnation
@@ -181,7 +182,7 @@ class SampleLedger:
     def give_back(
         self, member_id: str, incarnation: str | None = None, *, silent_s: float = inf
     ) -> int:
-        """Free the ranges of a lost member and forget it; returns the number of samples freed.
+        """Free the ranges of a lost member and remove it; return the number of samples freed.
 
         With `incarnation`, a later incarnation of the member keeps its ranges. `silent_s`: time
         since its latest request. Samples that it cannot have begun do not count as returned.
@@ -231,7 +232,7 @@ class SampleLedger:
         )
 
     def _book(self, member: _Member, request: SampleRequest) -> bool:
-        """Apply a request's reports to the books; returns True if anything was booked."""
+        """Apply a request's reports to the ledger; return True if they changed it."""
         held = {number: IntegerSpans(spans) for number, spans in member.held.items()}
         unused = list(_taken(held, request.given_back))
         booked = list(_taken(held, request.completed))
@@ -294,7 +295,8 @@ class SampleLedger:
         member.waits = waits
 
     def _told(self, share: int) -> int:
-        """Maximum to tell the member: a third above its share unless a member lacks samples."""
+        """Maximum to answer the member: a third above its share, unless some member lacks
+        samples."""
         return share if self._num_waiting else share + share // 3
 
     def _share(self, member: _Member, request: SampleRequest, num_members: int) -> int:
@@ -344,8 +346,7 @@ class SampleLedger:
         epoch.returned += stop - start
 
     def to_json(self, only: Iterable[str] | None = None) -> dict[str, Any]:
-        """The books as JSON types, which `from_json` reads. With `only`, no other members are
-        included."""
+        """The ledger as JSON types, which `from_json` reads. `only`: the members to include."""
         names = self._members.keys() if only is None else only
         members = {name: self._members[name] for name in names if name in self._members}
         return {
@@ -369,7 +370,7 @@ class SampleLedger:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "SampleLedger":
-        """Read the books that `to_json` wrote. Raises ValueError if they do not add up, and
+        """Read a ledger that `to_json` wrote. Raises ValueError if it contradicts itself, and
         KeyError, TypeError or AttributeError if the data has another shape."""
         _check_numbers(data)
         if data.get("format") != FORMAT:
@@ -408,7 +409,7 @@ class SampleLedger:
 
 
 def _check_numbers(data: object) -> None:
-    """Raise ValueError unless every number in the books is an integer in [0, MAX_NUMBER)."""
+    """Raise ValueError unless every number in the data is an integer in [0, MAX_NUMBER)."""
     if isinstance(data, Mapping):
         for value in data.values():
             _check_numbers(value)
@@ -416,7 +417,7 @@ def _check_numbers(data: object) -> None:
         for value in data:
             _check_numbers(value)
     elif isinstance(data, bool | float) or (isinstance(data, int) and not 0 <= data < MAX_NUMBER):
-        raise ValueError(f"sample ledger with {data!r} in it; expected integers from 0 to 2^63")
+        raise ValueError(f"sample ledger with the number {data!r}; expected integers below 2^63")
 
 
 def _taken(

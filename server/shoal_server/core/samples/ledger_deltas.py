@@ -1,10 +1,9 @@
-"""Deltas of a sample ledger: the changes since its books were written whole, in a few bytes.
-
-Books are large and most of their content stays the same: so they are written whole now and then,
-and deltas are appended between. A delta has the head of the books (epochs, counts) and the members
-that changed, with their new values: it holds whatever the deltas before it contain. A member is
-identified by a number: first those of the whole books, in order, then those that deltas added, in
-order. Numbers are varints; positions are relative to the first free one.
+"""Deltas of a sample ledger: the changes since it was written whole, in a few bytes. A ledger is
+large and most of it stays the same, so it is written whole now and then, with deltas appended in
+between. A delta has the head of the ledger (epochs, counts) and the new values of members that
+changed, not differences from the delta before. A member is identified by a number: members of the
+whole ledger come first, in order, then members that deltas added, in order. Numbers are varints;
+positions are relative to the first free one.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -19,20 +18,20 @@ _KINDS = 3
 """Kinds of a member's last answer."""
 
 Books = dict[str, Any]
-"""The result of `Ledger.to_json`."""
+"""The result of `SampleLedger.to_json`."""
 Range = list[int]
 """Epoch, start, stop."""
 
 
 class MemberNumbers:
-    """Numbers of members in deltas, and content that deltas need not repeat."""
+    """Numbers by which deltas identify members, and the counts that deltas need not repeat."""
 
     def __init__(self, books: Mapping[str, Any]) -> None:
         self._numbers: dict[str, int] = {}
         self._incarnations: list[str] = []
         self._names: list[str] = []
         self.num_closed: int = books["num_closed"]
-        """Epochs whose counts are written already."""
+        """Number of epochs whose counts are written already."""
         for name, member in books["members"].items():
             self.add(name, member["incarnation"])
 
@@ -64,7 +63,7 @@ class MemberNumbers:
 
 
 def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberNumbers) -> bytes:
-    """The delta of books whose `members` are the touched ones that are still there."""
+    """Encode a delta. `books`: the ledger with only the touched members that still exist."""
     out = _Writer()
     out.count(FORMAT)
     _write_head(out, books, numbers.num_closed)
@@ -95,8 +94,8 @@ def encoded(books: Mapping[str, Any], touched: Collection[str], numbers: MemberN
 
 
 def folded(books: Books, deltas: Iterable[bytes]) -> Books:
-    """The books with the appended deltas applied in order. The result is not checked as a whole:
-    `Ledger.from_json` does that. Raises ValueError if a delta cannot be read."""
+    """The ledger with the appended deltas applied in order. The result is not checked as a whole:
+    `SampleLedger.from_json` does that. Raises ValueError if a delta cannot be read."""
     numbers = MemberNumbers(books)
     result = {**books, "members": dict(books["members"])}
     for delta in deltas:
@@ -132,7 +131,7 @@ def _origin(books: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _gaps(numbers: Iterable[int]) -> list[tuple[int, int]]:
-    """Pairs, in order: a number's distance from the one before it, and the number."""
+    """Pairs in ascending order: a number's distance from its predecessor, and the number."""
     ordered = sorted(numbers)
     return [(b - a, b) for a, b in zip([0, *ordered], ordered, strict=False)]
 
@@ -195,7 +194,7 @@ def _read_member(data: "_Reader", origin: tuple[int, int]) -> dict[str, Any]:
         answer = _read_range(data, origin)
     elif kind == _LAST_HELD:
         if not held:
-            raise ValueError("a member in a delta that was given what it does not hold")
+            raise ValueError("a delta whose member has a last answer and holds no range")
         answer = list(held[-1])
     return {"sequence": sequence, "answer": answer, "held": held}
 

@@ -23,21 +23,23 @@ class SampleRequest:
     """Rises with each request; the same number again is a retry."""
     completed: Sequence[LedgerRange] = ()
     held: Sequence[LedgerRange] = ()
-    """Ranges that the member still works at. Others that it holds in the books are freed."""
+    """Ranges that the member still works at. Other ranges that the ledger has as its own are
+    freed."""
     num_samples: int = 0
-    """Samples wanted; 0: report only. The leased range may be shorter, never longer."""
+    """Number of samples wanted; 0: report only. The leased range may be shorter, never longer."""
     reserve: int = 0
-    """Samples that the member wants to hold in all, to train on while no coordinator answers."""
+    """Number of samples that the member wants to hold, to train on while no coordinator answers."""
     step_samples: int = 1
-    """Samples of one step: leases are multiples of it, unless an epoch ends."""
+    """Number of samples of one step: leases are multiples of it, unless an epoch ends."""
     given_back: Sequence[LedgerRange] = ()
     """Ranges that the member held and never began."""
     completed_before: Sequence[LedgerRange] = ()
-    """Ranges reported before, maybe to books that were lost. Those booked already do not count."""
+    """Ranges reported before, perhaps to a ledger that was lost. Recorded ones do not count
+    again."""
     begun: int = 0
-    """Samples that the member, if it has a reserve, holds and has begun ..."""
+    """Number of held samples that the member has begun, if it has a reserve."""
     begins_per_s: int = 0
-    """... and the most that it begins in a second."""
+    """Maximum number of samples that the member begins in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +49,11 @@ class SampleAnswer:
     range: LedgerRange | None
     exhausted: bool
     reserve_max: int = 0
-    """Samples that the member may hold in all, so that others have a share. 0: any number."""
+    """Number of samples that the member may hold, so that others have a share. 0: any number."""
     not_held: Sequence[LedgerRange] = ()
     """Ranges that the member claimed and does not hold, and so must not begin."""
     is_news: bool = True
-    """True if anything was booked."""
+    """True if the request changed the ledger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +76,7 @@ class LedgerCounts:
     in_flight: int
     returned: int
     ignored: int
-    """Samples reported as completed by a member that did not hold them, as a fenced one."""
+    """Samples reported as completed by a member that did not hold them, such as a fenced one."""
     exhausted: bool
     epochs: tuple[EpochCounts, ...]
 
@@ -94,4 +96,4 @@ class StaleRequest(Exception):
 
 
 class TooManyRanges(Exception):
-    """The member holds so many separate ranges that it gets no other; nothing was changed."""
+    """The member holds too many separate ranges to get another; nothing was changed."""

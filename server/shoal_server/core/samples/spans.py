@@ -55,7 +55,7 @@ class IntegerSpans:
         self._stops[first:last] = [stop]
 
     def remove(self, start: int, stop: int) -> None:
-        """Remove [start, stop); integers of it that are not in the set are no error."""
+        """Remove [start, stop); integers in it that are not in the set are ignored."""
         first = bisect_right(self._stops, start)
         last = bisect_left(self._starts, stop)
         if start >= stop or first >= last:
@@ -66,5 +66,5 @@ class IntegerSpans:
         self._stops[first:last] = [b for _, b in rest]
 
     def first(self) -> tuple[int, int]:
-        """The lowest span. There must be one."""
+        """The lowest span. The set must not be empty."""
         return self._starts[0], self._stops[0]

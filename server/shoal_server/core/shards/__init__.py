@@ -1,1 +1,1 @@
-"""Shards: how parameters are cut into them, who holds each, and when that changes."""
+"""Shards: the cut of parameters into shards, the servers that hold each, and changes of those."""

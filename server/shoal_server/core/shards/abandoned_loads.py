@@ -1,11 +1,11 @@
-"""Shards that a coordinator had loaded from a snapshot when it ended, before all were loaded."""
+"""Shards whose load from a snapshot was not complete when the coordinator that ran it ended."""
 
 from dataclasses import replace
 
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 GIVEN_UP_AFTER_S = 10.0
-"""A primary that has loaded its shard may be about to write so."""
+"""Time left for a primary that has loaded its shard to write that to the record."""
 
 
 class AbandonedLoads:
@@ -17,14 +17,14 @@ class AbandonedLoads:
 
     @property
     def is_due_soon(self) -> bool:
-        """True if shards wait to be loaded, and may be given up soon."""
+        """True if shards wait to be loaded and may be given up soon."""
         return bool(self._loading)
 
     def given_up(
         self, assignments: JobAssignments, *, is_restoring: bool, now_s: float
     ) -> JobAssignments:
         """The record, with shards that no server loads any more marked as lost. `is_restoring`:
-        this coordinator is restoring the job at present."""
+        True if this coordinator is restoring the job now."""
         found = [h for h in assignments.shards if h.content is ShardContent.LOADING]
         loading = frozenset((h.shard_id, h.epoch) for h in found)
         if is_restoring:

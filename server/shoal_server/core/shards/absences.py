@@ -8,12 +8,12 @@ Who = TypeVar("Who")
 
 
 class ServerAbsences(Generic[Who]):
-    """Absences of servers, updated at each call of `away_s`. One that is back, or no longer named,
-    is forgotten: a later absence begins anew."""
+    """Absences of servers, updated at each call of `away_s`. The absence of a server that the call
+    does not name is over; a later one counts from 0."""
 
     def __init__(self, longest_gap_s: float = inf) -> None:
-        """`longest_gap_s`: after a longer pause between two calls of `away_s`, absences begin anew
-        with the second: the absent may have been present meanwhile."""
+        """`longest_gap_s`: after a longer time between two calls of `away_s`, all absences count
+        from 0 again: the servers may have been present meanwhile."""
         self._longest_gap_s = longest_gap_s
         self._asked_s = -inf
         self._since_s: dict[Who, float] = {}
@@ -21,8 +21,8 @@ class ServerAbsences(Generic[Who]):
     def away_s(
         self, who: Collection[Who], now_s: float, *, asked_s: float | None = None
     ) -> dict[Who, float]:
-        """Seconds for which each has certainly been gone. `who`: all that are gone, by an answer
-        that is known at `now_s` and was asked for at `asked_s`."""
+        """Seconds for which each server has certainly been gone. `who`: all servers that are gone,
+        by an answer received at `now_s` to a question sent at `asked_s`."""
         asked_s = now_s if asked_s is None else asked_s
         if now_s - self._asked_s > self._longest_gap_s:
             self._since_s = {}

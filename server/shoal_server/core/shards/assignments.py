@@ -1,13 +1,13 @@
 """Assignment of shards to servers, and its changes. Pure: functions map a record to the next one.
 
-The record of a job lies in etcd and is replaced by compare-and-swap only: of two processes that
-change it at once, one starts again from the other's result. This keeps updates safe:
+The record of a job is in etcd and is replaced by compare-and-swap only: if two processes change it
+at once, one of them starts again from the other's result. This keeps updates safe:
 
-- A primary acknowledges what every backup *in step* has received, so each of these may take over.
+- A primary acknowledges only updates that every backup *in step* has, so any of them may take over.
 - To go on without a backup, it must first have removed it from the record (`without_backup`).
 - A backup takes over by a write to the record (`promoted`), which only one in step can do.
 
-So the old and the new primary never both acknowledge, even if one wrongly takes the other for dead.
+So the old and the new primary never both acknowledge, even if one wrongly believes the other dead.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,19 +17,20 @@ from enum import Enum
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """A server process. The incarnation tells a restarted server from the one that held shards."""
+    """A server process. The incarnation distinguishes a restarted server from the earlier
+    process."""
 
     server_id: str
     incarnation: str
 
 
 class ShardContent(Enum):
-    """State of a shard's values. A worker may give first values only to a shard that never had
-    any: one that was trained and is lost must not silently begin anew."""
+    """State of a shard's values. A worker may give first values only to a shard that never had any:
+    a trained shard that is lost must not silently start over."""
 
-    NONE = "nobody has created it"
+    NONE = "no worker has created it"
     LOADING = "its primary is to load it from a snapshot"
-    PRESENT = "it has values, of which somebody may know"
+    PRESENT = "it has values, which may have been read"
     LOST = "it had values, and every server that had them is gone"
 
 
@@ -40,7 +41,7 @@ class ShardLoss:
     lost_unix_s: float
     """Time at which the coordinator found the loss."""
     version: int = 0
-    """The shard had at least this version; 0: none is known. Servers report theirs at times."""
+    """Version that the shard had at least reached, as servers report now and then; 0: unknown."""
     servers: tuple[str, ...] = ()
     """Ids of the servers that had it last."""
     snapshot: str = ""
@@ -55,7 +56,7 @@ class AcceptedLoss:
     by: str
     accepted_unix_s: float
     samples_anew: bool = False
-    """True if the job's samples began anew with the shard."""
+    """True if the job's samples started over with the shard."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,32 +70,32 @@ class ShardAssignment:
     backups: tuple[Holder, ...] = ()
     """Servers in step with the primary."""
     joining: Holder | None = None
-    """The server that the primary is bringing in step."""
+    """The server that the primary brings in step at present."""
     successor: Holder | None = None
     """The backup that the primary is to hand the shard over to."""
     on_disk: str = ""
-    """Id of the server whose journal has all that was acknowledged as durable; empty if none was.
+    """Id of the server whose journal has all pushes acknowledged as durable; empty: there are none.
 
-    A primary acknowledges nothing as durable before this names its own server, and no server's
-    journal drops a shard while this names that server. So if every process that held a shard is
-    gone, one disk has all of it, and the shard can be led from there.
+    A primary acknowledges no push as durable before this names its own server, and a server's
+    journal keeps the shard while this names that server. So if every process that held a shard is
+    gone, one disk has all of it, and a process of that server can become primary from the disk.
     """
     disk_epoch: int = 0
     disk_version: int = 0
-    """That disk has at least this version, of this epoch. Written at times, so that an older copy
-    of the disk in its place is recognized."""
+    """Epoch and version that the disk has at least reached. Written now and then, so that an older
+    copy of the disk is recognized."""
     found_version: int = 0
-    """Older version that a later process of that server found on its disk; 0: none."""
+    """Version below that, found on the disk by a later process of the server; 0: none was found."""
     found_foreign: bool = False
     """True if the disk was found to have the shard of another run of the job."""
     restored_version: int = 0
-    """Version of the snapshot that its values came from, or are to come from; 0: no snapshot."""
+    """Version of the shard in the snapshot that it is or was restored from; 0: no snapshot."""
     content: ShardContent = ShardContent.NONE
-    """Becomes PRESENT before any worker has read its values or pushed to it."""
+    """State of the values; PRESENT before any worker has read them or pushed to the shard."""
     loss: ShardLoss | None = None
     """Set while the shard is lost."""
     accepted_loss: AcceptedLoss | None = None
-    """The last time that the shard was given up and began anew."""
+    """The last time that an operator gave the shard up and it started over."""
 
     def holds(self, holder: Holder) -> bool:
         """True if the server has every acknowledged update."""
@@ -119,12 +120,12 @@ class JobAssignments:
     """Random id of this placement. Shards of another run of the job are different shards, even
     with equal ids and epochs."""
     job_run: str = ""
-    """Run whose values the job's members had, if the coordinator restored the job while they
-    trained on; empty: `run`."""
+    """Run that the job's members state, if the coordinator restored the job while they trained on;
+    empty: `run`."""
 
     @property
     def members_run(self) -> str:
-        """Run that the job's members state; those of another may not read or change the shards."""
+        """Run that the job's members state; members of another run may not use the shards."""
         return self.job_run or self.run
 
     def changed(
@@ -143,7 +144,8 @@ class JobAssignments:
 
 def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> ShardAssignment:
     """Make `backup` the primary after the loss of `lost`. The other backups stay: each has all
-    acknowledged updates, and the new primary brings them level before it acknowledges more."""
+    acknowledged updates, and the new primary brings them to its own version before it acknowledges
+    more."""
     if assignment.primary != lost or backup not in assignment.backups:
         return assignment
     return replace(
@@ -157,7 +159,7 @@ def promoted(assignment: ShardAssignment, lost: Holder, backup: Holder) -> Shard
 
 
 def handed_over(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """Exchange a primary that has stopped and its successor, which is level."""
+    """Exchange a primary that has stopped and its successor, which has the same version."""
     successor = assignment.successor
     if assignment.primary != primary or successor is None or successor not in assignment.backups:
         return assignment
@@ -245,11 +247,11 @@ def put_on_disk(assignment: ShardAssignment, primary: Holder, version: int) -> S
 def led_from_disk(
     assignment: ShardAssignment, server: Holder, dead: "frozenset[Holder]"
 ) -> ShardAssignment:
-    """Let a later process of the server in `on_disk` lead the shard, if no process is left that
-    has its updates in memory. `dead`: processes that are known to be gone for good.
+    """Make a later process of the server in `on_disk` the primary, if no process is left that has
+    the shard's updates in memory. `dead`: processes known to be gone for good.
 
-    A process that is merely out of sight may still acknowledge updates, or have some that are not
-    on the disk. The primary of a lost shard has nothing of it.
+    A process that is merely unreachable may still acknowledge updates, or have some that are not on
+    the disk. The primary of a lost shard has none of its updates.
     """
     if assignment.on_disk != server.server_id or assignment.primary == server:
         return assignment
@@ -271,8 +273,8 @@ def led_from_disk(
 
 
 def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> ShardAssignment:
-    """Mark the shard LOST: the process that was to lead it from its server's disk did not find it
-    there. All other processes that had the shard were known to be gone."""
+    """Mark the shard LOST: its primary, which was to load it from its server's disk, did not find
+    it. All other processes that had the shard were known to be gone."""
     is_its = (assignment.primary, assignment.epoch) == (primary, epoch)
     if not is_its or assignment.content is not ShardContent.PRESENT:
         return assignment
@@ -287,7 +289,7 @@ def not_on_disk(assignment: ShardAssignment, primary: Holder, epoch: int) -> Sha
 
 
 def not_held(assignment: ShardAssignment, primary: Holder) -> ShardAssignment:
-    """Replace a primary that has nothing of the shard, and so never led it in this epoch. A backup
+    """Replace a primary that has no data of the shard, and so never led it in this epoch. A backup
     takes over, with all acknowledged updates; without one the shard is lost."""
     if assignment.primary == primary and assignment.backups:
         return promoted(assignment, primary, assignment.backups[0])
@@ -306,7 +308,7 @@ def found_older(
     if `version` is 0, the shard of another run of the job."""
     is_mine = assignment.on_disk == server.server_id
     primary = assignment.primary
-    # Another process of this server, which may live, has the disk as it should be.
+    # Another process of this server, which may be alive, has the right disk.
     is_other = primary.server_id == server.server_id and primary not in {server} | dead
     if not is_mine or (is_other and assignment.content is not ShardContent.LOST):
         return assignment
@@ -314,8 +316,8 @@ def found_older(
 
 
 def may_be_put_on_disk(assignment: ShardAssignment, server: Holder) -> bool:
-    """True if the record names that server's disk, or may do so soon: another process of the
-    server leads the shard, and its last write may be in progress."""
+    """True if the record names that server's disk, or may soon: another process of the server leads
+    the shard and may be writing the record now."""
     primary = assignment.primary
     is_other_process = primary.server_id == server.server_id and primary != server
     return assignment.on_disk == server.server_id or is_other_process

@@ -13,7 +13,7 @@ class ShardMeasure:
 
     version: int
     pushed_bytes: int
-    """Bytes of pushes applied since that server leads the shard."""
+    """Bytes of pushes applied since this primary leads the shard."""
 
 
 def weights(
@@ -21,9 +21,9 @@ def weights(
 ) -> dict[int, int]:
     """Weight of each shard: half its share of all bytes, half its share of bytes pushed lately.
 
-    `num_bytes`: each shard's size. `before`, `after`: the total bytes pushed to it, at two
-    times. If the count fell, the shard has a new primary, which began to count anew. If nothing
-    was pushed, sizes alone count.
+    `num_bytes`: each shard's size. `before`, `after`: the total bytes pushed to it, at two times.
+    If a total fell, the shard has a new primary, which counts from 0. If nothing was pushed, only
+    sizes count.
     """
     pushed = {i: _grown(before.get(i, 0), after.get(i, 0)) for i in num_bytes}
     all_bytes, all_pushed = sum(num_bytes.values()), sum(pushed.values())

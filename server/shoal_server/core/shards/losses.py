@@ -1,6 +1,5 @@
-"""Lost shards: the record of a loss, its description for users, and giving a shard up.
-
-Pure. `rebalance` finds that a shard is lost.
+"""Lost shards: the record of a loss, its description for users, and giving a shard up. Pure. Losses
+are detected in `rebalance`.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -35,7 +34,7 @@ class RestoreAttempt:
 
     is_restored: bool
     told: str = ""
-    """Reason of a failure, in a sentence."""
+    """Reason of the failure, in a sentence."""
 
 
 class SamplesAfterLoss(Enum):
@@ -48,7 +47,7 @@ class SamplesAfterLoss(Enum):
 def still_trained(
     assignments: JobAssignments, given_up_ids: Collection[int]
 ) -> list[ShardAssignment]:
-    """The shards that keep what was trained, or may get it back, when these are given up."""
+    """Shards that keep or may get back trained values when `given_up_ids` are given up."""
     return [
         shard
         for shard in assignments.shards
@@ -61,11 +60,10 @@ def samples_after(
     given_up_ids: Collection[int],
     wish: SamplesAfterLoss | None,
 ) -> SamplesAfterLoss | None:
-    """Decide about the samples when these shards are given up; None: the operator must choose.
-
-    If no trained shard is left, training begins anew, and so do its samples: otherwise the job
-    would end with values trained only on the remaining samples. If some are left, only the
-    operator who gives up the others can know which is right.
+    """Decide about the samples when these shards are given up; None: the operator must choose. If
+    no trained shard is left, training starts over, and so do its samples: otherwise the job would
+    end with values trained only on the remaining samples. If some are left, only the operator can
+    know which choice is right.
     """
     if wish is not None:
         return wish
@@ -97,7 +95,7 @@ def with_losses(
             return shard
         had = tuple(h.server_id for h in (last.primary, *last.backups))
         if last.content is ShardContent.LOST:
-            # The primary has nothing of the shard: it was to lead it from a disk.
+            # The primary never had the shard's values: it was to load them from a disk.
             had = (last.on_disk,) if last.on_disk else ()
         loss = ShardLoss(
             version=max(versions.get(shard.shard_id, 0), last.disk_version, last.restored_version),
@@ -113,7 +111,7 @@ def with_losses(
 def after_failed_restore(
     before: JobAssignments, wanted: JobAssignments, why: str, now_unix_s: float
 ) -> JobAssignments:
-    """Mark all shards that had values as lost: servers have dropped them for a restore, which
+    """Mark all shards that had values as lost: servers dropped the values for a restore, which
     failed. `wanted`: the record of the servers that were to load the snapshot."""
     had = {h.shard_id: h for h in before.shards}
 
@@ -123,7 +121,7 @@ def after_failed_restore(
         if last.content is ShardContent.NONE:
             return replace(anew, content=ShardContent.NONE)
         known = last.loss or ShardLoss(
-            # The snapshot's version is one that the shard has had.
+            # The shard has had the snapshot's version.
             version=max(last.disk_version, last.restored_version, shard.restored_version),
             lost_unix_s=now_unix_s,
             servers=tuple(h.server_id for h in (last.primary, *last.backups)),
@@ -137,9 +135,9 @@ def after_failed_restore(
 def given_up(
     shard: ShardAssignment, by: str, now_unix_s: float, *, samples_anew: bool = False
 ) -> ShardAssignment:
-    """Let a lost shard begin anew: any worker may create it. The epoch rises, so that the new shard
-    is not mistaken for the old one. The record names no disk, so no journal brings the old one
-    back."""
+    """Let a lost shard start over: any worker may create it. The epoch rises, so that the new shard
+    is not mistaken for the old one. The record names no disk, so no journal brings back the old
+    values."""
     if shard.content is not ShardContent.LOST:
         return shard
     loss = shard.loss or ShardLoss(lost_unix_s=now_unix_s)
@@ -165,8 +163,8 @@ def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
 
 
 def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
-    """Describe lost shards: one paragraph for all that were lost with the same servers and could
-    be brought back the same way."""
+    """Describe lost shards, in one paragraph for all shards that were lost with the same servers
+    and could be restored from the same disk or snapshot."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
@@ -192,9 +190,9 @@ def cure(job: str, shard: ShardAssignment) -> str:
         journal = "its own journal" if shard.found_foreign else "the newest copy of its journal"
     disk = f"start server {shard.on_disk} again with {journal}, or " if shard.on_disk else ""
     return (
-        f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. It is not"
-        f" started over unless you give up the lost shards: `shoal accept-loss {job}`, which says"
-        f" what happens to the job's samples."
+        f"To bring it back, {disk}restore a snapshot: `shoal restore {job} --from URL`. The job"
+        f" does not start over unless you give up the lost shards: `shoal accept-loss {job}`,"
+        f" which says what happens to the job's samples."
     )
 
 
@@ -220,7 +218,7 @@ def explained(job: str, shard: ShardAssignment) -> LossExplanation:
     return LossExplanation(
         what=f"shard {shard.shard_id} of job {job} was lost with every server that had it",
         seen=f"{known_version(loss)}{held_by}; epoch {shard.epoch} is led by server"
-        f" {shard.primary.server_id}, which has nothing of it{found}",
+        f" {shard.primary.server_id}, which has none of its values{found}",
         expected="a server that has its values",
         fix=f"{cure(job, shard)}{snapshot}",
         details={name: text for name, text in details.items() if text},

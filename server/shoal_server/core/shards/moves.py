@@ -1,4 +1,4 @@
-"""Changes of shards between two records, as a line of text for each server concerned. Pure."""
+"""Changes of shards between two records, as a line of text for each affected server. Pure."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator
@@ -17,7 +17,7 @@ Moves = Counter[tuple[str, str]]
 def changes_between(
     before: JobAssignments, after: JobAssignments, present: Collection[Holder]
 ) -> list[tuple[str, str]]:
-    """Kinds and texts of all changes except moves. `present`: the servers that exist now.
+    """Kinds and texts of all changes except moves. `present`: the servers that are present now.
 
     "lost ps-1: ps-0 leads 4 shards in its place, with every update that was acknowledged".
     """
@@ -58,8 +58,8 @@ def _was_handed_over(
     old: ShardAssignment, new: ShardAssignment, present: Collection[Holder]
 ) -> bool:
     """True if the old primary is a backup now, or the new primary was its successor. A backup that
-    takes over drops the old primary, and a killed server still counts as present for the seconds
-    that its lease lasts."""
+    takes over drops the old primary. Presence alone does not tell: a killed server counts as
+    present until its lease ends."""
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 

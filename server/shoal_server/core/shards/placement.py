@@ -3,9 +3,9 @@
 Parameters are cut into blocks, blocks of one dtype and one parameter group are packed by size into
 shards, shards are placed by size over the servers. The number of shards follows the size of the
 model: about one for each 1.75 MiB and at most some hundreds, so that a big model can be moved and
-balanced in small parts, and a tiny one costs one message and not hundreds. If so few shards would
-take long to move, there are some thousands; blocks are then larger too, as the shard map has a
-line for each block.
+balanced in small parts, and a tiny one costs one message instead of hundreds. A very large model,
+whose shards would take long to move, has some thousands; its blocks are larger too, as the shard
+map has a line for each block.
 """
 
 import hashlib
@@ -22,20 +22,20 @@ from shoal_proto.dtypes import DTYPE_BYTES
 BLOCK_BYTES = 4 * 1024 * 1024
 """Blocks are larger only if a shard still holds BLOCKS_PER_SHARD of them."""
 TARGET_SHARD_BYTES = 1792 * 1024
-"""A push costs some 0.2 ms for each shard, whatever its size; and up to 2 MiB it is applied
-without a switch to another thread."""
+"""Approximate bytes of a shard. A push costs some 0.2 ms for each shard, whatever its size; up to 2
+MiB it is applied without a switch to another thread."""
 MAX_SHARDS = 512
-"""Maximum until shards have LARGE_SHARD_BYTES each. Rounded up to a multiple of the servers."""
+"""Maximum number of shards of up to LARGE_SHARD_BYTES, rounded up to a multiple of the servers."""
 LARGE_SHARD_BYTES = 256 * 1024 * 1024
 MAX_LARGE_SHARDS = 4096
-"""Maximum of shards. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
+"""Maximum number of shards. In models beyond 1 TiB, shards exceed LARGE_SHARD_BYTES."""
 BLOCKS_PER_SHARD = 8
-"""Minimum of blocks, approximately, that a shard holds, so that the packing is even."""
+"""Approximate minimum number of blocks in a shard, so that the packing is even."""
 MIN_SPLIT_BYTES = 64 * 1024
-"""Minimum bytes of a dtype and group for each server; with less there is one shard. A request to
-one more server costs every worker more than as many bytes more for the first."""
+"""Minimum bytes of a dtype and group for each server; below it there is one shard. A request to one
+more server costs a worker more than to send so many bytes more to the first server."""
 MAX_MODEL_BYTES = 1 << 50
-"""Maximum size of a model. It exceeds any machine's memory: a shape beyond it is a mistake."""
+"""Maximum size of a model: more than any machine's memory, so a larger shape is a mistake."""
 CUT_ELEMENTS = 64
 """Cuts fall on multiples of this, so that vector kernels round as in an uncut tensor."""
 
@@ -69,7 +69,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class Shard:
-    """Blocks that lie one after the other in one flat tensor."""
+    """Consecutive blocks of one flat tensor."""
 
     shard_id: int
     dtype: str
@@ -88,7 +88,7 @@ class PlacedShard:
 
 
 class SchemaProblem(ValueError):
-    """The parameters cannot be cut: `seen` where `expected` should be."""
+    """Raised for parameters that cannot be cut, with the value seen and the value expected."""
 
     def __init__(self, what: str, *, seen: str, expected: str) -> None:
         super().__init__(f"{what}; saw {seen}; expected {expected}")
@@ -99,7 +99,7 @@ class SchemaProblem(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SchemaDifference:
-    """A parameter in which two schemas differ; "(absent)" if one has none of that name."""
+    """A parameter in which two schemas differ; "(absent)" if a schema has none of that name."""
 
     parameter: str
     seen: str
@@ -107,7 +107,7 @@ class SchemaDifference:
 
 
 def check_schema(parameters: Sequence[Parameter]) -> None:
-    """Raise SchemaProblem for a schema that no placement exists for."""
+    """Raise SchemaProblem for a schema that cannot be placed."""
     if not any(p.num_elements for p in parameters):
         raise SchemaProblem("nothing to train", seen="no elements", expected="a parameter or more")
     seen_names = set()
@@ -119,7 +119,7 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
         seen_names.add(p.name)
         if p.dtype not in DTYPE_BYTES:
             raise SchemaProblem(
-                f"parameter {p.name} has a dtype that no optimizer kernel takes",
+                f"parameter {p.name} has a dtype that no optimizer kernel supports",
                 seen=p.dtype,
                 expected=" or ".join(DTYPE_BYTES),
             )
@@ -127,7 +127,7 @@ def check_schema(parameters: Sequence[Parameter]) -> None:
     if total_bytes > MAX_MODEL_BYTES:
         largest = max(parameters, key=lambda p: p.num_bytes)
         raise SchemaProblem(
-            "no model is that large",
+            "the model is too large",
             seen=f"{total_bytes} bytes; the largest is {_describe(largest)}, {largest.name[:100]}",
             expected=f"at most {MAX_MODEL_BYTES} bytes",
         )
@@ -162,10 +162,9 @@ def _describe(parameter: Parameter) -> str:
 
 
 def cut_into_shards(parameters: Sequence[Parameter], num_servers: int) -> tuple[Shard, ...]:
-    """Shards of about equal size that together hold every element exactly once.
-
-    The number of shards of each dtype and group is a multiple of `num_servers`, unless they are
-    too small to be worth splitting.
+    """Shards of about equal size that together hold every element exactly once. The number of
+    shards of each dtype and group is a multiple of `num_servers`, unless it has too few bytes to be
+    worth splitting.
     """
     total_bytes = sum(p.num_bytes for p in parameters)
     target_bytes = shard_bytes(total_bytes)
@@ -228,7 +227,7 @@ def spread_tables(
 ) -> tuple[tuple[str, int, str], ...]:
     """Place each table's virtual shards on the servers in turn: (table, index, server id).
 
-    How many rows a table will have is not known, but they spread evenly over its shards.
+    The number of rows is not known in advance, but rows spread evenly over a table's shards.
     """
     servers = sorted(server_ids)
     wanted = [(table, index) for table in sorted(num_shards) for index in range(num_shards[table])]

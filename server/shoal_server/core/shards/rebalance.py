@@ -1,6 +1,6 @@
 """Placement decisions of the coordinator, written into a job's record of assignments. Pure.
 
-One call maps one job's record to the next one. It recruits servers if copies are missing, empties
+One call maps one job's record to the next one. It adds servers if copies are missing, empties
 servers that leave, balances the load that each server leads, and drops surplus copies. It never
 drops the last copy, and moves only a few shards at a time.
 """
@@ -19,9 +19,9 @@ from shoal_server.core.shards.assignments import (
 )
 
 MAX_MOVES = 8
-"""Shards moved for balance at a time, as training goes on meanwhile."""
+"""Maximum of shards that are moved for balance at a time, since training goes on meanwhile."""
 TOLERATED_SKEW = 1.05
-"""Load of the fullest server divided by the mean; up to this nothing is moved."""
+"""Load of the fullest server divided by the mean, up to which nothing is moved."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,15 +34,15 @@ class Servers:
     dead: frozenset[Holder] = frozenset()
     """Servers known to be gone for good, with all that they held."""
     awaited: frozenset[Holder] = frozenset()
-    """Servers gone for so short a time that they keep their shards."""
+    """Servers that have been gone only for a short time, and keep their shards."""
     suspects: frozenset[Holder] = frozenset()
-    """Present servers that a peer has just dropped from a shard: they are given nothing until it
-    is known whether they live."""
+    """Present servers that a peer has just dropped from a shard: they get no shards until it is
+    known whether they are alive."""
     disks: frozenset[str] = frozenset()
-    """Ids of servers that may lead from their journals again, now or after their return."""
+    """Ids of servers that may lead shards from their journals, now or once they are back."""
     are_loading: bool = False
-    """True if the job is being restored: the restore takes care of shards that are to be loaded,
-    whatever happens to their servers."""
+    """True if the job is being restored: the restore handles shards that are to be loaded, even if
+    their servers are lost."""
 
     @cached_property
     def staying(self) -> frozenset[Holder]:
@@ -56,7 +56,7 @@ class Servers:
 
 @dataclass(slots=True)
 class _Loads:
-    """Loads that each server leads and holds in all, in the unit of the weights."""
+    """Load that each server leads, and load that it holds in all, in the unit of the weights."""
 
     leads: Counter[Holder] = field(default_factory=Counter)
     holds: Counter[Holder] = field(default_factory=Counter)
@@ -65,9 +65,8 @@ class _Loads:
 def rebalance(
     assignments: JobAssignments, servers: Servers, weights: Mapping[int, int]
 ) -> JobAssignments:
-    """Return the next record; equal to the given one if there is nothing to do.
-
-    `weights` has the load of each shard, for instance its bytes; a missing one counts 1.
+    """Return the next record; equal to the given one if there is nothing to do. `weights`: the load
+    of each shard, for instance its bytes; a missing entry counts 1.
     """
     if not servers.staying:
         return assignments
@@ -105,7 +104,7 @@ def _is_well(assignment: ShardAssignment, wanted: int, servers: Servers) -> bool
 
 
 def _is_loading(assignment: ShardAssignment, servers: Servers) -> bool:
-    """True if a restore of the job takes care of the shard."""
+    """True if a restore of the job handles the shard."""
     return servers.are_loading and assignment.content is ShardContent.LOADING
 
 
@@ -123,7 +122,7 @@ def _rescue(
     assignment: ShardAssignment, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
     """Replace a primary that is gone: by a backup, else by any server, which has no values. A shard
-    that had values is then LOST; a disk that comes back may still have it."""
+    that had values is then LOST, though a disk that comes back may still have them."""
     if assignment.joining is not None and assignment.joining not in servers.present:
         assignment = replace(assignment, joining=None)
     if assignment.primary in servers.present | servers.awaited:
@@ -131,7 +130,7 @@ def _rescue(
     for backup in assignment.backups:
         if backup in servers.present:
             return promoted(assignment, assignment.primary, backup)
-    # The primary of a lost shard had nothing of it: there is no need to wait for that server.
+    # The primary of a lost shard had no values: there is no need to wait for that server.
     if assignment.content is not ShardContent.LOST and not _is_lost(assignment, servers):
         return assignment
     if not servers.takers:
@@ -167,7 +166,7 @@ def _is_lost(assignment: ShardAssignment, servers: Servers) -> bool:
 
 
 def num_lost(assignments: JobAssignments, servers: Servers) -> int:
-    """Number of shards whose values are gone and whose loss is not recorded yet: `rebalance` would
+    """Number of shards whose values are gone and whose loss is not recorded yet. `rebalance` would
     give them to servers without values, or a server has just found that its disk lacks them."""
     if not servers.staying:
         return 0
@@ -192,7 +191,7 @@ def _staying(assignment: ShardAssignment, servers: Servers) -> list[Holder]:
 def _recruit(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Name a server to be brought in step if a copy is missing."""
+    """Name a server as joining if a copy is missing."""
     missing = len(_staying(assignment, servers)) < _wanted(copies, servers)
     free = servers.takers - set(assignment.holders)
     if not missing or assignment.joining is not None or not free:
@@ -205,7 +204,7 @@ def _recruit(
 def _relieve(
     assignment: ShardAssignment, copies: int, servers: Servers, loads: _Loads, weight: int
 ) -> ShardAssignment:
-    """Hand over from a leaving server, or drop a surplus copy."""
+    """Hand the shard over from a leaving or loaded server, or drop a surplus copy."""
     if assignment.joining is not None or assignment.successor is not None:
         return assignment
     staying = _staying(assignment, servers)
@@ -220,7 +219,7 @@ def _relieve(
             (b for b in assignment.backups if b in servers.staying),
             key=lambda b: (-loads.holds[b], b),
         )[:1]
-        # A copy that was made to move the shard is first used for the move.
+        # A copy made in order to move the shard is used for the move before any is dropped.
         best = _emptiest(staying, loads.leads)
         if (
             best != assignment.primary
@@ -274,7 +273,8 @@ def _even_out(
 
 
 def gone_on_without(before: JobAssignments, after: JobAssignments) -> frozenset[Holder]:
-    """Servers that held or were getting a shard in `before`, and were dropped from it since."""
+    """Servers that held or were joining a shard in `before`, and have been dropped from it
+    since."""
     holders = {h.shard_id: h.holders for h in after.shards}
     return frozenset(
         holder

@@ -10,16 +10,16 @@ from shoal_server.core.shards.rebalance import Servers, gone_on_without
 
 SUSPECT_S = 3.0
 RESCUE_AFTER_S = 10.0
-"""The coordinator replaces a primary that etcd has not listed for so long. A backup that cannot
-reach its primary takes over at once; if it can, the primary is merely cut off from etcd, and goes
-on meanwhile."""
+"""Seconds for which etcd has not listed a primary before the coordinator replaces it. A backup that
+cannot reach its primary takes over at once. If it can reach it, the primary is merely cut off from
+etcd, and serves on meanwhile."""
 
 
 class Sightings:
     """Servers of one job, as one coordinator has seen them since it leads."""
 
     def __init__(self, dead_after_s: float, longest_gap_s: float) -> None:
-        """See `ReplicationLimits`."""
+        """Both limits are those of `ReplicationLimits`."""
         self._dead_after_s = dead_after_s
         self._gone = ServerAbsences[Holder](longest_gap_s)
         self._gone_disks = ServerAbsences[str](longest_gap_s)
@@ -36,8 +36,8 @@ class Sightings:
         asked_s: float,
         now_s: float,
     ) -> Servers:
-        """Add dead, awaited and suspect servers and disks to the servers that etcd listed at
-        `asked_s`; `seen.dead` are those known to have ended."""
+        """Add dead, awaited and suspect servers and disks to `seen`, the servers that etcd listed
+        at `asked_s`. `seen.dead`: servers known to have ended."""
         last, self._last = self._last or assignments, assignments
         held_by = {holder for assignment in assignments.shards for holder in assignment.holders}
         self._away_s = self._gone.away_s(held_by - seen.present, now_s, asked_s=asked_s)
@@ -51,8 +51,8 @@ class Sightings:
         )
 
     def wrote(self, wished: JobAssignments, stands: JobAssignments) -> None:
-        """Record that the coordinator wrote `wished`, and `stands` is the record now. Shards that
-        others changed meanwhile are still examined by the next `judged`."""
+        """Note that the coordinator wrote `wished`; `stands` is the record now. The next `judged`
+        still examines shards that others changed meanwhile."""
         if self._last is not None:
             triples = zip(self._last.shards, wished.shards, stands.shards, strict=True)
             shards = tuple(ours if ours == now else seen for seen, ours, now in triples)
@@ -60,13 +60,13 @@ class Sightings:
 
     @property
     def is_due_soon(self) -> bool:
-        """True if the servers must be judged again soon: one is gone or suspected."""
+        """True if the servers must be judged again soon: a server is gone or suspected."""
         return bool(self._suspect_until_s) or bool(self._away_s)
 
     def _dead(self, seen: Servers) -> frozenset[Holder]:
-        """Holders that will not return with their shards: they are known to have ended, or were
-        away for so long that they no longer acknowledge. A new process under their name proves
-        nothing: they may be cut off, and serve."""
+        """Holders that will not return with their shards: they have ended, or were away for so long
+        that they no longer acknowledge. A new process under a holder's name proves nothing: the old
+        one may be cut off from etcd, and still serve."""
         return seen.dead | frozenset(
             holder for holder, for_s in self._away_s.items() if for_s >= self._dead_after_s
         )
@@ -78,8 +78,8 @@ class Sightings:
     def _disks(
         self, assignments: JobAssignments, seen: Servers, asked_s: float, now_s: float
     ) -> frozenset[str]:
-        """Servers whose journals are not given up yet. A server that is back and found nothing in
-        its journal has written so in the record."""
+        """Servers whose journals are not given up yet. A server that is back and found its journal
+        empty has removed its disk from the record."""
         present = {holder.server_id for holder in seen.present}
         disks = {h.on_disk for h in assignments.shards if h.on_disk}
         away_s = self._gone_disks.away_s(disks - present, now_s, asked_s=asked_s)

@@ -1,4 +1,4 @@
-"""Steps of which a cut is made, each with all the shards that it touches."""
+"""Steps in progress when a cut is made, each with the shards that it touches."""
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ class StepId:
     """Identity of one push, or of all pushes of gradients and rows of one training step."""
 
     session: str
-    """The sender that numbers it: a member's incarnation, with one count of its pushes."""
+    """The sender, which numbers its pushes: an incarnation of a member."""
     sequence: int
 
 

@@ -91,4 +91,4 @@ def test_one_that_cannot_hold_the_model_alone_ends_by_name_within_the_join_limit
     assert a.refused is not None
     assert a.refused.kind == RefusalKind.TIMEOUT
     assert "a were in a call between two steps" in a.refused.what
-    assert "at least 2 of those who began it" in a.refused.what
+    assert "at least 2 of the members that began it" in a.refused.what

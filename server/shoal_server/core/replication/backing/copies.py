@@ -40,18 +40,18 @@ Begins = CopyUpToDate | ImageStart
 
 class CopyPhase(Enum):
     HELD = "it follows its primary"
-    SETTLING = "what was received is being applied: it is to be led, or was led until now"
+    SETTLING = "received records are being applied: it is to be led here, or was until now"
 
 
 @dataclass(slots=True)
 class Copy:
     primary: Holder
-    """The primary that sent the latest request for it."""
+    """The primary that sent the latest request for the copy."""
     epoch: int
     """Epoch of that primary."""
     born: int
     received: int
-    """Version up to which everything was received, applied or not."""
+    """Version up to which all records were received, applied or not."""
     content: ShardContent
     """Content of the shard in the record of that epoch."""
     phase: CopyPhase = CopyPhase.HELD
@@ -67,13 +67,13 @@ class IncomingImage:
     link: int
     start: ImageStart
     come: int = 0
-    """Chunks that have come."""
+    """Number of chunks received."""
     stored: int = 0
 
 
 @dataclass(slots=True)
 class _PendingOffers:
-    """Offers that name a newer epoch than is known here, or that come while the copy settles."""
+    """Offers that the record here does not confirm yet, or that come while the copy settles."""
 
     offers: list[tuple[Holder, int, Offer]] = field(default_factory=list)
     is_reading: bool = False
@@ -101,7 +101,7 @@ class Copies:
         self._held[key] = copy
 
     def take(self, key: Key) -> Copy | None:
-        """Remove and return a copy that is led here now, or is gone."""
+        """Remove and return a copy: the shard is led here now, or the copy is gone."""
         return self._held.pop(key, None)
 
     def is_held(self, key: Key) -> bool:
@@ -119,7 +119,7 @@ class Copies:
             asking.is_reading = True
             yield RefreshShardRecord(key)
 
-    # --- what primaries tell ---
+    # --- requests of primaries ---
 
     def requested(
         self, peer: Holder, link: int, request: Request, assignment: ShardAssignment | None
@@ -142,7 +142,7 @@ class Copies:
     def _may_tell(
         self, assignment: ShardAssignment | None, peer: Holder, told: Offer | UpdateMessage | Begins
     ) -> bool:
-        # A record follows on what began in its run.
+        # An update names no run: it continues a copy whose run was checked at its begin.
         run = "" if isinstance(told, UpdateMessage) else told.run
         return (
             assignment is not None
@@ -154,8 +154,8 @@ class Copies:
     def _other_holders(
         self, told: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
-        """The answer to one that the record does not name as that epoch's primary, or that it does
-        not name this server to. Epochs of another run say nothing of this one's."""
+        """The refusal of a sender that the record does not name as that epoch's primary, or for a
+        shard that it does not place here. Epochs of different runs cannot be compared."""
         is_same_run = isinstance(told, UpdateMessage) or told.run in ("", self._runs.get(told.key))
         newest = assignment.epoch if assignment is not None and is_same_run else 0
         return BackupRefused(
@@ -172,7 +172,7 @@ class Copies:
         elif self._may_tell(assignment, peer, offer):
             yield SendReply(peer, link, self._holds(peer, offer))
         else:
-            # The primary may have seen a newer record than this server.
+            # The primary may have a newer record than this server.
             asking = self._asking.setdefault(key, _PendingOffers())
             asking.offers.append((peer, link, offer))
             if not asking.is_reading:
@@ -194,7 +194,7 @@ class Copies:
         )
 
     def known(self, key: Key, assignment: ShardAssignment | None) -> Iterator[Effect]:
-        """The newest record was read, or the copy has settled: answer who offered."""
+        """Answer waiting offers: the newest record was read, or the copy has settled."""
         asking = self._asking.pop(key, None)
         for peer, link, offer in asking.offers if asking is not None else ():
             if self._may_tell(assignment, peer, offer):
@@ -221,8 +221,9 @@ class Copies:
     def _record(
         self, peer: Holder, link: int, record: UpdateMessage, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """Take a record that follows on the copy, whatever the newest assignment is: its primary
-        may count sent records as received. Only a primary still named there is answered so."""
+        """Accept a record that continues the copy, even if the newest assignment names another
+        primary: the sender may count sent records as received. Only a sender still named there gets
+        that answer."""
         key, copy = record.key, self._held.get(record.key)
         may_tell = self._may_tell(assignment, peer, record)
         if (
@@ -238,7 +239,7 @@ class Copies:
         is_next = record.version == copy.received + 1
         if is_next:
             copy.received = record.version
-        # First: somebody waits for it, and to apply it takes a while.
+        # Reply before the record is applied, which takes a while: a push waits for the reply.
         received = RecordsReceived(key, record.epoch, copy.received)
         yield SendReply(
             peer, link, received if may_tell else self._other_holders(record, assignment)
@@ -256,7 +257,7 @@ class Copies:
             and coming.come == start.next_chunk
         ):
             coming.link = link
-            # What has been stored since the link broke, the other end has not heard.
+            # The sender has not been notified of chunks that were stored since the link broke.
             yield SendReply(peer, link, ChunkReceived(key, start.image, coming.stored))
             return
         yield from self._forget_image(key)
@@ -272,7 +273,7 @@ class Copies:
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk) -> Iterator[Effect]:
         coming = self._coming.get(chunk.key)
-        # One of an image that was dropped is none of this one's.
+        # Ignore chunks of an image that was dropped.
         if (
             coming is not None
             and (coming.peer, coming.link, coming.start.image) == (peer, link, chunk.image)
@@ -290,7 +291,8 @@ class Copies:
     def restored(
         self, key: Key, image: int, assignment: ShardAssignment | None
     ) -> Iterator[Effect]:
-        """A shard was made of it. The record may name another primary by now, or this server."""
+        """Adopt a shard that was made from the image, if the record still names the sender as
+        primary."""
         coming = self._coming.get(key)
         if coming is None or coming.start.image != image:
             yield DropImage(key, image)
@@ -301,7 +303,7 @@ class Copies:
             yield from self._forget_image(key)
             yield SendReply(peer, link, self._other_holders(start, assignment))
         elif copy is not None and copy.epoch == start.epoch and copy.received > start.version:
-            # What a primary was told to be received here must not be replaced by less.
+            # Records confirmed to a primary must not be replaced by an older image.
             yield from self._forget_image(key)
             yield SendReply(
                 peer,

@@ -1,5 +1,6 @@
-"""Shards that records place on this server's disk but are not there: the disk was lost, or the
-server keeps no journal any more. Until the records say so, others wait for the shard."""
+"""Shards that records place on this server's disk, which lacks them: the disk was lost, or the
+server keeps no journal any more. Until the records are corrected, other servers wait for the
+shards."""
 
 from collections.abc import Collection
 
@@ -10,7 +11,7 @@ from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_di
 
 class Disowning:
     """Removal of this server's disk from records. Shards led by a process of this server that may
-    be alive are left alone: it may have the disk, or be about to keep the shard itself."""
+    be alive are left alone: it may have the disk, or be about to write the shard to it."""
 
     def __init__(self, me: Holder, limits: ReplicationLimits) -> None:
         self._me = me
@@ -28,14 +29,14 @@ class Disowning:
         now_s: float,
     ) -> None:
         """Note the servers that etcd listed at `asked_s`, and processes known to have ended.
-        `missing`: shards that records place on this disk and that it has not."""
+        `missing`: shards that records place on this disk, which lacks them."""
         others = {a.primary for a in missing if self._is_own(a)} - {self._me}
         away_s = self._absences.away_s(others - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
 
     def revised(self, missing: ShardAssignment) -> ShardAssignment:
-        """The record of a shard that is not on this disk, as this server wants it."""
+        """The record that this server wants for a shard that is not on its disk."""
         if self._is_own(missing) and missing.primary not in self._dead:
             return missing
         return off_disk(missing, self._me)

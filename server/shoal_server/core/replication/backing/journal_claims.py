@@ -1,8 +1,8 @@
 """Claims after a restart: shards in this server's journal that no server has in memory.
 
-A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Its last
-process may have led the shard to the end; or a backup took over from it and ended too, before all
-was on a disk of its own.
+A shard's assignment names the server on whose disk it is (`ShardAssignment.on_disk`). Either that
+server's last process led the shard to the end, or a backup took over and ended too, before its own
+disk had the shard.
 """
 
 from math import inf
@@ -26,17 +26,17 @@ class JournalClaims:
         self._me = me
         self._dead_after_s = limits.dead_after_s
         self._found: dict[Key, tuple[int, int] | None] = {}
-        """What the journal has and others may have too: epoch and version. None: what this very
-        process left there."""
+        """Epoch and version of each shard that an earlier process left in the journal. None: this
+        process led the shard and left it there."""
         self._not_there: dict[Key, int] = {}
-        """Claimed shards, with their epochs, that the journal turned out not to have."""
+        """Shards that were claimed and turned out not to be in the journal, with their epochs."""
         self._absences = ServerAbsences[Holder](limits.longest_gap_s)
         self._dead: frozenset[Holder] = frozenset()
         self._judged_s = -inf
         self._longest_gap_s = limits.longest_gap_s
 
     def found(self, key: Key, epoch: int, version: int) -> None:
-        """The last process left it in the journal."""
+        """Note a shard that an earlier process left in the journal."""
         self._found[key] = epoch, version
 
     def left(self, key: Key) -> None:
@@ -52,7 +52,7 @@ class JournalClaims:
         return key in self._found
 
     def known(self, key: Key, assignment: ShardAssignment) -> None:
-        """The record as it is now."""
+        """Note the newest record of a shard, which may end the claim to it."""
         if self._not_there.get(key, assignment.epoch) != assignment.epoch:
             del self._not_there[key]
         if not may_be_put_on_disk(assignment, self._me):
@@ -63,7 +63,7 @@ class JournalClaims:
         self._found.pop(key, None)
 
     def not_there(self, key: Key, epoch: int) -> None:
-        """The journal has nothing of what this server is to lead from it in that epoch."""
+        """Note that the journal lacks a shard that this server is to lead from it in that epoch."""
         self._not_there[key] = epoch
 
     def seen(
@@ -75,15 +75,16 @@ class JournalClaims:
         asked_s: float,
         now_s: float,
     ) -> None:
-        """The servers that etcd lists now, and those known to have ended; `holders`: of the
-        shards that the journal has."""
+        """Note the servers that etcd lists, and processes known to have ended. `holders`: the
+        holders of the shards in the journal."""
         away_s = self._absences.away_s(holders - present, now_s, asked_s=asked_s)
         long_gone = (h for h, for_s in away_s.items() if for_s >= self._dead_after_s)
         self._dead = ended | frozenset(long_gone)
         self._judged_s = asked_s
 
     def revised(self, key: Key, a: ShardAssignment, now_s: float) -> ShardAssignment:
-        """The record as this server wants it. Who was dead a while ago may be back by now."""
+        """The record that this server wants. Unchanged if the servers were last judged long ago: a
+        process that counted as dead may be back."""
         if key in self._not_there:
             return not_on_disk(a, self._me, self._not_there[key])
         if key not in self._found or now_s - self._judged_s > self._longest_gap_s:

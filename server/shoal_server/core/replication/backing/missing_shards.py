@@ -1,6 +1,6 @@
-"""Shards that a record places on this server but are not there: a copy failed, before or while it
-took over. A backup must then lead the shard, or it is lost. As long as the record names this
-server, all wait for it, even a disk that has the shard."""
+"""Shards that a record places on this server, which lacks them: a copy failed, before or while it
+took over. The record must then name a backup, or call the shard lost: as long as it names this
+server, no other leads the shard, not even from a disk that has it."""
 
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
@@ -24,7 +24,7 @@ class MissingShards:
             self._excused[key] = assignment.epoch
 
     def revised(self, key: Key, a: ShardAssignment) -> ShardAssignment:
-        """The record that this server wants for a shard of which it has nothing."""
+        """The record that this server wants for a shard that it lacks."""
         if a.content is not ShardContent.PRESENT or self._excused.get(key) == a.epoch:
             return a
         if a.primary == self._me:

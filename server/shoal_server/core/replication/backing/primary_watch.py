@@ -1,4 +1,4 @@
-"""Watch over the primaries of copies here: one with no link that answers no probe is succeeded."""
+"""Watch over the primaries of this server's copies, to succeed those without link or answer."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ from shoal_server.core.shards.assignments import Holder
 
 @dataclass(slots=True)
 class _Silent:
-    """A primary that has no link to here."""
+    """A primary that has no link to this server."""
 
     again_s: float = inf
     """Time of the next probe; infinite while an answer is awaited."""
     is_dead: bool = False
-    """True if it did not answer, and has sent nothing since."""
+    """True if the primary did not answer the last probe, and has opened no link since."""
 
 
 class PrimaryWatch:

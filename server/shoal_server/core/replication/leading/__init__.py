@@ -1,1 +1,1 @@
-"""Shards that are led here, and the servers that follow them."""
+"""Shards that this server leads, and the servers that have copies of them."""

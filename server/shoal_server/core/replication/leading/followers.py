@@ -8,13 +8,13 @@ from shoal_server.core.shards.assignments import Holder
 NEARLY_LEVEL = 8
 """Updates that a joiner may lack when pushes begin to wait for it."""
 MAX_ROUNDS = 3
-"""Times that a joiner may lack more than that while it catches up, before pushes wait anyway."""
+"""Rounds of catching up after which pushes wait for a joiner even if it lacks more than that."""
 
 
 class FollowerPhase(Enum):
     UNLINKED = "there is no link to it"
     OFFERED = "it was asked what it has"
-    CONTINUING = "its copy is the beginning of what is led here"
+    CONTINUING = "its copy is an earlier version of the shard led here"
     IMAGE = "it waits for an image, or is getting one"
     FOLLOWING = "it gets every push"
 
@@ -27,7 +27,7 @@ class Follower:
     """Version up to which its process has this epoch's records in memory; it may not have read the
     last of them yet."""
     confirmed: int = 0
-    """Version that it has confirmed."""
+    """Version up to which the follower has confirmed all records."""
     counts: bool = False
     """True if it is joining, and pushes wait for its acknowledgement."""
     is_admitting: bool = False
@@ -38,7 +38,8 @@ class Follower:
     """Version that it must reach, first to count, then to be put in step."""
     _rounds: int = 0
     _ahead: set[int] = field(default_factory=set)
-    """Versions in its memory; earlier ones may still be on their way."""
+    """Versions in its process's memory beyond `received`; an earlier one may still be in
+    transit."""
 
     def begin(self, received: int, version: int) -> None:
         """Start following: every later push is sent to it; `version`: the primary's own."""
@@ -53,7 +54,7 @@ class Follower:
         return max(self.confirmed, self.image_version or 0)
 
     def unlink(self) -> None:
-        """Note that the link is gone: records on their way may be lost, received ones are not."""
+        """Note that the link is gone: records in transit may be lost, received ones are not."""
         self._ahead.clear()
         self.phase = FollowerPhase.UNLINKED
         self.counts = False
@@ -83,7 +84,7 @@ class Follower:
         self._ahead = {version for version in self._ahead if version > self.received}
 
     def forget(self) -> None:
-        """Note that it has nothing useful of the shard."""
+        """Note that the follower has no useful copy of the shard."""
         self.received = self.confirmed = 0
         self.image_version = None
         self._ahead.clear()

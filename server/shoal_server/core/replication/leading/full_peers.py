@@ -1,4 +1,4 @@
-"""Servers without memory for a copy: not asked for a while, then asked again."""
+"""Servers that lack memory for a copy: they are not asked for a while, then asked again."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -49,8 +49,8 @@ class FullPeers:
         return False
 
     def took(self, holder: Holder) -> bool:
-        """Note that it took a copy; returns True if it was full. During a pause nothing changes:
-        the copy was sent before the refusal."""
+        """Note that the server took a copy; return True if it was full. During a pause nothing
+        changes: the copy was sent before the refusal."""
         full = self._full.get(holder)
         if full is None or full.until_s:
             return False
@@ -58,7 +58,7 @@ class FullPeers:
         return True
 
     def forget(self, holder: Holder) -> None:
-        """Forget a server that is gone, or that is offered nothing any more."""
+        """Forget a server that is gone, or that is offered no shard any more."""
         self._full.pop(holder, None)
 
     def expired(self, now_s: float) -> list[Holder]:

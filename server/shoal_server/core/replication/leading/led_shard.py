@@ -33,8 +33,8 @@ from shoal_server.core.shards.assignments import (
 
 class HandoverPhase(Enum):
     NONE = "it is led on"
-    LEVELLING = "workers are told, and its backups draw level, while pushes still come"
-    STOPPING = "pushes are refused from here on"
+    LEVELLING = "workers are notified and backups draw level, while pushes still come"
+    STOPPING = "pushes are refused from now on"
     STOPPED = "nothing is applied any more"
 
 
@@ -44,11 +44,11 @@ class Handover:
     stops_from_s: float = inf
     """Time from which pushes may be refused in favour of the successor."""
     is_writing: bool = False
-    """True if a write is in progress that may hand the shard over as it is now."""
+    """True if a write is in progress that may hand the shard over in its present state."""
 
     @property
     def is_announced(self) -> bool:
-        """True if workers are being told of the successor, and pushes still come."""
+        """True if workers are being notified of the successor, and pushes still come."""
         return self.phase is HandoverPhase.LEVELLING
 
 
@@ -59,16 +59,14 @@ class _Disk:
     keeps: bool
     """True if the journal must keep the shard."""
     version: int | None = None
-    """Version up to which the journal has the whole shard; None: it has not."""
+    """Version up to which the journal has the whole shard; None: it does not have it."""
     told: int = 0
     """Version that the record must state."""
 
 
 class LedShard:
-    """A shard in one epoch in which this server leads it.
-
-    `origin`: epoch of the copy from which it was made, if any; `born`: epoch of its first values;
-    `keeps`: True if the journal must keep it.
+    """A shard that this server leads, in one epoch. `origin`: epoch of the copy from which it was
+    made, 0 for none; `born`: epoch of its first values; `keeps`: True if the journal must keep it.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class LedShard:
         """Holders that are gone, or refuse the shard, and must be removed from the record."""
         self.is_open = False
         self.is_deposed = False
-        """True if a backup knows of a later epoch, which this server has not seen yet."""
+        """True if a backup knows a later epoch, which this server has not seen yet."""
         self.handover = Handover()
         self._origin = origin
         self._began_at = version
@@ -104,7 +102,7 @@ class LedShard:
     def epoch(self) -> int:
         return self.assignment.epoch
 
-    # --- what is safe ---
+    # --- safe versions ---
 
     def _required(self) -> Iterator[Follower]:
         """Followers that must have an update before it is acknowledged: the record's backups, and
@@ -133,13 +131,13 @@ class LedShard:
 
     @property
     def durable_version(self) -> int | None:
-        """Newest version on this server's disk; None if it has none or the record does not name
-        it."""
+        """Newest version on this server's disk; None if the disk has none, or the record does not
+        name the disk."""
         is_named = self.assignment.on_disk == self.assignment.primary.server_id
         return self._disk.version if is_named else None
 
     def asked(self, token: Token, version: int, level: AckLevel) -> Effect | None:
-        """The answer, if there is one yet."""
+        """The answer to a caller; None if the caller has to wait."""
         if self.is_deposed:
             return RefuseVersion(token, AckRefusalReason.DEPOSED)
         if level is AckLevel.DURABLE and not self._disk.keeps:
@@ -204,7 +202,7 @@ class LedShard:
             self.note_disk_version()
 
     def note_disk_version(self) -> bool:
-        """Have the record say how far it is on disk by now; whether that is news."""
+        """Let the record state the version on disk; return True if that version is new."""
         disk = self._disk
         if disk.version is None or disk.version <= disk.told:
             return False
@@ -223,7 +221,7 @@ class LedShard:
             return False
         if copy_epoch == self.epoch:
             return True
-        # Of the last epoch, all that was there when this one began is in both.
+        # Up to the version at which this epoch began, the epoch before has the same history.
         return 0 < copy_epoch == self._origin and version <= self._began_at
 
     @property
@@ -239,13 +237,14 @@ class LedShard:
         )
 
     def lose(self, holder: Holder) -> None:
-        """Go on without it, as soon as the record says so."""
+        """Mark a holder as lost: it is needed no more once it is removed from the record."""
         self.lost.add(holder)
         if holder in self.followers:
             self.followers[holder].unlink()
 
     def hold_on_to(self, wanted: frozenset[Holder]) -> list[Follower]:
-        """Have these follow, and nobody else who is not needed any more. Those let go."""
+        """Make the wanted holders the followers. Remove and return all others that are not
+        needed."""
         self.lost &= set(self.assignment.holders[1:])
         gone = [f for h, f in self.followers.items() if h not in wanted and not self._is_needed(f)]
         for follower in gone:
@@ -260,7 +259,7 @@ class LedShard:
     # --- the record ---
 
     def revised(self, a: ShardAssignment) -> ShardAssignment:
-        """The record as this primary wants it. Notes whom it may put in step."""
+        """The record that this primary wants. Marks the joiner that the write may put in step."""
         me = a.primary
         for holder in sorted(self.lost):
             a = without_backup(a, me, holder)
@@ -290,7 +289,7 @@ class LedShard:
     def _is_level_with(self, successor: Holder | None) -> bool:
         if self.handover.phase is not HandoverPhase.STOPPED or successor is None:
             return False
-        # It leads at once: what it has not read by then, it would not have.
+        # A successor leads at once: it would lack records that it has not read by then.
         return successor in self.followers and self.is_confirmed
 
     def written(self) -> None:
@@ -299,11 +298,11 @@ class LedShard:
         for follower in self.followers.values():
             follower.is_admitting = False
 
-    # --- what follows from it ---
+    # --- steps that follow ---
 
     def advanced(self, now_s: float, announced_s: float) -> Iterator[Effect]:
-        """Take the steps that are due. `announced_s`: time for which workers are told of a
-        successor before pushes stop."""
+        """Take the steps that are due. `announced_s`: time from the notice of a successor to
+        workers until pushes stop."""
         for follower in self.followers.values():
             if follower.holder == self.assignment.joining:
                 follower.draw_level(self.version)
@@ -321,17 +320,18 @@ class LedShard:
             case HandoverPhase.LEVELLING if not can:
                 self.handover.phase = HandoverPhase.NONE
             case HandoverPhase.STOPPED if not can and not self.handover.is_writing:
-                # It was lost meanwhile: this server leads on. Once the record says so: a successor
-                # that is given the shard after all reads no push that came behind.
+                # The successor was lost: this server leads on. Not while a write may still hand the
+                # shard over: the successor would then lack the pushes applied since.
                 yield from self.keep_leading()
-        # Pushes still come until the backups are nearly level: then there is little to wait for.
+        # Stop pushes only once the backups have all of them: then there is little to wait for.
         is_due = self.handover.is_announced and now_s >= self.handover.stops_from_s
         if is_due and self.is_safe(self.version):
             self.handover.phase = HandoverPhase.STOPPING
             yield StopPushes(self.key)
 
     def note_newer_epoch(self, epoch: int) -> Iterator[Effect]:
-        """A backup knows of that epoch: whoever waits need not wait until etcd tells so here."""
+        """Handle a backup's report of an epoch: if it is newer, refuse waiting callers at once,
+        before etcd delivers the record."""
         if epoch > self.epoch and not self.is_deposed:
             self.is_deposed = True
             yield StopPushes(self.key)

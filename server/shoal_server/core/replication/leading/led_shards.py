@@ -36,12 +36,12 @@ from shoal_server.core.replication.protocol.messages import (
 from shoal_server.core.shards.assignments import Holder, ShardAssignment
 
 TOGETHER_S = 0.05
-"""Shards whose turn to be handed over comes within that time are handed over together."""
+"""Time within which handovers that become due are made together."""
 
 
 @dataclass(slots=True)
 class TouchedShards:
-    """Immediate effects, and the shards that are to be looked at again after them."""
+    """Immediate effects, and the shards whose next steps are to be taken after them."""
 
     effects: list[Effect] = field(default_factory=list)
     shards: list[LedShard] = field(default_factory=list)
@@ -88,7 +88,7 @@ class LedShards:
         found = (self._shards.get(key) for key in self.links.keys(peer))
         return [led for led in found if led is not None and peer in led.followers]
 
-    # --- who follows ---
+    # --- followers ---
 
     def follow_as_written(self, led: LedShard) -> Iterator[Effect]:
         """Let exactly the record's other holders follow, except a joiner without memory."""
@@ -99,7 +99,7 @@ class LedShards:
             wanted.discard(joining)
         for follower in led.hold_on_to(frozenset(wanted)):
             yield from self._unfollow(led.key, follower.holder)
-        # One that was lost may be named again while it is held on to, for a write under way.
+        # A lost holder may be named again while it is still a follower, for a write in progress.
         for holder in sorted(wanted):
             if not self.links.is_used(holder, led.key):
                 yield from self.links.use(holder, led.key)
@@ -111,14 +111,14 @@ class LedShards:
         yield from self._next_image(holder)
 
     def offer(self, led: LedShard, peer: Holder) -> Iterator[Effect]:
-        """Offer the shard to the peer, which answers what it has of it."""
+        """Offer the shard to the peer, which answers with the state of its copy."""
         link, follower = self.links.opened(peer), led.followers.get(peer)
         if link is not None and follower is not None and peer not in led.lost:
             follower.phase = FollowerPhase.OFFERED
             yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
     def send_update(self, led: LedShard, version: int) -> Iterator[Effect]:
-        """A push was applied."""
+        """Send an applied push to the shard's followers."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
@@ -128,7 +128,7 @@ class LedShards:
                     )
 
     def held(self, event: ev.RecordDelivered) -> LedShard | None:
-        """Note a `Held`; returns the shard if the follower's progress is new, else None."""
+        """Note a `RecordDelivered`; return the shard if it moves the follower on, else None."""
         led = self._shards.get(event.key)
         follower = led.followers.get(event.peer) if led is not None else None
         is_current = self.links.is_current(event.peer, event.link)
@@ -136,7 +136,7 @@ class LedShards:
             return None
         return led if follower.holds(event.version) else None
 
-    # --- what followers answer ---
+    # --- replies of followers ---
 
     def replied(self, peer: Holder, reply: Reply, now_s: float) -> TouchedShards:
         touched = TouchedShards()
@@ -152,7 +152,7 @@ class LedShards:
             return touched
         led = self._shards.get(reply.key)
         follower = led.followers.get(peer) if led is not None else None
-        # An answer to what an earlier epoch was told.
+        # Ignore answers to requests of an earlier epoch.
         if led is None or follower is None or reply.epoch != led.epoch:
             return touched
         match reply:
@@ -214,7 +214,7 @@ class LedShards:
                 yield SendRequest(peer, link.number, request)
             return
         yield from link.images.drop(led.key)
-        # What it had is not what it is to have, and is not counted before the image is there.
+        # The follower's copy is useless; it counts again once the image is installed.
         follower.forget()
         link.images.add(led.key)
         yield from self._next_image(peer)
@@ -232,7 +232,7 @@ class LedShards:
             if self.full.refused(peer, reply.detail, now_s):
                 note = LogLine("copies_refused", peer=peer, detail=reply.detail)
                 touched.effects.append(note)
-            # Out of the record, those that wait may be given to a server that has room.
+            # Removed from the record, shards that wait may be given to a server with memory.
             for other in self._waiting_for(peer):
                 self._lose(touched, other, peer)
         else:
@@ -264,7 +264,7 @@ class LedShards:
         led = self._shards.get(key)
         follower = led.followers.get(peer) if led is not None else None
         if led is not None and follower is not None:
-            # What is applied from here on is kept: it may not be in the image any more.
+            # Keep the records of pushes applied from now on: the image may not include them.
             follower.image_version = led.version
         yield CutImage(key, self._last_image)
 
@@ -286,7 +286,7 @@ class LedShards:
                 run=led.run,
             )
             if self.links.opened(peer) is None:
-                # Its other end is asked first, once there is a link again.
+                # Once there is a link again, the peer is asked for its state first.
                 current.start = start
                 return
             for request in link.images.cut(start):
@@ -360,14 +360,14 @@ class LedShards:
         self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_told_s)
 
     def disk_news(self, now_s: float) -> list[LedShard]:
-        """Shards whose disks have more than their records say, if it is time to write so."""
+        """Shards with a newer version on disk than in the record, if it is time to write that."""
         if now_s < self._tells_disk_s:
             return []
         self._tells_disk_s = inf
         return [led for led in self._shards.values() if led.note_disk_version()]
 
     def full_again(self, now_s: float) -> list[LedShard]:
-        """Shards that a full server must still get, if its pause is over."""
+        """Shards that servers whose pause is over must still get."""
         due: list[LedShard] = []
         for peer in self.full.expired(now_s):
             shards = [led for led in self._shards.values() if led.assignment.joining == peer]

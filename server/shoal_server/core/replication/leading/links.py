@@ -1,4 +1,4 @@
-"""The links from here to servers that have, or are to have, copies of shards that are led here."""
+"""Links from this server to servers that have, or are to have, copies of the shards it leads."""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from shoal_server.core.shards.assignments import Holder
 
 class LinkPhase(Enum):
     OPENING = "it is being opened"
-    OPEN = "what is sent over it arrives, or it breaks"
+    OPEN = "messages sent over it arrive, or it breaks"
     BROKEN = "it is opened again a little later"
 
 
@@ -55,8 +55,8 @@ class ReplicationLinks:
             yield from link.images.drop(key)
 
     def connect(self, peer: Holder) -> Iterator[Effect]:
-        """Open a link to a server that follows shards, or will soon: later pushes then do not wait
-        for a link."""
+        """Open a link to a server that follows shards, or will soon, so that later pushes need not
+        wait for a link."""
         if peer not in self._links:
             limits = self._limits
             images = OutgoingImages(limits.window_chunks, limits.transfer_attempts)
@@ -73,7 +73,7 @@ class ReplicationLinks:
         return self._links.get(peer)
 
     def opened(self, peer: Holder) -> Link | None:
-        """The link, if what is sent over it arrives."""
+        """The link to a server; None if it is not open."""
         link = self._links.get(peer)
         return link if link is not None and link.phase is LinkPhase.OPEN else None
 
@@ -82,14 +82,14 @@ class ReplicationLinks:
         return link is not None and link.number == number
 
     def keys(self, peer: Holder) -> list[Key]:
-        """The shards that follow over the link."""
+        """Shards that use the link to that server."""
         return sorted(self._used[peer])
 
     def mark_open(self, peer: Holder) -> None:
         self._links[peer].phase = LinkPhase.OPEN
 
     def broke(self, event: LinkBroken, now_s: float) -> bool:
-        """Note a break; returns True if the peer is given up, else the link is opened again."""
+        """Note a break; return True if the peer is given up. Otherwise the link is opened again."""
         link, limits = self._links[event.peer], self._limits
         if event.has_replied or link.give_up_s == inf:
             link.give_up_s = now_s + limits.reconnect_s
@@ -112,7 +112,7 @@ class ReplicationLinks:
         return min((link.again_s for link in self._links.values()), default=inf)
 
     def due(self, now_s: float) -> Iterator[Effect]:
-        """Open again what broke."""
+        """Open broken links again whose pause is over."""
         for peer, link in list(self._links.items()):
             if link.again_s <= now_s:
                 yield self._opened_anew(peer)

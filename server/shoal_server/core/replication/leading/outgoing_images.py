@@ -17,13 +17,14 @@ class OutgoingImage:
     sent: int = 0
     acknowledged: int = 0
     breaks: int = 0
-    """Links that broke since the last chunk that got through."""
+    """Number of links that broke since the last chunk that arrived."""
     is_flowing: bool = False
-    """True if chunks are being sent; else the link is being opened, or the peer is asked first."""
+    """True if chunks are being sent. False while the link is opened, or the peer asked for its
+    state."""
 
 
 class OutgoingImages:
-    """Images for one server. Waiting ones are not taken yet, so they occupy no memory."""
+    """Images for one server. Waiting images are not taken yet, so they occupy no memory."""
 
     def __init__(self, window_chunks: int, max_breaks: int) -> None:
         self._window_chunks = window_chunks
@@ -49,22 +50,22 @@ class OutgoingImages:
         return list(self._waiting)
 
     def next_cut(self, number: int) -> Key | None:
-        """Make the next waiting shard current, under that number; None if one is current already
-        or none waits."""
+        """Make the next waiting shard current, under that number. None if a shard is current
+        already, or none waits."""
         if self.current is not None or not self._waiting:
             return None
         self.current = OutgoingImage(self._waiting.popleft(), number)
         return self.current.key
 
     def cut(self, start: ImageStart) -> Iterator[Request]:
-        """Send the image, which was just taken."""
+        """Send the image that was just taken."""
         image = self.current
         assert image is not None
         image.start = start
         yield from self._flow(image)
 
     def may_continue(self, key: Key, number: int, next_chunk: int) -> bool:
-        """True if the peer has a beginning of the current image, and the rest is kept here."""
+        """True if the peer has the first chunks of the current image, and the rest is kept here."""
         image = self.current
         return (
             image is not None
@@ -88,7 +89,7 @@ class OutgoingImages:
         yield from self._fill_window(image)
 
     def taken(self, number: int, next_chunk: int) -> Iterator[ImageChunk | Effect]:
-        """The other end has the chunks before that one."""
+        """Note that the peer has all chunks before `next_chunk`; release them and send more."""
         image = self.current
         if image is None or image.number != number or next_chunk <= image.acknowledged:
             return
@@ -104,7 +105,8 @@ class OutgoingImages:
             image.sent += 1
 
     def broke(self) -> Key | None:
-        """The link broke. The shard whose image breaks one link after the other, if it does."""
+        """Note that the link broke. Return the current image's shard if too many links broke under
+        it."""
         image = self.current
         if image is None or not image.is_flowing:
             return None

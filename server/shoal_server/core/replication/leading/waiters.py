@@ -1,4 +1,4 @@
-"""Callers that wait until a version has reached a level of safety."""
+"""Callers that wait until a version is safe at some level."""
 
 import heapq
 from collections.abc import Iterator

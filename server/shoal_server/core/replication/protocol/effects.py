@@ -11,22 +11,22 @@ from shoal_server.core.shards.assignments import Holder
 class AckRefusalReason(Enum):
     """Reason why a version is not acknowledged."""
 
-    DEPOSED = "another server leads the shard, or is about to"
-    FENCED = "other servers may have given this one up"
+    DEPOSED = "another server leads the shard, or will soon"
+    FENCED = "other servers may have assumed this one dead"
     NO_DISK = "the journal does not keep the shard"
 
 
 @dataclass(frozen=True, slots=True)
 class WriteShardRecord:
     """Replace the shard's record by `ReplicationCore.revised` of it, by compare-and-swap, retried
-    as often as needed; then `Written`."""
+    as often as needed; then `ShardRecordWritten`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class RefreshShardRecord:
-    """Read the shard's record anew; then `Refreshed`."""
+    """Read the shard's newest record; then `ShardRecordRefreshed`."""
 
     key: Key
 
@@ -44,7 +44,7 @@ class RefuseVersion:
 
 @dataclass(frozen=True, slots=True)
 class LeadShard:
-    """Take pushes in this epoch, after `OpenShard`; keep them in the journal, if there is one."""
+    """Accept pushes in this epoch, after `OpenShard`; keep them in the journal, if there is one."""
 
     key: Key
     epoch: int
@@ -59,22 +59,22 @@ class OpenShard:
 
 @dataclass(frozen=True, slots=True)
 class StopPushes:
-    """Refuse further pushes, because the shard is handed over; then `Stopped`."""
+    """Refuse further pushes, because the shard is handed over; then `PushesStopped`."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class ResumePushes:
-    """Take pushes again: the shard was not handed over."""
+    """Accept pushes again: the shard was not handed over."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """Refuse further pushes and keep the shard as a copy; then `Settled`. The refusals name that
-    epoch."""
+    """Refuse further pushes and keep the shard as a copy; then `CopySettled`. The refusals name
+    that epoch."""
 
     key: Key
     epoch: int
@@ -82,20 +82,20 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class DropShard:
-    """Discard the shard and all that belongs to it."""
+    """Discard the shard with all its data."""
 
     key: Key
 
 
 @dataclass(frozen=True, slots=True)
 class SettleCopy:
-    """Apply all that was received; then `Settled` or `CopyFailed`."""
+    """Apply all received records; then `CopySettled` or `CopyFailed`."""
 
     key: Key
     last: Holder | None = None
     """The primary that the copy followed. It may still be sending, and counts sent records as
-    received: first shut its link for new records and read all that were sent. None: the primary
-    has stopped, and knows that all was received."""
+    received: first close its link to new records, and read all that were sent. None: the primary
+    has stopped, and all its records are confirmed as received."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class TrimRecords:
 
 @dataclass(frozen=True, slots=True)
 class OpenLink:
-    """Connect to that server; then `LinkOpened`, or `LinkBroke` with the same number."""
+    """Connect to that server; then `LinkOpened`, or `LinkBroken` with the same number."""
 
     peer: Holder
     link: int
@@ -124,8 +124,8 @@ class CloseLink:
 
 @dataclass(frozen=True, slots=True)
 class SendRequest:
-    """Send a request over a link that this server opened. The data of a record is found by its
-    version, that of a chunk by its image."""
+    """Send a request over a link that this server opened. The edge adds the data: a record's by its
+    version, a chunk's by its image."""
 
     peer: Holder
     link: int
@@ -164,7 +164,7 @@ class CloseImage:
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """Apply the record that has just come, after those before it."""
+    """Apply the record that was just received, after all earlier ones."""
 
     key: Key
     version: int
@@ -173,7 +173,7 @@ class ReplayRecord:
 @dataclass(frozen=True, slots=True)
 class BeginImage:
     """Allocate memory for the image that was just announced; `ImageFailed` if there is not enough.
-    Its chunks may come at once."""
+    Its chunks may follow at once."""
 
     key: Key
     image: int
@@ -181,8 +181,8 @@ class BeginImage:
 
 @dataclass(frozen=True, slots=True)
 class StoreChunk:
-    """Store the chunk that has just come; then `ChunkStored` or `ImageFailed`. The last chunk is
-    followed by `ImageRestored`."""
+    """Store the chunk that was just received; then `ChunkStored` or `ImageFailed`. The last chunk
+    is followed by `ImageRestored`."""
 
     key: Key
     image: int
@@ -209,7 +209,7 @@ class DropImage:
 
 @dataclass(frozen=True, slots=True)
 class EnterEpoch:
-    """Set the copy's epoch; its content stays."""
+    """Set the copy's epoch; its content is unchanged."""
 
     key: Key
     epoch: int
@@ -217,15 +217,15 @@ class EnterEpoch:
 
 @dataclass(frozen=True, slots=True)
 class ProbePeer:
-    """Probe whether that exact process answers; then `Probed`."""
+    """Probe whether that exact process answers; then `PeerProbed`."""
 
     peer: Holder
 
 
 @dataclass(frozen=True, slots=True)
 class LoadJournal:
-    """Build the shard from the journal, to lead it in this epoch; then `Created`, or
-    `NotInJournal`."""
+    """Build the shard from the journal, to lead it in this epoch; then `ShardCreated`, or
+    `JournalShardMissing`."""
 
     key: Key
     epoch: int

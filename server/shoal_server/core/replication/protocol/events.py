@@ -15,7 +15,7 @@ class AckLevel(Enum):
     """Safety that an update must have before it is acknowledged."""
 
     APPLIED = "its primary has applied it"
-    REPLICATED = "every backup in step has it too"
+    REPLICATED = "every backup in step has received it too"
     DURABLE = "it is on disk as well"
 
 
@@ -29,13 +29,14 @@ class ShardAssigned:
     key: Key
     assignment: ShardAssignment | None
     run: str = ""
-    """Run of the job that the record belongs to: ids and epochs of runs are not comparable."""
+    """Run of the job to which the record belongs. Ids and epochs of different runs cannot be
+    compared."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordWritten:
-    """The effect `Write` was carried out, or no longer applies. An earlier `ShardAssigned` had the
-    record as it is now."""
+    """The effect `WriteShardRecord` was carried out, or no longer applies. A `ShardAssigned` with
+    the resulting record came before."""
 
     key: Key
 
@@ -49,7 +50,7 @@ class ShardRecordNotWritten:
 
 @dataclass(frozen=True, slots=True)
 class ShardRecordRefreshed:
-    """The newest record was read, and an `ShardAssigned` came before; or it could not be read."""
+    """The newest record was read, and came before in a `ShardAssigned`; or it could not be read."""
 
     key: Key
 
@@ -66,7 +67,7 @@ class LeaseEnded:
     """This server is about to remove its registration: it must not acknowledge any more."""
 
 
-# --- the shards here ---
+# --- the shards on this server ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,17 +81,17 @@ class ShardCreated:
 
 @dataclass(frozen=True, slots=True)
 class PushApplied:
-    """The primary here has applied a push."""
+    """This server has applied a push, as primary."""
 
     key: Key
     version: int
     is_kept: bool = True
-    """True if the record is kept and can be sent; without a follower it was not kept."""
+    """True if the push's record is kept and can be sent; without a follower it is not kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class AckRequested:
-    """A caller asks to be notified when a version has reached a level of safety."""
+    """A caller asks to be notified once a version is safe at that level."""
 
     token: Token
     key: Key
@@ -124,7 +125,7 @@ class DiskFailed:
 
 @dataclass(frozen=True, slots=True)
 class PushesStopped:
-    """Pushes of the epoch are refused from here on; the last one applied made this version."""
+    """Pushes of the epoch are refused from now on; the last applied push made this version."""
 
     key: Key
     version: int
@@ -132,7 +133,7 @@ class PushesStopped:
 
 @dataclass(frozen=True, slots=True)
 class CopySettled:
-    """Everything that was received of a shard is applied."""
+    """All received records of a shard are applied."""
 
     key: Key
     version: int
@@ -147,12 +148,12 @@ class CopyFailed:
 
 @dataclass(frozen=True, slots=True)
 class ShardRetired:
-    """Drop every copy of the shard here: its job is over, or it is to begin anew."""
+    """Every copy of the shard here is to be dropped: its job is over, or it is to start over."""
 
     key: Key
 
 
-# --- links from here ---
+# --- links from this server ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +177,7 @@ class LinkBroken:
 @dataclass(frozen=True, slots=True)
 class RecordDelivered:
     """A sent record is in the memory of the peer's process. The peer reads it before it uses its
-    copy (see `Settle`), even if this process dies."""
+    copy (see `SettleCopy`), even if this process dies."""
 
     peer: Holder
     link: int
@@ -211,7 +212,7 @@ class ImageNotCut:
     detail: str
 
 
-# --- links to here ---
+# --- links to this server ---
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,12 +225,12 @@ class IncomingLinkOpened:
 
 @dataclass(frozen=True, slots=True)
 class IncomingLinkEnded:
-    """A primary's link ended; all that it had sent was read before."""
+    """A primary's link ended; all messages that it had sent were read before, unless `is_torn`."""
 
     peer: Holder
     link: int
     is_torn: bool = False
-    """True if not all was read: records that copies lack may have been acknowledged."""
+    """True if some messages were not read: records that copies lack may have been acknowledged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +249,7 @@ class ChunkStored:
 
 @dataclass(frozen=True, slots=True)
 class ImageRestored:
-    """All chunks of an image have come, and a shard was built from them."""
+    """All chunks of an image were received, and a shard was built from them."""
 
     key: Key
     image: int
@@ -277,7 +278,8 @@ class PeerProbed:
 
 @dataclass(frozen=True, slots=True)
 class JournalShardFound:
-    """The journal has a shard of this server's last process, up to that version of that epoch."""
+    """The journal has a shard from an earlier process of this server, up to that version of that
+    epoch."""
 
     key: Key
     epoch: int
@@ -294,7 +296,7 @@ class JournalShardMissing:
 
 @dataclass(frozen=True, slots=True)
 class ServersListed:
-    """Servers that etcd listed by a request sent at `asked_s`, none from memory."""
+    """Servers that etcd listed in answer to a request sent at `asked_s`, not from a cache."""
 
     present: frozenset[Holder]
     asked_s: float
@@ -304,7 +306,7 @@ class ServersListed:
 
 @dataclass(frozen=True, slots=True)
 class WakeTimeReached:
-    """Time has passed."""
+    """The time of `ReplicationCore.wakes_s` has come."""
 
 
 Event = (

@@ -1,19 +1,20 @@
-"""Time limits of servers that wait for each other and for etcd. One number decides on a death."""
+"""Time limits of servers that wait for each other and for etcd."""
 
 from dataclasses import dataclass
 
 DEAD_AFTER_S = 900.0
-"""A server that etcd has not listed for so long counts as dead with all that it held, both by
-the coordinator that reassigns its shards and by the server that leads them from its disk. If etcd
-is away for nine tenths of this time, more than ten minutes, pushes wait."""
+"""Time after which a server that etcd does not list counts as dead, with all that it held. It
+applies to the coordinator, which reassigns the shards, and to the server that leads them from its
+disk. If etcd is unavailable for nine tenths of this time, more than ten minutes, pushes wait."""
 
 LONGEST_GAP_S = 4.0
-"""Maximum time between two reads of etcd's list of servers for an absence to go on. Shorter than a
-lease: otherwise a server that was back in between, and acknowledged, may count as dead."""
+"""Maximum time between two reads of etcd's list of servers for which an absence counts as unbroken.
+Shorter than a lease: otherwise a server that was back in between, and acknowledged, might count as
+dead."""
 
 STOPS_BEFORE = 0.9
 """Fraction of DEAD_AFTER_S after which a primary without a renewed lease stops acknowledging. The
-rest allows for clocks of different rates and for an answer on its way."""
+rest allows for clocks of different rates and for answers in transit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +34,11 @@ class ReplicationLimits:
     """Time from the notice of a successor to workers until pushes are refused in its favour:
     workers connect to it meanwhile."""
     disk_told_s: float = 30.0
-    """Interval of recording the version that a shard has on disk."""
+    """Interval at which the version that a shard has on disk is written to its record."""
     transfer_attempts: int = 3
-    """Links that may break during an image without a chunk getting through."""
+    """Number of links that may break in a row during an image without an acknowledged chunk."""
     window_chunks: int = 4
-    """Chunks of an image sent ahead of their acknowledgement."""
+    """Number of chunks of an image that are sent ahead of their acknowledgement."""
 
     @property
     def fenced_after_s(self) -> float:

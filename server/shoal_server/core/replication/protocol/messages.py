@@ -14,12 +14,13 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """Offer of a shard by the primary of that epoch, which asks what the server has of it."""
+    """Offer of a shard by the primary of that epoch, which asks for the state of the server's
+    copy."""
 
     key: Key
     epoch: int
     born: int
-    """Epoch in which the shard got its first values, which differ from those of another epoch."""
+    """Epoch in which the shard got its first values. Shards born in different epochs differ."""
     run: str = ""
     """Run of the primary's record: epochs of different runs are not comparable. Empty: not
     stated."""
@@ -27,7 +28,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class CopyUpToDate:
-    """Notice that the copy is up to date up to its version: later records follow."""
+    """Notice that the copy is valid up to this version, and that later records follow."""
 
     key: Key
     epoch: int
@@ -38,7 +39,7 @@ class CopyUpToDate:
 
 @dataclass(frozen=True, slots=True)
 class UpdateMessage:
-    """One push, as it was applied."""
+    """Record of one applied push."""
 
     key: Key
     epoch: int
@@ -82,7 +83,7 @@ class BackupState:
     copy_epoch: int = 0
     born: int = 0
     version: int = 0
-    """Version up to which the copy has received everything; 0: there is no copy."""
+    """Version up to which the copy has received all records; 0: there is no copy."""
     image: int = 0
     next_chunk: int = 0
 
@@ -98,7 +99,7 @@ class RecordsReceived:
 
 @dataclass(frozen=True, slots=True)
 class ImageInstalled:
-    """Notice that the image is now a copy of that version; image 0: the earlier copy goes on."""
+    """Notice that the image is now a copy of that version; image 0: the existing copy continues."""
 
     key: Key
     epoch: int
@@ -118,8 +119,8 @@ class BackupRefusalReason(Enum):
 
     OTHER_HOLDERS = "the record names other holders"
     FULL = "it has no memory for it"
-    NO_COPY = "it has no copy that this follows on"
-    FAILED = "it could not take it"
+    NO_COPY = "it has no copy that this continues"
+    FAILED = "it could not store it"
 
 
 @dataclass(frozen=True, slots=True)
