@@ -437,7 +437,7 @@ life.write_text(life.read_text() + "x" if life.exists() else "x")
 number = len(life.read_text())
 print("life", number, flush=True)
 slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
-assert slot.ending is MembershipEnding.UNKNOWN  # what is told of one process does not count for the next
+assert slot.ending is MembershipEnding.UNKNOWN  # the ending of one process is not the next one's
 token = Token(job="j", member_id=os.environ["SHOAL_MEMBER_ID"], incarnation=f"life-{number}")
 slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 if number <= int(sys.argv[1]):

@@ -531,9 +531,7 @@ def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    said = (
-        rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
-    )
+    said = rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
     with pytest.raises(InvalidSpec, match=said):
         run(cluster, strategy, body)
 

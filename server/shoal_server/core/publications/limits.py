@@ -11,7 +11,12 @@ READER_FORGOTTEN_S = 120.0
 MAX_READERS = 4096
 """Maximum of one series."""
 MAX_LEASES = 16
-"""Maximum of one reader."""
+"""Of one reader."""
+MAX_CHILDREN = 2
+"""Relays that fetch a version from one relay at a time: each has a half of what that one can
+send."""
+MAX_RELAYS = 512
+"""Relays of one version. Further ones fetch from servers, and pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16

@@ -99,8 +99,9 @@ class PublishedSeries:
         self.stored = stored
         """The series as stored in etcd."""
         self.readers = Readers()
-        # Leases granted by the leader before are not known here. They may be on any version found
-        # in the store, and all of them have ended by this time.
+        self._relays = RelayTrees()
+        # Leases that the leader before has granted are not known here: they can be on what it has
+        # left, and none outlives this.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
