@@ -58,9 +58,9 @@ class _Led:
 
 
 class ShardJournal:
-    """Keeps shards in a journal. `take` makes a consistent copy of a shard; `on_disk` is called with the
-    version up to which a shard is on disk, `on_failure` when its journaling is interrupted. Lives
-    on the event loop; files are written in `pool`."""
+    """Keeps shards in a journal. `take` makes a consistent copy of a shard; `on_disk` is called
+    with the version up to which a shard is on disk, `on_failure` when its journaling is
+    interrupted. Lives on the event loop; files are written in `pool`."""
 
     def __init__(
         self,
