@@ -278,7 +278,7 @@ def main() -> None:
     systems = asked.systems.split(",") if asked.systems else list(possible)
     if unknown := set(systems) - set(possible):
         parser.error(f"not with {asked.protocol}: {', '.join(sorted(unknown))}")
-    if "torchft" in systems and not has_torchft():
+    if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
     torch.set_num_threads(1)

@@ -163,8 +163,9 @@ def takeover(job: ShoalJob, directory: Path, pids: Sequence[int]) -> float:
     return four()[NUM_WORKERS - 1] - struck_s
 
 
-def has_torchft() -> bool:
-    command = [TORCHFT_PYTHON, "-c", "import torchft"]
+def has_torchft(*others: str) -> bool:
+    """True if torchft's interpreter has it, and the other modules."""
+    command = [TORCHFT_PYTHON, "-c", f"import {', '.join(('torchft', *others))}"]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 

@@ -80,7 +80,7 @@ def introduction() -> str:
 
 > **Most people need this**
 >
-> - What a lost worker costs: [recovery](#recovery) of
+> - What a lost worker costs: [survival](#survival) (a plot over time), [recovery](#recovery) of
 >   `ddp`, [strategy_recovery](#strategy_recovery) of the others.
 > - What Shoal costs while nothing happens: [step_overhead](#step_overhead), [data](#data).
 >   Whether weights stay exact: [exactness](#exactness).

@@ -167,7 +167,7 @@ def main() -> None:
     systems = asked.systems.split(",")
     if unknown := set(systems) - set(SYSTEMS):
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there is {', '.join(SYSTEMS)}")
-    if "torchft" in systems and not has_torchft():
+    if "torchft" in systems and not has_torchft("shoal"):
         print(TORCHFT_MISSING, flush=True)
         systems.remove("torchft")
     torch.set_num_threads(1)

@@ -20,6 +20,10 @@ into tensors of its own.
 - `weights_link_difference_over_full` (`--parts link`, which takes root): over a link of 100 MB/s,
   in a network namespace: from `publish()` until installed, of a version with 0.9 % of its weights
   changed, over that of one with all of them changed.
+- `weights_relays_64_server_copies` (`--parts relays`): copies of a version that the servers send,
+  all together, to 64 readers that relay (without torch, each with a network of 40 MB/s to send on).
+  `weights_relays_64_over_4`: from `publish()` until the last of them has it, over the same with 4
+  readers; the depth of the tree grows from 2 to 6.
 - `safetensors` (a file on tmpfs, renamed, and loaded), `torch_rpc`, and, if there is an environment
   for them (see bench/weights_peers.py), `ray` and `torchstore`: the same journey.
   `torchstore_torn_reads`: of a reader while one writer overwrites the key.
@@ -48,6 +52,8 @@ LINK_BYTES_PER_S = 100e6
 TENSOR_BYTES = 8 * 1024 * 1024
 SERIES = "bench/policy"
 SHM = Path("/dev/shm")
+RELAYS = (4, 16, 64)
+RELAYS_A_PROCESS = 8
 
 
 def model_of(mb: int, number: float = 0.0) -> dict[str, torch.Tensor]:
@@ -656,6 +662,80 @@ def over_link(options: argparse.Namespace) -> list[Any]:
     ]
 
 
+def relays(options: argparse.Namespace) -> list[Any]:
+    """A version to 4, 16 and 64 readers that pass it on to each other."""
+    from rows import Row  # noqa: PLC0415
+
+    mb, rows, times = min(options.mb, 64), [], {}
+    for count in RELAYS:
+        with ExitStack() as stack:
+            os.environ["SHOAL_COORDINATOR"] = stack.enter_context(cluster())
+            stack.callback(let_go)
+            took, copies = relay_rounds(stack, model_of(mb), count, options.rounds)
+        times[count] = median(took)
+        runs = len(took)
+        metric = f"weights_relays_{count}"
+        rows += [
+            Row(metric=f"{metric}_server_copies", value=median(copies), unit="", runs=runs),
+            Row(metric=f"{metric}_{mb}mb", value=times[count], unit="s", runs=runs),
+        ]
+    first, *_, last = RELAYS
+    over = times[last] / times[first]
+    return [
+        *rows,
+        Row(metric=f"weights_relays_{last}_over_{first}", value=over, unit="", runs=options.rounds),
+    ]
+
+
+def relay_rounds(
+    stack: ExitStack, model: dict[str, torch.Tensor], count: int, rounds: int
+) -> tuple[list[float], list[float]]:
+    """Seconds from `publish()` until the last of `count` relays has the version, and the copies of
+    it that came from servers."""
+    import shoal  # noqa: PLC0415
+
+    program = Path(__file__).with_name("weights_relays.py")
+    sizes = [min(RELAYS_A_PROCESS, count - at) for at in range(0, count, RELAYS_A_PROCESS)]
+    processes = [
+        subprocess.Popen(
+            [
+                sys.executable,
+                str(program),
+                os.environ["SHOAL_COORDINATOR"],
+                SERIES,
+                f"r{i}",
+                str(size),
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for i, size in enumerate(sizes)
+    ]
+    for each in processes:
+        stack.callback(each.wait)
+        stack.callback(each.kill)
+    outputs = [each.stdout for each in processes if each.stdout is not None]
+    for output in outputs:
+        assert output.readline().strip() == "ready"
+    took, copies = [], []
+    num_bytes = sum(each.nbytes for each in model.values())
+    for number in range(1, rounds + 2):
+        change(model, number)
+        began_s = time.monotonic()
+        version = shoal.publish(SERIES, model, step=number).wait("committed", timeout=600)
+        assert version is not None
+        lines = [
+            output.readline().split()
+            for output, size in zip(outputs, sizes, strict=True)
+            for _ in range(size)
+        ]
+        assert all(int(n) == version.number for _, n, _, _ in lines)
+        if number > 1:
+            took.append(max(float(done_s) for _, _, done_s, _ in lines) - began_s)
+            copies.append(sum(int(sent) for *_, sent in lines) / num_bytes)
+    return took, copies
+
+
 def torn_reads(seconds: float = 20.0) -> list[Any]:
     """Reads of TorchStore's readers while one writer overwrites the key."""
     from rows import Row  # noqa: PLC0415
@@ -671,6 +751,7 @@ PARTS = {
     "late": late_joiner,
     "step": step_delay,
     "link": over_link,
+    "relays": relays,
     "torn": lambda o: torn_reads() if PEERS_PYTHON.exists() else [],
 }
 

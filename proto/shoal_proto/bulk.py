@@ -19,7 +19,7 @@ KEY_BYTES = 32
 BEAT_S = 0.5
 """Longest silence of a server during a call: it sends BEAT when it has nothing else to send."""
 SILENCE_S = 3.0
-"""Silence after which a server is taken for dead."""
+"""Silence after which a server counts as dead."""
 MAX_ARENA_BYTES = 192 * 1024 * 1024
 """Most bytes of memory shared by a client and a server."""
 
@@ -38,9 +38,8 @@ class FrameKind(IntEnum):
     """The same, at `at` of the shared memory. The sender does not change the data until it is
     answered."""
     ROOM = 6
-    """From a client: `num_bytes` at `at` of the shared memory are free for the values of a shard.
-    From a server, to another one: the data at `at` were applied or copied, and the memory is free
-    again."""
+    """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
+    server to another one: the data at `at` were applied or copied."""
     END = 7
     """This end sends no more frames of this call."""
     MESSAGE = 8

@@ -77,12 +77,12 @@ class HealthFigures:
     generation: Count | None = None
     """The generation in which it took its newest step."""
     paused_s: Amount | None = None
-    """For how long it took no step before its first one in that generation, beyond what a step
-    usually takes; it had trained before."""
+    """Seconds without a step before the member's first one in that generation, beyond the usual
+    time of a step; only if the member had trained before."""
     lost_steps: Count | None = None
-    """Steps that it had committed before, and took again from there on."""
+    """Number of committed steps that the member took again in that generation."""
     course: CourseFigures | None = None
-    """How far the job has come."""
+    """Progress of the job."""
 
     def said(self) -> dict[str, Any]:
         """Return the figures that are not None, by name."""

@@ -24,11 +24,11 @@ class TokenConfig:
     action: Annotated[Literal["create", "list"], Parameter(show_default=False)] = field(
         kw_only=False
     )
-    """What to do."""
+    """Action to take."""
     role: Literal["viewer", "operator"] = "viewer"
-    """For create: viewer reads; operator drains members and stops jobs too."""
+    """Role of a new token: viewer reads; operator drains members and stops jobs too."""
     name: Annotated[str, Parameter(metavar="NAME")] = ""
-    """For create: name of the holder, which the log shows with each action. By default the role's
+    """Name of a new token's holder, which the log shows with each action. By default the role's
     name."""
     file: Annotated[Path, Parameter(metavar="FILE")] = DEFAULT_FILE
     """File with the hashes; created with mode 0600 if it does not exist."""

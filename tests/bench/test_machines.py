@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.nightly
+
 WITHIN_S = 60.0
 WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {place}/starts; wait"
 """A launcher whose worker leads a session of its own, as torchrun's do."""
@@ -17,17 +19,19 @@ WITH_A_SESSION = "setsid sleep 600 & echo $! >> {place}/workers; echo up >> {pla
 def machines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     from training import machines as module  # noqa: PLC0415 - bench/ is on the path of a test only
 
-    from shoal_client.local.process import Command  # noqa: PLC0415
+    from shoal_client.local.process import ChildCommand  # noqa: PLC0415
 
     monkeypatch.setattr(module, "RELAUNCH_S", 0.0)
 
-    def command(name: str) -> Command:
-        return Command(name=name, arguments=("sh", "-c", WITH_A_SESSION.format(place=tmp_path)))
+    def command(name: str) -> ChildCommand:
+        return ChildCommand(
+            name=name, arguments=("sh", "-c", WITH_A_SESSION.format(place=tmp_path))
+        )
 
     plan = module.Plan(directory=tmp_path, pause_s=0.0, max_machines=4, checkpoint_every=1)
     with module.Machines(plan, module.Running(command=command)) as running:
         yield running
-    assert not any(is_running(pid) for pid in workers(tmp_path)), "left behind"
+    await_true(lambda: not any(is_running(pid) for pid in workers(tmp_path)))
 
 
 def workers(place: Path) -> list[int]:

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from importlib import util
+from importlib import import_module, util
 from pathlib import Path
 from types import ModuleType
 
@@ -71,3 +71,14 @@ def test_without_any_result_there_is_no_page(report: ModuleType, tmp_path: Path)
     with pytest.raises(SystemExit, match="no results in"):
         report.main()
     assert not (tmp_path / "benchmarks.md").exists()
+
+
+def test_the_plot_of_a_job_that_survives_shows_its_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SVG of the first page is drawn from the figures beside it, and from nothing else."""
+    monkeypatch.setattr(sys, "path", [str(BENCH), *sys.path])
+    survival = import_module("survival")
+    record = json.loads(survival.RECORD.read_text())
+    assert survival.plot(record) == survival.PLOT.read_text()
+    pauses = record["systems"]["Shoal"]["longest_pause_s"]
+    assert list(pauses) == [name for name, _ in survival.EVENTS]
+    assert max(pauses.values()) < 3.0

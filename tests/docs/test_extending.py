@@ -107,7 +107,7 @@ def test_the_strategy_survives_a_kill(shoal_command: Shoal, tmp_path: Path) -> N
     weights = re.findall(r"weights (\S+)", output)
     assert len(weights) >= 2
     assert len(set(weights)) == 1, output
-    assert all(float(each) < 0.3 for each in re.findall(r"loss ([0-9.]+)", output)), output
+    assert all(float(each) < 0.5 for each in re.findall(r"loss ([0-9.]+)", output)), output
 
 
 def test_the_backend_carries_a_step(module_of: Callable[[str], Any]) -> None:

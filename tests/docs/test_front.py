@@ -23,9 +23,10 @@ def long_pages() -> Iterator[str]:
             yield name
 
 
-def test_the_readme_is_short() -> None:
+def test_the_readme_is_short_and_shows_a_job_that_survives() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) < 120
+    assert "](docs/benchmarks/survival.svg)" in text
 
 
 def test_every_page_is_in_one_place_of_the_navigation() -> None:

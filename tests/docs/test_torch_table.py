@@ -26,8 +26,9 @@ def test_the_page_shows_the_results() -> None:
     assert page_with(page, json.loads(RESULTS.read_text())) == page
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp", "tensor", "pipeline", "hybrid"])
+@pytest.mark.parametrize("strategy", sorted(json.loads(RESULTS.read_text())["2.13.0"]))
 def test_no_release_in_the_table_fails(strategy: str) -> None:
+    """Each strategy has run with each release: a row without a number is no support."""
     for release, counts in json.loads(RESULTS.read_text()).items():
         passed, failed = counts[strategy]
         assert passed and not failed, release

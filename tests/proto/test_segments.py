@@ -81,7 +81,7 @@ def test_memory_that_can_be_changed_is_not_adopted() -> None:
         Segment.adopt(descriptor, 8)
     reading, writing = os.pipe()
     os.close(writing)
-    with pytest.raises(MalformedMessage, match="something else than a memory file"):
+    with pytest.raises(MalformedMessage, match="not sent as a memory file"):
         Segment.adopt(reading, 8)
 
 

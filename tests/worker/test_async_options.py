@@ -360,9 +360,9 @@ def test_schedules_that_the_servers_do_not_have_are_refused() -> None:
     optimizer.step()
     stepped.step()
     for schedule, fragment in (
-        (lr_scheduler.ReduceLROnPlateau(optimizer), "by a metric"),
+        (lr_scheduler.ReduceLROnPlateau(optimizer), "follows a metric"),
         (lr_scheduler.StepLR(other, 3), "another optimizer's"),
-        (stepped, "1 steps behind it"),
+        (stepped, "1 steps taken"),
         (lr_scheduler.CosineAnnealingLR(optimizer, 2.5), "T_max"),  # type: ignore[arg-type]
     ):
         with pytest.raises(InvalidSpec, match=fragment):

@@ -2,6 +2,7 @@
 
 import math
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ from shoal_proto.back_off import BackOff
 from shoal_proto.errors import (
     CertificateRefused,
     DeadlineExceeded,
+    InvalidSpec,
     JobQuarantined,
     NotLeader,
     RetryError,
@@ -246,3 +248,23 @@ def close_channels(channels: Iterable[Closable]) -> None:
         thread.join(max(0.0, give_up_s - time.monotonic()))
     if stuck := sum(thread.is_alive() for thread in closing):
         log.info("channels_left_open", num_channels=stuck)
+
+
+def own_address(coordinators: Sequence[str]) -> str:
+    """The address of this machine's interface towards the coordinator. Sends nothing. Raises
+    InvalidSpec without a route."""
+    if not coordinators:
+        return "127.0.0.1"
+    host, _, port = coordinators[0].rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+        family, kind, protocol, _, target = found[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise InvalidSpec(
+            f"no route to the coordinator {coordinators[0]}",
+            seen=str(error),
+            expected="a host name that resolves and a route to it",
+        ) from None

@@ -39,7 +39,8 @@ class ReaderLeases:
         self._coordinators = coordinators
         self._series = series
         self._reader = reader
-        self._serves_at = serves_at
+        self.serves_at = serves_at
+        """Address of the relay that this reader is; empty: it is none."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
         """Held during a report: a later one says all that an earlier one said."""
@@ -50,6 +51,7 @@ class ReaderLeases:
         self._reported: set[int] = set()
         """Leases of the last report: the coordinator holds them until the next one."""
         self._until_s: dict[int, float] = {}
+        self._relays: dict[int, str] = {}
         self._lease_s = FIRST_LEASE_S
         self.installed = InstalledVersion()
         self._wake = threading.Event()
@@ -81,7 +83,13 @@ class ReaderLeases:
                 del self._leased[number]
                 self._gone.discard(number)
                 self._until_s.pop(number, None)
+                self._relays.pop(number, None)
         self._wake.set()
+
+    def relay_of(self, number: int) -> str:
+        """Address of the relay from which to fetch a leased version; empty: from the servers."""
+        with self._lock:
+            return self._relays.get(number, "")
 
     def check(self, number: int) -> None:
         """Raise VersionGone if the lease on a version has ended."""
@@ -151,6 +159,10 @@ class ReaderLeases:
                     if number in self._leased:
                         # A lease counts from when it was asked for.
                         self._until_s[number] = sent_s + reply.lease_s
+                # A coordinator of an earlier release names none.
+                for number, relay in zip(reply.leased, reply.relays, strict=False):
+                    if number in self._leased:
+                        self._relays[number] = relay
 
     def _request(self, *, is_leaving: bool = False) -> ReaderReport:
         with self._lock:
@@ -161,7 +173,7 @@ class ReaderLeases:
                 leased=sorted(set(self._leased) - self._gone),
                 installed=self.installed.number,
                 installed_digest=self.installed.digest,
-                serves_at=self._serves_at,
+                serves_at=self.serves_at,
                 leaving=is_leaving,
                 fetch_s=self.installed.fetch_s,
                 fetch_bytes=self.installed.fetch_bytes,

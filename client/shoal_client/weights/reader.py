@@ -1,9 +1,10 @@
 """Reading: the versions of a series, leases on them, and their segments."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 
 import structlog
@@ -11,11 +12,18 @@ import structlog
 from shoal_client.connection.coordinators import Coordinators, chance
 from shoal_client.weights.elements import elements_of
 from shoal_client.weights.leases import InstalledVersion, ReaderLeases
-from shoal_client.weights.stores import WeightStores
+from shoal_client.weights.relay import Relay
+from shoal_client.weights.stores import RelaySource, WeightStores
 from shoal_client.weights.watch import SeriesWatch
 from shoal_proto import CHUNK_BYTES
 from shoal_proto.back_off import BackOff
-from shoal_proto.errors import CorruptError, MalformedMessage, RetryError, VersionGone
+from shoal_proto.errors import (
+    CorruptError,
+    InvalidSpec,
+    MalformedMessage,
+    RetryError,
+    VersionGone,
+)
 from shoal_proto.segments.digests import check_root
 from shoal_proto.segments.reused import ReusedMemory, ReusedSegment
 from shoal_proto.segments.sealed import Segment, SegmentWriter
@@ -74,21 +82,30 @@ class SeriesReader:
         *,
         may_be_local: bool | None = None,
         apply_difference: ApplyDifference | None = None,
+        relay_at: str | None = None,
     ) -> None:
         """`reader` names it in `shoal status`. `may_be_local`: False to fetch through TCP on one
         host, too; None: as SHOAL_TRANSPORT says. `apply_difference`: None to fetch whole segments
-        alone."""
+        alone. `relay_at`: the address of this machine at which other relays fetch from this reader
+        what it has fetched, as it does from them; None: it is no relay."""
         self.series = series
         self._coordinators = Coordinators(coordinators)
         self._reports = Coordinators(coordinators)
+        self._may_be_local = may_be_local
         self._stores = WeightStores(series, may_be_local=may_be_local)
+        self._relay = None if relay_at is None else Relay(series, relay_at)
+        self._fetching = threading.Lock()
+        """Held while a relay fetches a version: one at a time."""
         self._watch = SeriesWatch(self._coordinators, series)
-        self._leases = ReaderLeases(self._reports, series, reader)
+        serves_at = "" if self._relay is None else self._relay.address
+        self._leases = ReaderLeases(self._reports, series, reader, serves_at)
         self._apply_difference = apply_difference
         self._memory = ReusedMemory()
         self._layouts: dict[bytes, pb.Layout] = {}
         self.fetched_bytes = 0
         """Bytes that came over a network, or through a socket; not those that were mapped."""
+        self.relayed_bytes = 0
+        """Bytes of these that came from relays."""
 
     def view(self, timeout_s: float | None = TIMEOUT_S) -> pb.SeriesView:
         """The series as it is now. Raises DeadlineExceeded if no coordinator answers."""
@@ -122,6 +139,12 @@ class SeriesReader:
     def lease(self, number: int, timeout_s: float = CALL_S) -> None:
         """Have a version kept until `release`, as long as this process reports to a coordinator.
         Raises VersionGone."""
+        if self._relay is not None and self._stores.is_local(self.view(timeout_s).servers):
+            # That server sends the bytes from this machine anyway, and is to be free to drop them.
+            log.info("relay_beside_a_server", series=self.series)
+            self._leases.serves_at = ""
+            self._relay.close()
+            self._relay = None
         self._leases.take(number, timeout_s)
 
     def release(self, number: int) -> None:
@@ -170,20 +193,36 @@ class SeriesReader:
         receives into, once nothing refers to it any more. For a caller that copies from it and
         keeps nothing of it but a base.
 
-        Raises VersionGone if the version is dropped before all is there, and RetryErrors or
-        CorruptErrors of the last attempt once `timeout_s` has passed.
+        A relay fetches from the relay that the coordinator has named, if any, and what that one
+        fails to send from the servers. It holds what it fetches for others, in memory that is not
+        reused, until it has fetched another version.
+
+        Raises VersionGone if the version is dropped before all is there, RetryErrors or
+        CorruptErrors of the last attempt once `timeout_s` has passed, and InvalidSpec for parts of
+        segments that a relay is to fetch.
         """
         give_up_s = time.monotonic() + timeout_s
         indices = range(len(record.segments)) if segments is None else segments
-        new_writer = self._memory.writer if reuses_memory else SegmentWriter
+        if self._relay is not None and ranges:
+            raise InvalidSpec(
+                f"a relay of series {self.series} fetches whole segments",
+                seen="into= of DTensors that hold slices",
+                expected="tensors that are whole, or a subscription without relay",
+            )
+        is_reused = reuses_memory and self._relay is None
+        new_writer = self._memory.writer if is_reused else SegmentWriter
         wanted = [_Wanted(i, _chunks((ranges or {}).get(i, ())), new_writer) for i in indices]
         found: list[Segment] = []
         calls: list[Future[Segment]] = []
-        with self.leased(record.number, min(timeout_s, CALL_S)):
+        with (
+            self.leased(record.number, min(timeout_s, CALL_S)),
+            self._passing(record, indices) as source,
+        ):
             try:
                 with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="shoal-fetch") as pool:
                     calls += [
-                        pool.submit(self._fetch, record, each, base, give_up_s) for each in wanted
+                        pool.submit(self._fetch, record, each, base, source, give_up_s)
+                        for each in wanted
                     ]
                     found += [call.result() for call in calls]
             except BaseException:
@@ -208,16 +247,54 @@ class SeriesReader:
     def close(self) -> None:
         """End; waiting calls fail, and leases end."""
         self._watch.close()
+        if self._relay is not None:
+            self._relay.close()
         self._leases.close()
         self._stores.close()
         self._memory.close()
         self._coordinators.close()
         self._reports.close()
 
+    @contextmanager
+    def _passing(
+        self, record: pb.VersionRecord, indices: Sequence[int]
+    ) -> Iterator[RelaySource | None]:
+        """Pass on what is fetched within the block; the relay to fetch it from, if any."""
+        if self._relay is None:
+            yield None
+            return
+        digests = [record.segments[index].digest for index in indices]
+        with self._fetching, self._relay.version(digests), ExitStack() as stack:
+            address = self._leases.relay_of(record.number)
+            source = None
+            if address:
+                source = RelaySource(self.series, address, may_be_local=self._may_be_local)
+                stack.enter_context(closing(source))
+            yield source
+
     def _fetch(
-        self, record: pb.VersionRecord, wanted: _Wanted, base: Base | None, give_up_s: float
+        self,
+        record: pb.VersionRecord,
+        wanted: _Wanted,
+        base: Base | None,
+        source: RelaySource | None,
+        give_up_s: float,
     ) -> Segment:
-        """Get one segment: from the base, by its difference to the base, or as a whole."""
+        """Get one segment, and pass it on if this is a relay."""
+        segment = self._one_segment(record, wanted, base, source, give_up_s)
+        if self._relay is not None:
+            self._relay.add(segment)
+        return segment
+
+    def _one_segment(
+        self,
+        record: pb.VersionRecord,
+        wanted: _Wanted,
+        base: Base | None,
+        source: RelaySource | None,
+        give_up_s: float,
+    ) -> Segment:
+        """One segment: from the base, by its difference to the base, or as a whole."""
         if base is not None:
             digest = record.segments[wanted.index].digest
             for each in base.segments.values():
@@ -225,14 +302,43 @@ class SeriesReader:
                     if isinstance(each, ReusedSegment) and not wanted.may_be_reused:
                         return each.sealed()
                     return each.duplicate()
-            if self._apply_difference is not None and not wanted.chunks:
-                made = self._by_difference(record, wanted, base, give_up_s)
+            is_shared = source is not None and source.is_local
+            if self._apply_difference is not None and not wanted.chunks and not is_shared:
+                made = self._by_difference(record, wanted, base, source, give_up_s)
                 if made is not None:
                     return made
-        return self._fetch_whole(record, wanted, give_up_s)
+        return self._fetch_whole(record, wanted, source, give_up_s)
+
+    def _staged(self, digest: bytes, wanted: _Wanted | None = None) -> StagedSegment:
+        """A segment to fetch, in memory as wanted; a relay's is passed on as it arrives."""
+        if self._relay is not None:
+            return self._relay.staged(digest)
+        if wanted is None:
+            return StagedSegment(digest)
+        return StagedSegment(digest, wanted.chunks, wanted.new_writer)
+
+    def _relayed(
+        self,
+        source: RelaySource | None,
+        staged: StagedSegment,
+        timeout_s: float,
+        *,
+        is_difference: bool = False,
+    ) -> Segment | None:
+        """The segment, if there is a relay that has it."""
+        if source is None:
+            return None
+        found = source.fetch(staged, timeout_s, is_difference=is_difference)
+        self.relayed_bytes += staged.received_bytes
+        return found
 
     def _by_difference(
-        self, record: pb.VersionRecord, wanted: _Wanted, base: Base, give_up_s: float
+        self,
+        record: pb.VersionRecord,
+        wanted: _Wanted,
+        base: Base,
+        source: RelaySource | None,
+        give_up_s: float,
     ) -> Segment | None:
         """A segment made of the base's and a difference, verified by its digest; None if the whole
         is to be fetched."""
@@ -255,9 +361,12 @@ class SeriesReader:
                 reply = self._stores.difference(holder, request, left_s)
                 if not reply.digest:
                     return None
-                staged = StagedSegment(reply.digest)
-                with closing(self._stores.fetch([holder], staged, left_s)) as difference:
+                staged = self._staged(reply.digest)
+                fetched = self._relayed(source, staged, left_s, is_difference=True)
+                with closing(fetched or self._stores.fetch([holder], staged, left_s)) as difference:
                     self.fetched_bytes += staged.received_bytes
+                    if self._relay is not None:
+                        self._relay.add(difference)
                     writer = wanted.new_writer(old.num_bytes)
                     return self._applied(old, difference, new.digest, writer)
             except (RetryError, CorruptError, MalformedMessage) as error:
@@ -284,13 +393,23 @@ class SeriesReader:
         check_root(made.chunk_digests, made.num_bytes, digest)
         return made
 
-    def _fetch_whole(self, record: pb.VersionRecord, wanted: _Wanted, give_up_s: float) -> Segment:
-        """Fetch one segment from any server that has it by now."""
+    def _fetch_whole(
+        self,
+        record: pb.VersionRecord,
+        wanted: _Wanted,
+        source: RelaySource | None,
+        give_up_s: float,
+    ) -> Segment:
+        """Fetch one segment from the relay, or from any server that has it by now."""
         segment = record.segments[wanted.index]
-        staged = StagedSegment(segment.digest, wanted.chunks, wanted.new_writer)
+        staged = self._staged(segment.digest, wanted)
         back_off = BackOff()
         view = self.view(give_up_s - time.monotonic())
         try:
+            relayed = self._relayed(source, staged, give_up_s - time.monotonic())
+            if relayed is not None:
+                self.fetched_bytes += staged.received_bytes
+                return relayed
             while True:
                 holders = _holders(view, record, wanted.index)
                 try:

@@ -1,4 +1,4 @@
-"""Connections to the parameter servers that hold a series' segments."""
+"""Connections to the parameter servers, or to the relay, that hold a series' segments."""
 
 import threading
 import time
@@ -17,7 +17,7 @@ from shoal_proto.segments.transfer import SegmentConnection, StagedSegment
 from shoal_proto.status import from_rpc_error
 from shoal_proto.tls.channels import material, open_channel
 from shoal_proto.tls.files import TlsMaterial
-from shoal_proto.tls.names import SERVER_NAME
+from shoal_proto.tls.names import READER_NAME, SERVER_NAME
 from shoal_proto.v1.weights_pb2 import (
     DifferenceReply,
     DifferenceRequest,
@@ -34,6 +34,8 @@ log = structlog.get_logger(__name__)
 OPEN_S = 3.0
 MAX_IDLE = 4
 """Connections to one server that are kept for further calls."""
+CHUNK_WITHIN_S = 10.0
+"""The longest that a relay may take to send a chunk, or a sign that it waits for one itself."""
 
 T = TypeVar("T")
 
@@ -41,10 +43,15 @@ T = TypeVar("T")
 class WeightStores:
     """Thread-safe. Each call has a connection of its own while it lasts."""
 
-    def __init__(self, series: str, *, may_be_local: bool | None = None) -> None:
+    def __init__(
+        self, series: str, *, may_be_local: bool | None = None, of_relays: bool = False
+    ) -> None:
         """`may_be_local`: False to go through TCP to servers on this host, too; None: as
-        SHOAL_TRANSPORT says. Raises InvalidSpec for a transport that is not known."""
+        SHOAL_TRANSPORT says. `of_relays`: to relays in place of servers. Raises InvalidSpec for a
+        transport that is not known."""
         self._series = series
+        self._name = READER_NAME if of_relays else SERVER_NAME
+        self._chunk_within_s = CHUNK_WITHIN_S if of_relays else None
         if may_be_local is None:
             may_be_local = transport_of(None) == "auto"
         self._may_be_local = may_be_local
@@ -102,10 +109,15 @@ class WeightStores:
             if holder.address not in self._looked_at:
                 self._looked_at.add(holder.address)
                 try:
-                    self._call(holder.address, lambda connection: None)
+                    self.check_reached(holder)
                 except ShoalError as error:
                     log.info("server_not_reached", server=holder.id, reason=str(error))
         return any(holder.address in self._local for holder in holders)
+
+    def check_reached(self, holder: StoreServer) -> None:
+        """Open a connection, and keep it for later. Raises Unavailable, or what it refuses this
+        process with."""
+        self._call(holder.address, lambda connection: None)
 
     def difference(
         self, holder: StoreServer, request: DifferenceRequest, timeout_s: float
@@ -172,8 +184,14 @@ class WeightStores:
             offer = stub.OpenBulk(OpenSegmentsRequest(series=self._series), timeout=OPEN_S)
         except grpc.RpcError as error:
             found = from_rpc_error(error, address)
-            raise explained(found, address, SERVER_NAME) from error
-        connection = SegmentConnection.open(offer, address, may_be_local=self._may_be_local)
+            raise explained(found, address, self._name) from error
+        connection = SegmentConnection.open(
+            offer,
+            address,
+            may_be_local=self._may_be_local,
+            name=self._name,
+            chunk_within_s=self._chunk_within_s,
+        )
         with self._lock:
             self._in_use.add(connection)
             if connection.is_local:
@@ -191,8 +209,39 @@ class WeightStores:
             key = address, material()
             channel = self._channels.get(key)
             if channel is None:
-                channel = self._channels[key] = open_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
+                channel = self._channels[key] = open_channel(address, self._name, CHANNEL_OPTIONS)
             return channel
+
+
+class RelaySource:
+    """The relay from which the segments of a version are fetched, until it fails. Thread-safe."""
+
+    def __init__(self, series: str, address: str, *, may_be_local: bool | None) -> None:
+        self._stores = WeightStores(series, may_be_local=may_be_local, of_relays=True)
+        self._relay = StoreServer(id=f"relay {address}", address=address)
+        self._has_failed = False
+
+    @property
+    def is_local(self) -> bool:
+        """True if it shares its memory with this process."""
+        return self._stores.is_local([self._relay])
+
+    def fetch(
+        self, staged: StagedSegment, timeout_s: float, *, is_difference: bool = False
+    ) -> Segment | None:
+        """A segment, or None: it is to be had from a server, with what has not arrived yet."""
+        if self._has_failed:
+            return None
+        try:
+            return self._stores.fetch([self._relay], staged, timeout_s)
+        except ShoalError as error:
+            # A difference that it does not have may be one to another base than its own.
+            self._has_failed = not (is_difference and "digest" in error.details)
+            log.info("segment_not_relayed", relay=self._relay.address, reason=str(error))
+            return None
+
+    def close(self) -> None:
+        self._stores.close()
 
 
 def _closed() -> Unavailable:

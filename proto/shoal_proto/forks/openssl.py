@@ -14,6 +14,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 NO_FORK = threading.RLock()
@@ -35,12 +36,31 @@ def secured_client(
 
     Raises OSError (ssl.SSLError, TimeoutError), after closing the connection.
     """
+    return _secured(
+        connected,
+        partial(context.wrap_socket, server_hostname=name, do_handshake_on_connect=False),
+        within_s,
+    )
+
+
+def secured_server(
+    connected: socket.socket, context: ssl.SSLContext, within_s: float
+) -> ssl.SSLSocket:
+    """Return the connection within TLS, as `secured_client` does, for the accepting end."""
+    return _secured(
+        connected,
+        partial(context.wrap_socket, server_side=True, do_handshake_on_connect=False),
+        within_s,
+    )
+
+
+def _secured(
+    connected: socket.socket, wrap: Callable[[socket.socket], ssl.SSLSocket], within_s: float
+) -> ssl.SSLSocket:
     try:
         connected.setblocking(False)
         with NO_FORK:
-            secured = context.wrap_socket(
-                connected, server_hostname=name, do_handshake_on_connect=False
-            )
+            secured = wrap(connected)
     except BaseException:
         connected.close()
         raise

@@ -12,28 +12,28 @@ from shoal_proto.pieces import Buffer
 
 DIGEST_BYTES = 16
 AT_ONCE = 4
-"""Chunks that are digested at the same time: a few cores take what memory gives."""
+"""Most chunks that are digested at the same time: a few cores use all of the memory's bandwidth."""
 
 
 def num_chunks(num_bytes: int) -> int:
-    """Number of chunks of a segment of that size."""
+    """Return the number of chunks of a segment of that size."""
     return -(-num_bytes // CHUNK_BYTES)
 
 
 def chunks_of(data: Buffer) -> Iterator[memoryview]:
-    """The chunks of a segment's bytes, in order."""
+    """Yield the chunks of a segment's bytes, in order."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK_BYTES):
         yield view[start : start + CHUNK_BYTES]
 
 
 def chunk_digest(chunk: Buffer) -> bytes:
-    """Digest of one chunk."""
+    """Return the digest of one chunk."""
     return xxh3_128_digest(chunk)
 
 
 def chunk_digests(data: Buffer) -> bytes:
-    """Digests of all chunks of a segment's bytes, one after the other."""
+    """Return the digests of all chunks of a segment's bytes, one after the other."""
     threads = min(AT_ONCE, os.cpu_count() or 1, num_chunks(len(memoryview(data))) // 2)
     if threads < 2:
         return b"".join(map(chunk_digest, chunks_of(data)))
@@ -42,7 +42,7 @@ def chunk_digests(data: Buffer) -> bytes:
 
 
 def root_digest(of_chunks: bytes) -> bytes:
-    """Digest of a segment, from the digests of its chunks."""
+    """Return the digest of a segment, from the digests of its chunks."""
     return xxh3_128_digest(of_chunks)
 
 

@@ -1,8 +1,8 @@
-"""Memory that segments are received into again and again.
+"""Memory into which segments are received again and again.
 
-A page that is touched for the first time costs more than the bytes that arrive in it: a reader that
-follows a series over a network receives each version into the pages of an earlier one. Such memory
-is not sealed, so no other process gets it, and nothing outside of its owner may keep a view of it.
+The first touch of a page costs more than receiving its bytes: a reader that follows a series over a
+network receives each version into the pages of an earlier one. Such memory is not sealed: it is not
+shared with other processes, and only its owner may keep a view of it.
 """
 
 import ctypes
@@ -14,12 +14,12 @@ from shoal_proto.segments.digests import chunk_digests
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 
 MAX_IDLE = 2
-"""Memory files that are kept for later, of those that are not in use."""
+"""Most memory files that are kept while they are not in use."""
 _owners: weakref.WeakSet["ReusedMemory"] = weakref.WeakSet()
 
 
 def _forget_after_fork() -> None:
-    """Forked processes receive into memory of their own."""
+    """Forget the parent's memory: a forked process receives into memory of its own."""
     for owner in list(_owners):
         owner._forget()
 
@@ -37,11 +37,11 @@ class ReusedMemory:
         _owners.add(self)
 
     def writer(self, num_bytes: int) -> SegmentWriter:
-        """A writer whose pages have been touched before, if there are such of that size. Raises
-        Overloaded if the system gives no memory."""
+        """Return a writer; its pages have been touched before if there are such of that size.
+        Raises Overloaded if the system has no memory."""
         with self._lock:
             fitting = [each for each in self._idle if each.num_bytes == num_bytes]
-            # Another size is that of another model, or of other ranks: it does not come back soon.
+            # Another size is of another model or other ranks, and is not needed again soon.
             others = [each for each in self._idle if each.num_bytes != num_bytes]
             pages = fitting.pop() if fitting else None
             self._idle = fitting
@@ -50,7 +50,7 @@ class ReusedMemory:
         return _ReusingWriter(pages or _Pages(num_bytes), self)
 
     def close(self) -> None:
-        """Give up what is not in use, and the rest as soon as that is so."""
+        """Free the memory that is not in use, and the rest as soon as it is not in use."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for each in idle:
@@ -68,18 +68,19 @@ class ReusedMemory:
 
 
 class _Pages(SegmentWriter):
-    """A memory file with its one mapping. `is_touched` once all of it has been written to."""
+    """A memory file with its only mapping. `is_touched`: all of it has been written to."""
 
     is_touched = False
 
     def window(self) -> "ctypes.Array[ctypes.c_ubyte]":
-        """The bytes once more: views of it keep it alive, and its end is noticed."""
+        """Return an object over the same bytes that lives as long as its views: a finalizer on it
+        is called when the last view is gone."""
         assert self._mapped is not None
         return (ctypes.c_ubyte * self.num_bytes).from_buffer(self._mapped)
 
 
 class ReusedSegment(Segment):
-    """A segment in memory that a later one is received into, once nothing refers to this one."""
+    """A segment whose memory receives a later one, once nothing refers to this segment."""
 
     def __init__(
         self,
@@ -89,12 +90,12 @@ class ReusedSegment(Segment):
         *,
         is_whole: bool,
     ) -> None:
-        """Takes the descriptor over."""
+        """Takes ownership of the descriptor."""
         super().__init__(descriptor, len(window), of_chunks, is_whole=is_whole)
         self._window: ctypes.Array[ctypes.c_ubyte] | None = window
 
     def memory(self) -> memoryview:
-        """Writable view of the bytes. It keeps them from being reused."""
+        """Return a writable view of the bytes. It keeps them from being reused."""
         assert self._window is not None, "closed"
         return memoryview(self._window).cast("B")
 
@@ -108,7 +109,7 @@ class ReusedSegment(Segment):
         )
 
     def sealed(self) -> Segment:
-        """A copy in memory of its own, which is not reused."""
+        """Return a copy in memory of its own, which is not reused."""
         writer = SegmentWriter(self.num_bytes)
         writer.buffer[:] = self.view()
         return writer.seal(self.chunk_digests, is_whole=self.is_whole)
@@ -119,7 +120,7 @@ class ReusedSegment(Segment):
 
 
 class _ReusingWriter(SegmentWriter):
-    """Fills pages that go back to their owner with the end of the last view of them."""
+    """Fills pages that return to their owner when the last view of them is gone."""
 
     def __init__(self, pages: _Pages, owner: ReusedMemory) -> None:
         self.num_bytes = pages.num_bytes
@@ -134,7 +135,7 @@ class _ReusingWriter(SegmentWriter):
         return self._pages.is_touched or self._pages.populate(start, num_bytes)
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """The bytes as a segment; sealed they are not, since they are this process' alone."""
+        """Return the bytes as a segment. They are not sealed: no other process has them."""
         pages, window = self._pages, self._window
         assert pages is not None and window is not None
         if of_chunks is None:

@@ -1,14 +1,16 @@
 """Immutable memory that processes of one host share: a memory file, sealed by the kernel.
 
-Processes that have a descriptor of one map the same pages, read-only. Nobody can write to it,
-shrink it or grow it any more, not even the process that made it, and it outlives that process.
-See memfd_create(2).
+Processes that have a descriptor of such a file map the same pages, read-only. No process can write
+to the file, shrink it or grow it any more, not even the one that made it, and the file outlives
+that process. See memfd_create(2).
 """
 
 import ctypes
+import errno
 import fcntl
 import mmap
 import os
+import time
 import weakref
 
 from shoal_proto.errors import InternalError, MalformedMessage, Overloaded
@@ -19,21 +21,24 @@ MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later; the module `mmap` does not name it."""
 _libc = ctypes.CDLL(None)
 _open: weakref.WeakSet["Segment | SegmentWriter"] = weakref.WeakSet()
+SEAL_ATTEMPTS = 10
+SEAL_PAUSE_S = 0.02
 POPULATED_BYTES = 4 * 1024 * 1024
-"""Faulted in by one call."""
+"""Bytes that are faulted in by one call."""
 
 
 def _closing(
     owner: "Segment | SegmentWriter", descriptor: int
 ) -> "weakref.finalize[[int], Segment | SegmentWriter]":
-    """Finalizer that closes the descriptor once: when called, or when the owner is deleted."""
+    """Return a finalizer that closes the descriptor once: when called, or when the owner is
+    deleted."""
     _open.add(owner)
     return weakref.finalize(owner, os.close, descriptor)
 
 
 def _close_after_fork() -> None:
-    """Close the descriptors that a forked process has inherited: they would keep the memory of
-    segments from being freed as long as it lives. Views that it has inherited stay valid."""
+    """Close the descriptors that a forked process has inherited: as long as it lived, they would
+    keep the memory of segments from being freed. Inherited views stay valid."""
     for owner in list(_open):
         owner._close()
 
@@ -47,8 +52,8 @@ class Segment:
     def __init__(
         self, descriptor: int, num_bytes: int, of_chunks: bytes, *, is_whole: bool = True
     ) -> None:
-        """Takes the descriptor over. `is_whole`: False if some chunks were not fetched; these read
-        as zeros."""
+        """Takes ownership of the descriptor. `is_whole`: False if some chunks were not fetched;
+        these read as zeros."""
         self.num_bytes = num_bytes
         self.chunk_digests = of_chunks
         self.digest = root_digest(of_chunks)
@@ -59,10 +64,11 @@ class Segment:
 
     @classmethod
     def adopt(cls, descriptor: int, num_bytes: int, *, of_chunks: bytes | None = None) -> "Segment":
-        """The segment behind a descriptor that another process sent; takes the descriptor over.
+        """Return the segment of a descriptor that another process sent; takes ownership of the
+        descriptor.
 
-        Checks its seals and size. Its digests are computed unless `of_chunks` has them, from a
-        process that did so after it was sealed. Raises MalformedMessage.
+        Checks the seals and the size. Computes the digests, unless a process that computed them
+        after sealing has sent them as `of_chunks`. Raises MalformedMessage.
         """
         try:
             _check_sealed(descriptor, num_bytes)
@@ -76,13 +82,12 @@ class Segment:
         return segment
 
     def duplicate(self) -> "Segment":
-        """The same memory once more, to be closed apart from this one."""
+        """Return another segment over the same memory, to be closed separately."""
         descriptor = os.dup(self.descriptor)
         return Segment(descriptor, self.num_bytes, self.chunk_digests, is_whole=self.is_whole)
 
     def view(self) -> memoryview:
-        """Read-only view of the bytes. It stays valid after `close`, as long as anything refers to
-        it."""
+        """Return a read-only view of the bytes. It stays valid after `close`."""
         if not self.num_bytes:
             return memoryview(b"")
         if self._mapped is None:
@@ -90,7 +95,7 @@ class Segment:
         return memoryview(self._mapped)
 
     def close(self) -> None:
-        """Give the descriptor up. The memory is freed once no process has a descriptor or view."""
+        """Close the descriptor. The memory is freed once no process has a descriptor or view."""
         self._close()
         self._mapped = None
 
@@ -100,7 +105,7 @@ def _check_sealed(descriptor: int, num_bytes: int) -> None:
         seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
     except OSError as error:
         raise MalformedMessage(
-            "a segment came as something else than a memory file",
+            "a segment was not sent as a memory file",
             seen=str(error),
             expected="a descriptor made by memfd_create",
         ) from error
@@ -122,8 +127,8 @@ class SegmentWriter:
     """A memory file that is being filled. `seal` makes it a Segment."""
 
     def __init__(self, num_bytes: int) -> None:
-        """Room for a segment of `num_bytes`, which takes memory only where it is written to.
-        Raises Overloaded if the system gives none."""
+        """Make a memory file of `num_bytes`, which takes memory only where it is written to. Raises
+        Overloaded if the system has none."""
         self.num_bytes = num_bytes
         try:
             self._descriptor = os.memfd_create(
@@ -146,10 +151,10 @@ class SegmentWriter:
 
     @classmethod
     def prepare(cls, num_bytes: int) -> "SegmentWriter":
-        """A writer whose memory is allocated and mapped already: to fill it costs one copy.
+        """Return a writer whose memory is allocated and mapped already: filling it costs one copy.
 
-        Takes about a second a gigabyte: call it from a background thread, ahead of time. Raises
-        Overloaded if there is not as much memory.
+        Takes about a second per gigabyte: call it from a background thread, ahead of time. Raises
+        Overloaded if there is not enough memory.
         """
         writer = cls(num_bytes)
         try:
@@ -163,11 +168,11 @@ class SegmentWriter:
         return writer
 
     def populate(self, start: int, num_bytes: int) -> bool:
-        """Allocate and map a part ahead of what is written to it: that costs less than a fault for
-        each page, and may be done on another thread. What is there already stays.
+        """Allocate and map a part before it is written to: that costs less than a fault for each
+        page, and may be done on another thread. Existing content is kept.
 
-        False if the kernel only allocates it. Raises Overloaded if there is not as much memory. Not
-        to be called beside `seal` or `close`.
+        Returns False if the kernel only allocates the part. Raises Overloaded if there is not
+        enough memory. Do not call it concurrently with `seal` or `close`.
         """
         is_mapped = True
         try:
@@ -186,20 +191,20 @@ class SegmentWriter:
 
     @property
     def buffer(self) -> memoryview:
-        """Writable view of the bytes. Everything made of it must be given up before `seal`."""
+        """Writable view of the bytes. Everything made from it must be released before `seal`."""
         return self._buffer
 
     def seal(self, of_chunks: bytes | None = None, *, is_whole: bool = True) -> Segment:
-        """Make the bytes immutable. Computes their digests, unless `of_chunks` has them; the writer
-        is of no use any more.
+        """Make the bytes immutable, and return them as a segment. Computes their digests, unless
+        given as `of_chunks`. Do not use the writer afterwards.
 
-        Raises InternalError while anything else still refers to `buffer`.
+        Raises InternalError while anything else refers to `buffer`.
         """
         self._unmap()
         descriptor = os.dup(self._descriptor)
         self._close()
         try:
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+            _seal(descriptor)
         except OSError as error:
             os.close(descriptor)
             raise InternalError(
@@ -212,7 +217,7 @@ class SegmentWriter:
         return Segment(descriptor, self.num_bytes, of_chunks, is_whole=is_whole)
 
     def close(self) -> None:
-        """Give the memory up unsealed."""
+        """Free the memory without sealing it."""
         self._close()
         self._mapped, self._buffer = None, memoryview(bytearray())
 
@@ -225,16 +230,28 @@ class SegmentWriter:
             raise InternalError(
                 "a segment cannot be sealed while something refers to its buffer",
                 seen=str(error),
-                expected="every view and tensor made of it given up before",
+                expected="every view and tensor made from it released before",
             ) from error
         self._mapped = None
 
 
-def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
-    """Have the pages in the page table, so that writing to them faults no more; False if the kernel
-    is too old for that.
+def _seal(descriptor: int) -> None:
+    """Set the seals. While another thread reads a page to forward it, the kernel may refuse, as if
+    the page could still be written to (EBUSY): then try again for a moment. Raises OSError."""
+    for attempt in range(SEAL_ATTEMPTS):
+        try:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS | fcntl.F_SEAL_SEAL)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY or attempt == SEAL_ATTEMPTS - 1:
+                raise
+        time.sleep(SEAL_PAUSE_S)
 
-    Not by `mapped.madvise`, which holds the interpreter's lock meanwhile: training goes on.
+
+def _is_mapped(mapped: mmap.mmap, start: int, num_bytes: int) -> bool:
+    """Map the pages, so that writing to them does not fault; False if the kernel is too old.
+
+    Not by `mapped.madvise`, which holds the GIL meanwhile: training on other threads would stop.
     """
     address = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(mapped, start)))
     return not _libc.madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE)

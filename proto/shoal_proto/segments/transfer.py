@@ -1,6 +1,6 @@
-"""Segments over a bulk connection, seen from the side that asks. Blocks.
+"""Segments over a bulk connection, from the caller's side. Blocks.
 
-Used by publishers and readers, and by parameter servers towards each other.
+Used by publishers and readers, and by parameter servers among each other.
 """
 
 import os
@@ -21,11 +21,18 @@ from google.protobuf.message import DecodeError, Message
 from shoal_proto import CHUNK_BYTES, bulk
 from shoal_proto.bulk import SILENCE_S, Frame, FrameKind, FrameReader
 from shoal_proto.bulk_opening import greet, reach
-from shoal_proto.errors import DeadlineExceeded, MalformedMessage, ShoalError, Unavailable
+from shoal_proto.errors import (
+    DeadlineExceeded,
+    InvalidSpec,
+    MalformedMessage,
+    ShoalError,
+    Unavailable,
+)
 from shoal_proto.segments.descriptors import receive_into
 from shoal_proto.segments.digests import check_chunk, check_root, chunks_of, num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import from_detail
+from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.tls.sockets import secured
 from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
@@ -41,24 +48,31 @@ from shoal_proto.v1.weights_pb2 import (
 )
 
 AHEAD = 2
-"""Chunks whose memory is made ready before they arrive."""
+"""Number of chunks whose memory is prepared before they arrive."""
 
 M = TypeVar("M", bound=Message)
 
 
+def _nothing() -> None:
+    pass
+
+
 class StagedSegment:
-    """A segment on its way to this process: what of it has arrived and was verified counts, also if
-    the rest comes over another connection."""
+    """A segment that is being received. Verified chunks are kept if the rest has to be fetched over
+    another connection."""
 
     def __init__(
         self,
         digest: bytes,
         wanted: Sequence[range] = (),
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
+        on_progress: Callable[[], object] = _nothing,
     ) -> None:
-        """`wanted`: indices of chunks, in rising order; empty: all. A segment that comes as a
-        descriptor is whole in any case. `new_writer` gives memory for so many bytes."""
+        """`wanted`: indices of chunks, in rising order; empty: all. A segment received as a
+        descriptor is whole in any case. `new_writer` returns the memory for a segment, given its
+        size. `on_progress` is called once the segment is open, and after each chunk."""
         self.digest = digest
+        self._on_progress = on_progress
         self._new_writer = new_writer
         self.wanted = wanted
         self.received_bytes = 0
@@ -68,10 +82,20 @@ class StagedSegment:
         self._rooms: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
-        """Take the digests that a holder gave. Raises MalformedMessage or ChecksumMismatch."""
+        """Set the digests that a holder sent. Raises MalformedMessage or ChecksumMismatch."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
+            self._on_progress()
+
+    @property
+    def descriptor(self) -> int | None:
+        """File descriptor of the memory that receives the segment; None before `open`."""
+        return None if self._writer is None else self._writer.descriptor
+
+    def has(self, index: int) -> bool:
+        """True if the chunk has arrived, and is verified."""
+        return index in self._verified
 
     @property
     def missing(self) -> list[int]:
@@ -83,7 +107,7 @@ class StagedSegment:
         return [i for each in wanted for i in each if i < last and i not in self._verified]
 
     def room(self, index: int) -> memoryview:
-        """Memory for a chunk."""
+        """Return the memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         room = self._writer.buffer[start : start + CHUNK_BYTES]
@@ -91,40 +115,48 @@ class StagedSegment:
         return room
 
     def populate(self, index: int) -> None:
-        """Get the memory for a chunk ready."""
+        """Prepare the memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
         self._writer.populate(start, min(CHUNK_BYTES, self._writer.num_bytes - start))
 
+    def progressed(self) -> None:
+        """Note a beat of the relay that sends this segment: the relay itself receives bytes."""
+        self._on_progress()
+
     def verify(self, index: int, chunk: memoryview) -> None:
-        """Count a chunk that has arrived. Raises ChecksumMismatch."""
+        """Verify a chunk that has arrived, and count it. Raises ChecksumMismatch."""
         check_chunk(index, chunk, self.chunk_digests)
         self._verified.add(index)
         self.received_bytes += len(chunk)
+        self._on_progress()
 
     def seal(self) -> Segment:
-        """The segment, once nothing is missing."""
+        """Return the segment, once no chunk is missing."""
         assert self._writer is not None
-        # The error of a connection that failed refers to them still, and what refers to the buffer
-        # keeps it from being sealed.
+        # The error of a failed connection may still refer to these views, and a buffer with views
+        # cannot be sealed.
         for room in self._rooms:
             room.release()
         return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
 
     def close(self) -> None:
-        """Give up what has arrived."""
+        """Discard the chunks that have arrived."""
         if self._writer is not None:
             self._writer.close()
 
 
 class SegmentConnection:
-    """Connection on which one thread makes one call at a time; any thread may `close` it.
+    """A connection on which one thread makes one call at a time; any thread may `abort` it. It
+    cannot be used after an error."""
 
-    It cannot be used after an error."""
-
-    def __init__(self, connected: socket.socket, address: str) -> None:
-        """Takes the socket over, on which a server has accepted the key."""
+    def __init__(
+        self, connected: socket.socket, address: str, *, chunk_within_s: float | None = None
+    ) -> None:
+        """Takes ownership of the socket, on which a server has accepted the key."""
         self._socket = connected
+        self._chunk_within_s = chunk_within_s
+        self._on_beat: Callable[[], object] = _nothing
         self._address = address
         self.is_local = connected.family == socket.AF_UNIX
         """True if descriptors can be passed: both ends are in one network namespace."""
@@ -135,19 +167,29 @@ class SegmentConnection:
 
     @classmethod
     def open(
-        cls, offer: OpenBulkReply, address: str, *, may_be_local: bool = True
+        cls,
+        offer: OpenBulkReply,
+        address: str,
+        *,
+        may_be_local: bool = True,
+        name: str = SERVER_NAME,
+        chunk_within_s: float | None = None,
     ) -> "SegmentConnection":
-        """A connection to the server at `address` (host:port of its gRPC service) that made the
-        offer. Raises Unavailable."""
+        """Connect to the server at `address` (host:port of its gRPC service) that made the offer,
+        and serves as `name`. Raises Unavailable.
+
+        `chunk_within_s`: for a relay, the longest time that a chunk may take. The digests of memory
+        that a relay shares are computed here, not trusted.
+        """
         try:
             if not offer.port:
                 raise ConnectionRefusedError("it takes no bulk connections")
             if not may_be_local:
                 offer.local_name = ""
-            connected = secured(reach(offer, address))
+            connected = secured(reach(offer, address), name)
             try:
                 greet(connected, offer.key, 0)
-                return cls(connected, address)
+                return cls(connected, address, chunk_within_s=chunk_within_s)
             except BaseException:
                 connected.close()
                 raise
@@ -161,7 +203,8 @@ class SegmentConnection:
 
     @property
     def is_open(self) -> bool:
-        """True unless the server has closed the connection. Between calls nothing comes."""
+        """True unless the server has closed the connection. Valid between calls, when the server
+        sends nothing."""
         waiting = select.poll()
         waiting.register(self._socket, select.POLLIN)
         return not waiting.poll(0)
@@ -178,9 +221,9 @@ class SegmentConnection:
         self.close()
 
     def abort(self) -> None:
-        """Have a call on another thread fail, which then closes the connection."""
+        """Make a call on another thread fail; that thread then closes the connection."""
         with suppress(OSError):
-            # Not as TLS has it: that would read what the other thread is reading.
+            # Not SSLSocket.shutdown: it would read what the other thread is reading.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
@@ -191,8 +234,8 @@ class SegmentConnection:
     def put(
         self, request: PutSegmentRequest, segment: Segment, timeout_s: float
     ) -> PutSegmentReply:
-        """Hand a segment over: its descriptor to a server on this host, else its bytes. Returns
-        once the server, and those that it passes it on to, have verified it.
+        """Send a segment: its descriptor to a server on this host, else its bytes. Returns once the
+        server, and those that it forwards the segment to, have verified it.
 
         Raises what the server raises, Unavailable or DeadlineExceeded.
         """
@@ -217,17 +260,18 @@ class SegmentConnection:
     def fetch(
         self, request: FetchSegmentRequest, staged: StagedSegment, timeout_s: float
     ) -> Segment:
-        """The staged segment, with all chunks that it wants: as a descriptor from a server on this
-        host, else the missing chunks over the socket, each verified.
+        """Fetch the wanted chunks, and return the segment: received as a descriptor from a server
+        on this host, else the missing chunks over the socket, each verified.
 
         Raises what the server raises, ChecksumMismatch, Unavailable or DeadlineExceeded; then
-        `staged` may go on over another connection.
+        `staged` may continue over another connection.
         """
         give_up_s = time.monotonic() + timeout_s
         sent = FetchSegmentRequest()
         sent.CopyFrom(request)
         sent.takes_descriptor = self.is_local
         missing = staged.missing
+        self._on_beat = staged.progressed
         wanted = _ranges(missing) if missing else staged.wanted
         sent.chunks.extend(ChunkRange(start=each.start, stop=each.stop) for each in wanted)
         try:
@@ -236,7 +280,7 @@ class SegmentConnection:
             reply = self._message(FetchSegmentReply, give_up_s)
             if reply.transfer == SEGMENT_TRANSFER_DESCRIPTOR:
                 check_root(reply.chunk_digests, reply.num_bytes, staged.digest)
-                segment = self._adopt(reply, give_up_s)
+                segment = self._adopt(reply, give_up_s, staged.digest)
             elif reply.transfer == SEGMENT_TRANSFER_CHUNKS:
                 staged.open(reply.chunk_digests, reply.num_bytes)
                 self._receive(staged, give_up_s)
@@ -247,21 +291,32 @@ class SegmentConnection:
             return segment
         except OSError as error:
             raise self._broken(repr(error)) from error
+        finally:
+            self._on_beat = _nothing
 
-    # --- what is received ---
+    # --- receiving ---
 
-    def _adopt(self, reply: FetchSegmentReply, give_up_s: float) -> Segment:
+    def _adopt(self, reply: FetchSegmentReply, give_up_s: float, digest: bytes) -> Segment:
         frame = self._frame(give_up_s)
         if frame.kind is not FrameKind.DESCRIPTOR or not self._descriptors:
             raise self._malformed(f"{frame.kind.name} with {len(self._descriptors)} descriptors")
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
-        # The server has computed the digests after the seals were set: nothing has changed since.
-        return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
+        if self._chunk_within_s is None:
+            # The server has computed the digests after the seals were set: nothing has changed
+            # since.
+            return Segment.adopt(descriptor, reply.num_bytes, of_chunks=reply.chunk_digests)
+        segment = Segment.adopt(descriptor, reply.num_bytes)
+        try:
+            check_root(segment.chunk_digests, segment.num_bytes, digest)
+        except ShoalError:
+            segment.close()
+            raise
+        return segment
 
     def _receive(self, staged: StagedSegment, give_up_s: float) -> None:
-        """Earlier chunks are digested, and memory for later ones is made ready, on threads of their
-        own."""
+        """Receive the missing chunks. Earlier chunks are digested, and memory for later ones is
+        prepared, on other threads."""
         checks: deque[Future[None]] = deque()
         missing = staged.missing
         try:
@@ -316,21 +371,25 @@ class SegmentConnection:
             raise self._malformed(frame.kind.name, "END")
 
     def _frame(self, give_up_s: float) -> Frame:
-        """The next frame other than BEAT. Raises what an ERROR says."""
+        """Return the next frame other than BEAT. Raises the error of an ERROR frame."""
         while True:
+            until_s = give_up_s
+            if self._chunk_within_s is not None:
+                until_s = min(give_up_s, time.monotonic() + self._chunk_within_s)
             while (frame := self._reader.next()) is None:
-                self._check_time(give_up_s)
+                self._check_time(until_s)
                 self._fill()
             if frame.kind is FrameKind.ERROR:
                 raise from_detail(ErrorDetail.FromString(bytes(frame.body)))
             if frame.kind is not FrameKind.BEAT:
                 return frame
+            self._on_beat()
             self._check_time(give_up_s)
 
     def _fill(self) -> None:
         with self._reader.space() as space:
             if self.is_local:
-                # Read with room for a descriptor at any time: without it the kernel drops one.
+                # Always receive with space for a descriptor: without it the kernel drops one.
                 count, descriptors = receive_into(self._socket, space)
                 self._descriptors += descriptors
             else:
@@ -345,7 +404,7 @@ class SegmentConnection:
             view = view[self._socket.send(view) :]
 
     def _send_chunks(self, segment: Segment, give_up_s: float) -> None:
-        """Send chunks without TLS straight from their pages, which nobody can change."""
+        """Send all chunks; without TLS straight from their pages, which no process can change."""
         with open(segment.descriptor, "rb", buffering=0, closefd=False) as file:
             for index, chunk in enumerate(chunks_of(segment.view())):
                 self._check_time(give_up_s)
@@ -357,7 +416,8 @@ class SegmentConnection:
                     self._socket.sendfile(file, start, len(chunk))
 
     def _reason(self, error: OSError) -> ShoalError:
-        """Why sending failed: what the server said before it closed the connection, if it did."""
+        """Return the error of a failed send: the server's, if it sent one before it closed the
+        connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
         except ShoalError as told:
@@ -389,7 +449,7 @@ class SegmentConnection:
 
 
 def _ranges(indices: Sequence[int]) -> list[range]:
-    """The same indices, in rising order, as runs."""
+    """Return rising indices as ranges."""
     found: list[range] = []
     for index in indices:
         if found and found[-1].stop == index:
@@ -397,3 +457,18 @@ def _ranges(indices: Sequence[int]) -> list[range]:
         else:
             found.append(range(index, index + 1))
     return found
+
+
+def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
+    """Return the requested chunks of a segment of that size. Raises InvalidSpec if the segment does
+    not have them, or they are not in rising order."""
+    last = num_chunks(num_bytes)
+    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
+    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
+    if rising != sorted(rising):
+        raise InvalidSpec(
+            "chunks that the segment does not have, or in another order",
+            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
+            expected=f"rising numbers up to {last}",
+        )
+    return asked

@@ -1,7 +1,7 @@
-"""gRPC channels and ports that go by the certificate of this process, where it has one.
+"""gRPC channels and ports that use the certificate of this process, if it has one.
 
-Every channel between parts of Shoal, and to its etcd, is made here: none goes through a proxy that
-the environment names (http_proxy, https_proxy, grpc_proxy), which are for the internet.
+Every channel between parts of Shoal, and to its etcd, is made here. None goes through a proxy that
+the environment names (http_proxy, https_proxy, grpc_proxy): these are for the internet.
 """
 
 from collections.abc import Sequence
@@ -17,20 +17,20 @@ Options = Sequence[tuple[str, int | str]]
 
 
 def open_channel(address: str, name: str, options: Options) -> grpc.Channel:
-    """Channel to the part that serves under `name` (COORDINATOR_NAME or SERVER_NAME) at
+    """Open a channel to the process that serves as `name` (COORDINATOR_NAME or SERVER_NAME) at
     host:port."""
     return direct_channel(address, *_secured(name, options))
 
 
 def open_aio_channel(address: str, name: str, options: Options) -> grpc.aio.Channel:
-    """Same as `open_channel`, for an event loop."""
+    """Open a channel as `open_channel` does, for an event loop."""
     return direct_aio_channel(address, *_secured(name, options))
 
 
 def direct_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> grpc.Channel:
-    """Channel to host:port without a proxy: with these credentials, or in plain text."""
+    """Open a channel to host:port without a proxy: with these credentials, or in plain text."""
     channel: grpc.Channel = _channel(grpc, address, credentials, options)
     return channel
 
@@ -38,7 +38,7 @@ def direct_channel(
 def direct_aio_channel(
     address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> grpc.aio.Channel:
-    """Same as `direct_channel`, for an event loop."""
+    """Open a channel as `direct_channel` does, for an event loop."""
     channel: grpc.aio.Channel = _channel(grpc.aio, address, credentials, options)
     return channel
 
@@ -46,7 +46,7 @@ def direct_aio_channel(
 def _channel(
     kind: Any, address: str, credentials: grpc.ChannelCredentials | None, options: Options
 ) -> Any:
-    """Channel of `kind`, which is the module grpc or grpc.aio."""
+    """Open a channel of `kind`, which is the module grpc or grpc.aio."""
     options = [*options, ("grpc.enable_http_proxy", 0)]
     if credentials is None:
         return kind.insecure_channel(address, options=options)
@@ -60,9 +60,9 @@ def _secured(name: str, options: Options) -> tuple[grpc.ChannelCredentials | Non
     return _credentials(own), [*options, *_expecting(name)]
 
 
-def add_port(server: grpc.aio.Server, address: str) -> int:
-    """Have the server listen at host:port; the port. With a certificate, only to callers that have
-    one too. Raises RuntimeError, or answers 0, for an address that cannot be listened at."""
+def add_port(server: grpc.aio.Server | grpc.Server, address: str) -> int:
+    """Make the server listen at host:port, and return the port. If this process has a certificate,
+    callers need one too. Raises RuntimeError, or returns 0, if it cannot listen there."""
     own = identity.own()
     if own is None:
         return server.add_insecure_port(address)
@@ -70,8 +70,8 @@ def add_port(server: grpc.aio.Server, address: str) -> int:
 
 
 def material() -> TlsMaterial | None:
-    """Material for new channels. A channel made from other material holds a certificate that has
-    been renewed since."""
+    """Return the material for new channels. A channel made from other material uses a certificate
+    that has been renewed since."""
     own = identity.own()
     return None if own is None else own.material
 
@@ -86,14 +86,14 @@ def _expecting(name: str) -> Options:
 
 
 class _ServerCertificate:
-    """Asked by gRPC before each handshake whether there is another certificate by now."""
+    """Gives gRPC the certificate, and a renewed one before later handshakes."""
 
     def __init__(self, own: TlsIdentity) -> None:
         self._own = own
         self._told = own.material
 
     def credentials(self) -> grpc.ServerCredentials:
-        # It takes None for no change, which its types do not say.
+        # gRPC accepts None for no change, which its types do not say.
         fetch: Any = self._fetch
         return grpc.dynamic_ssl_server_credentials(
             _configuration(self._told), fetch, require_client_authentication=True

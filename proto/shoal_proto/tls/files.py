@@ -1,4 +1,4 @@
-"""A certificate with its key, and the authority that it trusts, as files that are read anew."""
+"""A certificate with its key and the trusted authority, in files that are read when they change."""
 
 import ssl
 import threading
@@ -14,7 +14,7 @@ from shoal_proto.forks.openssl import NO_FORK
 log = structlog.get_logger(__name__)
 
 LOOK_EVERY_S = 1.0
-"""How often it is looked whether the files have changed."""
+"""Interval between checks for changed files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class TlsFiles:
     """Paths of the three PEM files."""
 
     ca: Path
-    """Certificates of the authorities that signed those of the other processes."""
+    """Certificates of the authorities that signed the other processes' certificates."""
     cert: Path
-    """This process' certificate, and those between it and the authority."""
+    """This process's certificate, and those between it and the authority."""
     key: Path
     """The certificate's private key, without a passphrase."""
 
     def environment(self) -> dict[str, str]:
-        """The variables by which another process finds them."""
+        """Return the environment variables that name these files for another process."""
         return {
             "SHOAL_TLS_CA": str(self.ca.resolve()),
             "SHOAL_TLS_CERT": str(self.cert.resolve()),
@@ -45,19 +45,19 @@ class TlsMaterial:
     cert: bytes
     key: bytes
     server: ssl.SSLContext
-    """For taking connections: the other end must have a certificate."""
+    """Context for accepting connections: the other end must have a certificate."""
     open: ssl.SSLContext
-    """For taking connections of callers that need have no certificate: browsers."""
+    """Context for accepting connections of callers that need no certificate: browsers."""
     client: ssl.SSLContext
-    """For making connections, to a name of `shoal_proto.tls.names`. Another one with each renewal:
-    an authority that the files do not have any more is not trusted any more."""
+    """Context for making connections, to a name of `shoal_proto.tls.names`. A new one with each
+    renewal: an authority that was removed from the files is no longer trusted."""
 
 
 class TlsIdentity:
     """The files of one process. Thread-safe.
 
-    Files that change are read anew, at most a second later, for all connections from then on. What
-    does not fit together, as while one of them is not written yet, is left until it does.
+    Changed files are read within a second, and used for all later connections. Files that do not
+    fit each other, for example because one is not written yet, are ignored until they do.
     """
 
     def __init__(self, files: TlsFiles) -> None:
@@ -72,7 +72,7 @@ class TlsIdentity:
     @property
     def material(self) -> TlsMaterial:
         """Current material: the same object as long as the files have not changed."""
-        # Who forks finds neither lock held by another thread.
+        # A fork waits for NO_FORK: so the child finds neither lock held by another thread.
         with NO_FORK, self._lock:
             if time.monotonic() - self._looked_s >= LOOK_EVERY_S:
                 self._looked_s = time.monotonic()
@@ -105,7 +105,7 @@ def _read(files: TlsFiles) -> TlsMaterial:
         ca, cert, key = (each.read_bytes() for each in (files.ca, files.cert, files.key))
         server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         server.verify_mode = ssl.CERT_REQUIRED
-        # A connection is for long: nothing is gained by tickets, and each is a message more.
+        # Connections are long: session tickets save nothing, and each is one more message.
         server.num_tickets = 0
         anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

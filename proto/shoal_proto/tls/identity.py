@@ -1,7 +1,7 @@
-"""The certificate of this process, which all its connections go by.
+"""The certificate of this process, which all its connections use.
 
-A process has one, as it has one user: it is set where the process starts (the command line, or
-`from_environment` for a script), and read wherever a connection is made or taken. None: no TLS.
+A process has at most one. It is set where the process starts (the command line, or
+`from_environment` for a script), and read wherever a connection is made or accepted. None: no TLS.
 """
 
 import os
@@ -22,12 +22,12 @@ _own: TlsIdentity | None = None
 
 
 def own() -> TlsIdentity | None:
-    """The certificate of this process; None where it speaks without TLS."""
+    """Return the certificate of this process; None if it does not use TLS."""
     return _own
 
 
 def use(files: TlsFiles | None) -> None:
-    """Have the connections that are made from now on go by these files. Raises InvalidSpec."""
+    """Use these files for all connections from now on. Raises InvalidSpec."""
     global _own  # noqa: PLW0603 - one for the process, as a user id is
     if files is None:
         _own = None
@@ -54,8 +54,8 @@ def chosen(
     key: Path | None,
     *roles: CertificateRole,
 ) -> TlsFiles | None:
-    """The three files where they are given, or the first role's in the folder that are there; None
-    if nothing was given. Raises InvalidSpec for a part of them, or a folder without them."""
+    """Return the three given files, or those in the folder as `in_folder` does; None if nothing is
+    given. Raises InvalidSpec if only some of the files are given, or the folder lacks them."""
     if ca is not None and cert is not None and key is not None:
         return TlsFiles(ca=ca, cert=cert, key=key)
     if ca is not None or cert is not None or key is not None:
@@ -69,7 +69,8 @@ def chosen(
 
 
 def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
-    """The files of the first of the roles that has some there. Raises InvalidSpec."""
+    """Return the files of the first of the roles that has some in the folder. Raises
+    InvalidSpec."""
     for role in roles:
         cert, key = folder / f"{role.value}.crt", folder / f"{role.value}.key"
         if cert.exists() and key.exists():
@@ -84,9 +85,8 @@ def in_folder(folder: Path, *roles: CertificateRole) -> TlsFiles:
 
 
 def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | None:
-    """The files for a cluster of this user on this machine that serves at one of these addresses,
-    of the first of the roles that has some; None where there is no such cluster, or it speaks plain
-    text. Raises InvalidSpec."""
+    """Return the files for a cluster of this user on this machine that serves at one of these
+    addresses, as `in_folder` does; None if there is no such cluster. Raises InvalidSpec."""
     found = local_clusters.find(addresses)
     return None if found is None else in_folder(found.certificates, *roles)
 
@@ -94,9 +94,9 @@ def files_at(addresses: Iterable[str], *roles: CertificateRole) -> TlsFiles | No
 def from_environment(
     environment: Mapping[str, str] | None = None, addresses: Iterable[str] = ()
 ) -> TlsFiles | None:
-    """A worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or the folder SHOAL_TLS;
-    where none of them is set, those for a local cluster at one of the addresses of coordinators.
-    None without all of these. Raises InvalidSpec."""
+    """Return a worker's files: SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or those in the
+    folder SHOAL_TLS. If none of these is set: the files for a local cluster at one of the
+    coordinators' addresses, or None if there is none. Raises InvalidSpec."""
     variables = os.environ if environment is None else environment
     ca, cert, key = (Path(text) if (text := variables.get(name)) else None for name in VARIABLES)
     folder = variables.get(FOLDER_VARIABLE)
@@ -105,6 +105,6 @@ def from_environment(
 
 
 def without_tls(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment for processes that speak without it."""
+    """Return the environment for processes that do not use TLS."""
     names = {*VARIABLES, FOLDER_VARIABLE}
     return {name: value for name, value in environment.items() if name not in names}

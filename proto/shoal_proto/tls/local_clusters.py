@@ -1,11 +1,11 @@
 """Records of the clusters that this user runs on this machine. Commands and scripts of a user find
 a cluster's certificates by its address alone.
 
-A cluster is a file in a folder that is this user's alone. Its file is locked for as long as the
-cluster is up: what a killed one left counts for nothing, and is removed by the next that starts.
+Each cluster has a file in a folder that only this user can access. The file is locked as long as
+the cluster is up: the file of a killed cluster is ignored, and removed when another one starts.
 
-The folder is below /tmp, whatever TMPDIR says: job schedulers and test runners set that anew for
-every process that they start. It is below TMPDIR only if /tmp has no room for one.
+The folder is below /tmp, whatever TMPDIR is: job schedulers and test runners set TMPDIR anew for
+every process that they start. It is below TMPDIR only if it cannot be made in /tmp.
 """
 
 import fcntl
@@ -40,13 +40,13 @@ class LocalClusterRecord:
     pages: Sequence[str] = ()
     """host:port of the pages alone."""
     etcd: Sequence[str] = ()
-    """host:port of the etcd that was started for it."""
+    """host:port of the etcd that was started for the cluster."""
     certificates: Path
     """The folder with a certificate for each role."""
 
 
 class Announcement:
-    """Makes a cluster known to this user's other processes, until `close` or this process' end."""
+    """Announces a cluster to this user's other processes, until `close` or this process's end."""
 
     def __init__(self, record: LocalClusterRecord) -> None:
         """Raises InvalidSpec if the folder cannot be made, or is another user's."""
@@ -56,24 +56,24 @@ class Announcement:
         self.path = directory / f"{name}.json"
         part = directory / f"{name}.part"
         self._file = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        # Locked before it has its name: who finds it finds it locked.
+        # Locked before it has its name: other processes never find it unlocked.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.write(self._file, json.dumps(_as_json(record)).encode())
         part.rename(self.path)
 
     def touch(self) -> None:
-        """Show whoever clears directories for temporary files of old ones that this is in use."""
+        """Keep the file from being deleted by programs that clear old temporary files."""
         os.utime(self._file)
 
     def close(self) -> None:
-        """Take it back."""
+        """Remove the file."""
         self.path.unlink(missing_ok=True)
         os.close(self._file)
 
 
 def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
-    """The cluster of this user that serves at one of these, each HOST:PORT or a URL; None if there
-    is none. Only addresses of this machine itself are looked for."""
+    """Return the cluster of this user that serves at one of these addresses, each HOST:PORT or a
+    URL; None if there is none. Only loopback addresses can match."""
     wanted = {found for each in addresses if (found := _local(each))}
     if not wanted:
         return None
@@ -81,7 +81,7 @@ def find(addresses: Iterable[str]) -> LocalClusterRecord | None:
 
 
 def running() -> Sequence[LocalClusterRecord]:
-    """Records of this user's clusters that are up on this machine."""
+    """Return the records of this user's clusters that are up on this machine."""
     return tuple(_running())
 
 
@@ -105,7 +105,7 @@ def _running() -> Iterator[LocalClusterRecord]:
         except (OSError, ValueError, KeyError, TypeError) as error:
             log.warning("local_cluster_not_read", path=str(path), reason=repr(error))
             continue
-        # The same loopback address is another cluster's in another network namespace.
+        # In another network namespace, the same loopback address is another cluster's.
         if network == _network():
             yield found
 
@@ -136,13 +136,14 @@ def _is_locked(descriptor: int) -> bool:
 
 
 def _folders() -> Sequence[Path]:
-    """Places of this user's folder, the one that is wanted first."""
+    """Return the possible paths of this user's folder, the preferred one first."""
     parents = dict.fromkeys((_PARENT, Path(tempfile.gettempdir())))
     return [parent / f"shoal-clusters-{os.geteuid()}" for parent in parents]
 
 
 def _made_folder() -> Path:
-    """The first place that is, or becomes, this user's own folder. Raises InvalidSpec."""
+    """Return the first path that is, or becomes, a private folder of this user. Raises
+    InvalidSpec."""
     seen = []
     for directory in _folders():
         try:
@@ -175,7 +176,7 @@ def _is_private(directory: Path) -> bool:
 
 
 def _network() -> int:
-    """Inode of the network namespace of this process; 0 if the kernel does not give it."""
+    """Return the inode of this process's network namespace; 0 if the kernel does not give it."""
     try:
         return os.stat("/proc/self/ns/net").st_ino  # noqa: PTH116 - what a link of /proc leads to
     except OSError:
@@ -183,7 +184,7 @@ def _network() -> int:
 
 
 def _local(address: str) -> str:
-    """host:port on loopback, written one way; empty: it is elsewhere, or no address."""
+    """Return host:port on loopback in one form; empty if the address is elsewhere or invalid."""
     try:
         parts = urlsplit(address if "://" in address else f"//{address}")
         host, port = parts.hostname, parts.port

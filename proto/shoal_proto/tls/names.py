@@ -1,10 +1,10 @@
 """Identity of a certificate's holder: a role, a name, and for some a job or a series.
 
-The role stands in a URI, as SPIFFE has it: `spiffe://shoal/worker/NAME`, or with the job that the
-holder is bound to, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound
-to one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. A process that serves has a DNS name
-of its role besides, by which its callers know it, whatever address they reach it at: certificates
-need no addresses, and a worker's certificate does not pass as a server's.
+The identity is a URI in SPIFFE's form: `spiffe://shoal/worker/NAME`, or with the job to which the
+holder is bound, `spiffe://shoal/worker/NAME/job/JOB`. A reader of published weights may be bound to
+one series: `spiffe://shoal/reader/NAME/series/JOB/SERIES`. The certificate of a process that serves
+also has the DNS name of its role, which callers check whatever address they connect to. So
+certificates need no addresses, and a worker's certificate is not accepted as a server's.
 """
 
 from collections.abc import Iterable
@@ -16,6 +16,7 @@ from shoal_proto.names import is_name, is_series
 
 COORDINATOR_NAME = "coordinator.shoal"
 SERVER_NAME = "server.shoal"
+READER_NAME = "reader.shoal"
 URI_START = "spiffe://shoal/"
 
 
@@ -30,7 +31,12 @@ class CertificateRole(Enum):
     READER = "reader"
 
 
-SERVES_AS = {CertificateRole.COORDINATOR: COORDINATOR_NAME, CertificateRole.SERVER: SERVER_NAME}
+SERVES_AS = {
+    CertificateRole.COORDINATOR: COORDINATOR_NAME,
+    CertificateRole.SERVER: SERVER_NAME,
+    # To other readers of its series, if it is a relay.
+    CertificateRole.READER: READER_NAME,
+}
 """The DNS name in the certificates of a role that serves."""
 
 
@@ -41,9 +47,9 @@ class Caller:
     role: CertificateRole
     name: str
     job: str = ""
-    """The only job that it may act in; empty: any."""
+    """The only job in which the caller may act; empty: any."""
     series: str = ""
-    """Of a reader: the only series that it may read, as JOB/NAME; empty: any."""
+    """The only series that a reader may read, as JOB/NAME; empty: any."""
 
     def __str__(self) -> str:
         bound = f" of job {self.job}" if self.job else ""
@@ -59,8 +65,8 @@ class Caller:
 
 
 def caller_among(names: Iterable[bytes]) -> Caller | None:
-    """The holder of a certificate with these alternative names; None if none of them, or more than
-    one, is of Shoal's form."""
+    """Return the holder of a certificate with these alternative names; None unless exactly one of
+    them has Shoal's form."""
     found = [name for name in names if name.startswith(URI_START.encode())]
     return _read(found[0]) if len(found) == 1 else None
 

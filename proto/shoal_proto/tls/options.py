@@ -1,4 +1,4 @@
-"""The options of a command by which its process speaks TLS."""
+"""Options of commands for TLS."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,12 +37,11 @@ class TlsOptions:
         CertificateRole.OPERATOR,
         CertificateRole.VIEWER,
     )
-    """Whose certificate is taken from the folder: the first that is there."""
+    """Roles whose certificate may be taken from the folder: the first that is there."""
 
     @property
     def files(self) -> TlsFiles | None:
-        """The files that were given, or those in the folder; None without TLS. Raises
-        InvalidSpec."""
+        """The given files, or those in the folder; None without TLS. Raises InvalidSpec."""
         return self.files_of(*self.roles)
 
     @property
@@ -51,7 +50,7 @@ class TlsOptions:
         return ()
 
     def files_of(self, *roles: CertificateRole) -> TlsFiles | None:
-        """Files as `files` gives them, for other roles if a folder was given."""
+        """Return `files` for other roles."""
         return chosen(self.folder, self.ca, self.cert, self.key, *roles)
 
 
@@ -66,5 +65,5 @@ class LauncherTls(TlsOptions):
 
 _FLAT = Parameter(name="*")
 TlsOption = Annotated[TlsOptions, _FLAT]
-"""The field of a command's config that has them."""
+"""Type of the field with these options in a command's config."""
 LauncherTlsOption = Annotated[LauncherTls, _FLAT]

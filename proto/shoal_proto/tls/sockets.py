@@ -1,28 +1,44 @@
-"""TLS over a socket that is connected to a parameter server. Blocks."""
+"""TLS over a socket that is connected to a parameter server, or to a relay. Blocks."""
 
 import socket
 
-from shoal_proto.forks.openssl import secured_client
+from shoal_proto.forks.openssl import secured_client, secured_server
 from shoal_proto.tls import identity
 from shoal_proto.tls.names import SERVER_NAME
 
 HANDSHAKE_S = 3.0
 
 
-def secured(connected: socket.socket) -> socket.socket:
-    """The connection to a parameter server, within TLS if it leads to another machine and this
-    process has a certificate; the one that was given is not to be used any more then.
+def secured(connected: socket.socket, name: str = SERVER_NAME) -> socket.socket:
+    """Return the connection to a process that serves as `name`, within TLS if it is not a Unix
+    socket and this process has a certificate. Use only the result from then on.
 
-    Raises OSError, and has closed the connection then.
+    Raises OSError, after closing the connection.
     """
     own = identity.own()
     if own is None or connected.family == socket.AF_UNIX:
         return connected
     try:
-        context = own.material.client
+        client = own.material.client
     except BaseException:
         connected.close()
         raise
-    secured = secured_client(connected, context, SERVER_NAME, HANDSHAKE_S)
+    secured = secured_client(connected, client, name, HANDSHAKE_S)
+    secured.settimeout(HANDSHAKE_S)
+    return secured
+
+
+def accepted(connected: socket.socket) -> socket.socket:
+    """Return a connection that this process has accepted, as `secured` does: the other end needs a
+    certificate, too."""
+    own = identity.own()
+    if own is None or connected.family == socket.AF_UNIX:
+        return connected
+    try:
+        server = own.material.server
+    except BaseException:
+        connected.close()
+        raise
+    secured = secured_server(connected, server, HANDSHAKE_S)
     secured.settimeout(HANDSHAKE_S)
     return secured

@@ -2,7 +2,7 @@
 
 SHOAL_TRACES=otlp turns them on: spans go by OTLP over HTTP to OTEL_EXPORTER_OTLP_ENDPOINT
 (http://localhost:4318 by default). A program that has set up OpenTelemetry itself calls `use`. A
-caller's span travels in the token of its request.
+caller's span is sent in the token of its request.
 """
 
 import os
@@ -18,19 +18,19 @@ _HEADER = "traceparent"
 
 class _Tracing:
     tracer: Any = None
-    """OpenTelemetry's; None: off."""
+    """OpenTelemetry's tracer; None: traces are off."""
 
 
 class Carrier(Protocol):
-    """A token, as far as traces go."""
+    """The field of a token that carries a span."""
 
     traceparent: str
 
 
 def from_environment(part: str) -> None:
     """Turn traces on if the environment asks for them, as those of the service `shoal PART` unless
-    OTEL_SERVICE_NAME says otherwise. Raises InvalidSpec for a way there is not, or where the
-    package is missing."""
+    OTEL_SERVICE_NAME is set. Raises InvalidSpec for an unknown value, or if the package is
+    missing."""
     way = os.environ.get(VARIABLE, "")
     if not way or _Tracing.tracer is not None:
         return
@@ -59,14 +59,14 @@ def from_environment(part: str) -> None:
 
 
 def use(provider: Any) -> None:
-    """Let spans go to this OpenTelemetry TracerProvider; None: to nobody."""
+    """Send spans to this OpenTelemetry TracerProvider; None: turn traces off."""
     _Tracing.tracer = None if provider is None else provider.get_tracer("shoal")
 
 
 @contextmanager
 def span(name: str, token: Carrier | None = None) -> Iterator[None]:
-    """A span around what the block does, of which the calls that it makes are part. With a `token`
-    that came with a call, it is part of the caller's span. Costs nothing while traces are off."""
+    """Make a span around the block; calls from the block are part of it. With the `token` of a
+    received call, the span is part of the caller's. Costs nothing while traces are off."""
     tracer = _Tracing.tracer
     if tracer is None:
         yield
@@ -77,7 +77,7 @@ def span(name: str, token: Carrier | None = None) -> Iterator[None]:
 
 @contextmanager
 def part(name: str) -> Iterator[None]:
-    """A span as `span` makes it, but only within another one: it never begins a trace."""
+    """Make a span as `span` does, but only within another one: it never begins a trace."""
     if _Tracing.tracer is None or not _carried():
         yield
         return
@@ -86,8 +86,8 @@ def part(name: str) -> Iterator[None]:
 
 
 class OngoingSpan:
-    """A span that lasts over what several threads do, or a generator, which say what is part of it.
-    Ends with its `with` statement, or its first `end`."""
+    """A span over the work of several threads or of a generator: blocks of `within` are part of it.
+    Ends with its `with` statement, or the first `end`."""
 
     def __init__(self, name: str, token: Carrier | None = None) -> None:
         """Begin the span now. `token`: as for `span`."""
@@ -96,7 +96,7 @@ class OngoingSpan:
 
     @contextmanager
     def within(self) -> Iterator[None]:
-        """Make what the block does part of the span, unless that has ended."""
+        """Make the block part of the span, unless the span has ended."""
         span = self._span
         if span is None:
             yield
@@ -119,13 +119,13 @@ class OngoingSpan:
 
 
 def mark(token: Carrier) -> None:
-    """Let the token say which span the call with it belongs to."""
+    """Set the token's span to the current one."""
     if _Tracing.tracer is not None:
         token.traceparent = _carried()
 
 
 def carried() -> str:
-    """The span that is under way, as tokens say it; empty: none, or traces are off."""
+    """Return the current span, as tokens carry it; empty: none, or traces are off."""
     return "" if _Tracing.tracer is None else _carried()
 
 

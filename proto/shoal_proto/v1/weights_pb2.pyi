@@ -868,7 +868,7 @@ class SeriesView(_message.Message):
 
     @_builtins.property
     def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderView]:
-        """In answers to Watch only those that pass versions on."""
+        """Not in answers to Watch."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -917,7 +917,7 @@ class ReaderView(_message.Message):
     """
     seen_unix_s: _builtins.float
     serves_at: _builtins.str
-    """host:port at which it passes on what it has installed; empty: it does not."""
+    """Of a relay: see ReaderReport."""
     fetch_s: _builtins.float
     fetch_bytes: _builtins.int
     @_builtins.property
@@ -962,6 +962,9 @@ class ReaderReport(_message.Message):
     installed: _builtins.int
     installed_digest: _builtins.bytes
     serves_at: _builtins.str
+    """Of a relay: host:port at which other relays fetch from it what it has, or is fetching, by the calls
+    WeightStore.OpenBulk and SEGMENT_FETCH. Empty: the reader passes nothing on.
+    """
     leaving: _builtins.bool
     """The reader ends: its leases end now."""
     fetch_s: _builtins.float
@@ -1001,21 +1004,29 @@ class ReaderReportReply(_message.Message):
     LEASE_S_FIELD_NUMBER: _builtins.int
     LEASED_FIELD_NUMBER: _builtins.int
     GONE_FIELD_NUMBER: _builtins.int
+    RELAYS_FIELD_NUMBER: _builtins.int
     lease_s: _builtins.float
     @_builtins.property
     def leased(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def relays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """For each of `leased`: host:port of the relay to fetch it from; empty: from the servers, as also if that relay
+        fails. Only relays are sent to relays.
+        """
+
     def __init__(
         self,
         *,
         lease_s: _builtins.float = ...,
         leased: _abc.Iterable[_builtins.int] | None = ...,
         gone: _abc.Iterable[_builtins.int] | None = ...,
+        relays: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "lease_s", b"lease_s", "leased", b"leased"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gone", b"gone", "lease_s", b"lease_s", "leased", b"leased", "relays", b"relays"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The Clocks service: decides who may begin a step in jobs with a staleness bound.
+"""The Clocks service: decides which members may begin a step in jobs with a staleness bound.
 
 State is in memory only and is lost with the leader. A successor does not ask for it, but lets no
 member advance until each member that trained under the last leader has reported its clock again,
@@ -119,7 +119,7 @@ class ClocksService(ClocksServicer):
         self._jobs[job] = _Job(Clocks(trainers, self._clock()))
 
     def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
-        """Remove the clock of a process that was lost or left: nobody waits for it any longer."""
+        """Remove the clock of a process that was lost or left: no member waits for it then."""
         known = self._jobs.get(job)
         if known is not None:
             known.clocks.remove(MemberProcess(member_id, incarnation))

@@ -42,7 +42,7 @@ class CoordinatorConfig:
     reach: Annotated[CoordinatorServing, FLAT] = field(default_factory=CoordinatorServing)
     listen: ListenAddress = "7700"
     http: Annotated[str, Parameter(metavar="[HOST:]PORT")] = "7780"
-    """Where to serve the status page and its API. A port alone: at --bind."""
+    """Address of the status page and its API. A port alone: at --bind."""
     http_hosts: Annotated[Sequence[str], Parameter(name="--http-host", metavar="NAME")] = ()
     """Further host name by which browsers and tools may reach the page, such as that of a load
     balancer or an ingress. Addresses, names without a dot and this machine's names are always
@@ -50,11 +50,11 @@ class CoordinatorConfig:
     browser that reaches it."""
     http_tokens: Annotated[Path | None, Parameter(metavar="FILE")] = None
     """Let only holders of a token read the page and its API, and only operators act: `shoal token`
-    makes tokens and this file. Without it, everybody who reaches the port may do both."""
+    makes tokens and this file. Without it, every caller that reaches the port may do both."""
     http_clients: Annotated[HttpClients, Parameter(show_default=True)] = "certificate"
-    """Who may connect to the page over TLS. certificate: holders of a certificate from the
-    cluster's authority. token: everybody, but reading needs a token; for browsers. user: a page on
-    loopback without TLS, for this user and root; others need a token."""
+    """Proof required of callers of the page. certificate: over TLS, a certificate from the
+    cluster's authority. token: over TLS, a token; for browsers. user: on loopback without TLS, a
+    process of this user or root; others need a token."""
     advertise: AdvertisedAddress = ""
     ready_file: ReadyFile = None
     limits: Annotated[Limits, FLAT] = field(default_factory=Limits)

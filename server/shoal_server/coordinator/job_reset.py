@@ -1,8 +1,8 @@
 """Reset of a job under its name: all its keys are deleted in one transaction.
 
-A crash before that transaction leaves the old job, a crash after it a free name. What survives on
-parameter servers or in a suspended process is told apart by its run: servers drop shards whose
-record is gone or belongs to another run, and generation numbers keep rising (`EarlierRuns`).
+A crash before that transaction leaves the old job, a crash after it a free name. Shards and
+processes that survive the reset are recognised by their run: servers drop shards whose record is
+gone or belongs to another run, and generation numbers keep rising (`EarlierRuns`).
 """
 
 from collections.abc import Sequence
@@ -105,7 +105,7 @@ class JobReset:
                 expelled = list(actor.job.table.expelled)
                 earlier = earlier.with_run(actor.job.last_generation, expelled)
             else:
-                # This coordinator could not take over the job: its keys tell the last generation.
+                # This coordinator could not take over the job: its keys have the last generation.
                 earlier = earlier.with_run(_newest_generation(job, held), ())
             await self._jobs.apply(_operations(earlier, keeps_runs=not forgets_processes))
             if forgets_processes:

@@ -106,7 +106,7 @@ class KeySpace:
             raise gathering.error
 
     def _forget(self, keys: tuple[str, ...]) -> None:
-        """Drop a gathering on which nobody waits any longer."""
+        """Drop a gathering for which no call waits any longer."""
         for key in self._gatherings.pop(keys).missing:
             self._waiting[key].remove(keys)
             if not self._waiting[key]:

@@ -24,10 +24,10 @@ class RetentionPolicy:
     """A job that has had no members for this long has failed; `shoal retry` lets workers join it
     again. Each new leader counts from zero. inf: never."""
     records_s: Annotated[float, _option("--retention-s")] = DAY_S
-    """How long a job's generations, samples and (unless it finished) parameters are kept after its
-    end. inf: forever."""
+    """Time for which a job's generations, samples and (unless it finished) parameters are kept
+    after its end. inf: for ever."""
     summary_s: Annotated[float, _option("--summary-retention-s")] = 30 * DAY_S
-    """How long a job's summary is kept after its end. Then its name is free again. inf: for
+    """Time for which a job's summary is kept after its end; then its name is free again. inf: for
     ever."""
 
     def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from prometheus_client.metrics_core import Metric
 
 from shoal_proto.errors import RetryError
 from shoal_proto.incarnation import new_incarnation
+from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server
@@ -31,7 +32,6 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened
 from shoal_server.parameters.allocator import keep_freed_memory
-from shoal_server.parameters.bulk.offers import BulkOffers
 from shoal_server.parameters.cluster import predecessor
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.cluster.registration import Registration, ServerIdentity

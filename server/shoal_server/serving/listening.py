@@ -92,7 +92,7 @@ def is_loopback(host: str) -> bool:
 
 
 def opened(listens: Mapping[str, str]) -> dict[str, str]:
-    """Those of the addresses (host:port by service) that other machines can reach."""
+    """The addresses (host:port by service) that other machines can reach."""
     return {
         name: address
         for name, address in listens.items()

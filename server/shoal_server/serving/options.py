@@ -71,8 +71,8 @@ class ServingOptions(TlsOptions):
 
     bind: BindAddress = LOOPBACK
     insecure: Annotated[bool, Parameter(name="--insecure")] = False
-    """Serve without TLS on an address that other machines can reach. Everybody who reaches it can
-    read parameters and end jobs."""
+    """Serve without TLS on an address that other machines can reach. Every caller that reaches it
+    can read parameters and end jobs."""
 
     def check(self, listens: Mapping[str, str]) -> None:
         """Raise InvalidSpec if other machines reach an address without TLS, and `--insecure` is not

@@ -115,9 +115,10 @@ def _add_members(api: APIRouter, reading: StatusQueries) -> None:
         responses=REPORT_REFUSED,
     )
     async def report(job: JobName, member: MemberId, health: HealthReport) -> None:
-        """Posted by a worker every second or so. It informs people; liveness is decided elsewhere.
+        """Keep a worker's report, which it posts about once a second. The report is only displayed,
+        and has no effect on liveness.
 
-        Of each member the latest report and its newest losses are kept.
+        The latest report and the newest losses of each member are kept.
         """
         reading.report(job, member, health)
 
@@ -149,9 +150,7 @@ def _add_history(api: APIRouter, reading: StatusQueries) -> None:
         limit: Annotated[int, Query(ge=1, le=MAX_EVENTS)] = 100,
         details: Annotated[
             bool,
-            Query(
-                description="Also the details in between, which other events sum up in one line."
-            ),
+            Query(description="Include events whose details another event sums up in one line."),
         ] = True,
     ) -> EventsView:
         """Events of the job, oldest first; the newest 1000 are kept."""

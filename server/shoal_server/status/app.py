@@ -1,4 +1,4 @@
-"""The FastAPI app of a coordinator, built from what it shows."""
+"""The FastAPI app of a coordinator's status endpoint."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from shoal_server.status.reading import StatusQueries
 from shoal_server.status.source import StatusSource
 from shoal_server.status.views import Readiness
 
-DESCRIPTION = """What a Shoal coordinator knows: jobs, members, generations with their reasons,
+DESCRIPTION = """State of a Shoal coordinator: jobs, members, generations with their reasons,
 parameter shards and events. Workers report their health here. Every failure is answered with JSON:
 `kind`, `what`, `seen`, `expected`, `fix`. Liveness of members never depends on this API."""
 
@@ -37,11 +37,11 @@ def build_app(
     guard: Guard | None = None,
     operations: Operations | None = None,
 ) -> FastAPI:
-    """An app that shows `source` and `board`; serve it with `serve.StatusServer`. `measures`: what
-    the metrics tell of the process beside them.
+    """Make an app that shows `source` and `board`; serve it with `serve.StatusServer`, on the event
+    loop of source and board.
 
-    It must run on the event loop that source and board belong to. `calls`: those over gRPC, for
-    the metrics. `guard`: who is let in; without one, everybody.
+    `measures`: measurements of this process, for the metrics. `calls`: counts of gRPC calls, for
+    the metrics. `guard`: decides which callers are admitted; by default all are.
     """
     bounds, guard = bounds or HttpBounds(), guard or Guard()
     # The pages that FastAPI offers for its schema load scripts from a CDN: they stay off.
@@ -81,7 +81,7 @@ def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessM
     )
     async def readyz(response: Response, standby: bool = False) -> Readiness:
         """200 while this coordinator leads and reaches etcd; 503 with the reason otherwise. With
-        `standby` also 200 while it knows another one that leads, and would take over from it."""
+        `standby`, also 200 while another coordinator leads, from which this one would take over."""
         readiness = reading.source.readiness()
         stands_by = standby and bool(readiness.leader)
         response.status_code = 200 if readiness.ready or stands_by else 503
@@ -89,5 +89,5 @@ def _add_probes(app: FastAPI, reading: StatusQueries, measures: metrics.ProcessM
 
     @app.get("/metrics", summary="Prometheus metrics", tags=["probes"], response_class=Response)
     async def prometheus() -> Response:
-        """Computed when asked for; names end in their unit."""
+        """Metrics, computed for each request; names end in their unit."""
         return Response(await metrics.render(reading, measures), media_type=CONTENT_TYPE_LATEST)

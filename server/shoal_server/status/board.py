@@ -29,14 +29,14 @@ DETAILS = frozenset(
         *("phase_aborted", "phase_running", "shards_copied"),
     }
 )
-"""Kinds of events that lead to what `generation_changed` tells in one line."""
+"""Kinds of events that `generation_changed` sums up in one line."""
 
 
 @dataclass(kw_only=True)
 class _MemberHealth:
     latest: HealthView
     step: int = 0
-    """The newest that it said: one that was wrong is mended by the next report."""
+    """Step in the newest report: a wrong one is corrected by the next report."""
     losses: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=MAX_LOSSES))
 
 
@@ -46,7 +46,7 @@ class _JobBoard:
     health: OrderedDict[str, _MemberHealth] = field(default_factory=OrderedDict)
     num_reports: int = 0
     gone_highest_step: int = 0
-    """Of processes that others have taken the place of, as they reported last."""
+    """Highest step that a replaced process reported last."""
     gone_total_steps: int = 0
     last_loss: float | None = None
     event_counts: Counter[str] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class _JobBoard:
     snapshot_unix_s: float | None = None
 
     def replace(self, member_id: str, health: HealthView) -> _MemberHealth:
-        """A process that has not reported before is that member now."""
+        """Start the record of a member's new process, and settle that of its former one."""
         if (before := self.health.pop(member_id, None)) is not None:
             self.settle(before)
         fresh = self.health[member_id] = _MemberHealth(latest=health)
@@ -79,21 +79,21 @@ class _JobBoard:
 class StatusBoard:
     """Health and events of the newest 256 jobs. It belongs to one event loop and does no I/O.
 
-    Of each job it keeps the newest 1000 events, and the latest report and 60 losses of each of
+    For each job it keeps the newest 1000 events, and the latest report and 60 losses of each of
     the 4096 members that reported last.
     """
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
         self._jobs: OrderedDict[str, _JobBoard] = OrderedDict()
-        # The clock sets the first id, so that ids go on rising when a coordinator is replaced;
-        # in thousandths, so that events of less than 1000 a second cannot overtake it.
+        # Ids start at the clock's milliseconds, so that they rise from leader to leader as long as
+        # there are fewer than 1000 events a second.
         self._last_event_id = int(clock() * 1000)
 
     def event(
         self, job: str, kind: str, reason: str, *, member_id: str = "", generation: int = 0
     ) -> EventView:
-        """Note something that happened. `kind` is in the past tense, as in the log."""
+        """Record an event. `kind` is in the past tense, as in the log."""
         self._last_event_id += 1
         event = EventView(
             id=self._last_event_id,
@@ -110,12 +110,12 @@ class StatusBoard:
         return event
 
     def runs(self, job: str, story: ChangeSummary) -> None:
-        """A generation has come to run. Its story is told as soon as it is whole, or by
-        `log_due_reports`."""
+        """Record that a generation runs. The change is logged once a member has reported its pause,
+        or by `log_due_reports`."""
         self._tell(job, self._board(job).stories.runs(story, self._clock()))
 
     def log_due_reports(self, job: str) -> None:
-        """Tell what has waited long enough for what members say of it."""
+        """Log a change that has waited long enough for reports of members."""
         if (board := self._jobs.get(job)) is not None:
             self._tell(job, board.stories.due(self._clock()))
 
@@ -125,12 +125,12 @@ class StatusBoard:
             self.event(job, "generation_changed", change.line, generation=change.generation)
 
     def snapshot_taken(self, job: str, unix_s: float, told: str) -> None:
-        """A snapshot of the job is complete, as of that time."""
+        """Record a complete snapshot of the job, taken at that time."""
         self._board(job).snapshot_unix_s = unix_s
         self.event(job, "snapshot_taken", told)
 
     def snapshot_unix_s(self, job: str) -> float | None:
-        """Time of the newest snapshot; None if this coordinator has seen none being taken."""
+        """Time of the newest snapshot that this coordinator has taken; None without one."""
         board = self._jobs.get(job)
         return board.snapshot_unix_s if board else None
 
@@ -150,11 +150,11 @@ class StatusBoard:
         return board.stories.totals if board else ChangeTotals()
 
     def measured(self, job: str, reading: Reading) -> None:
-        """Note how the job stands, for its charts."""
+        """Add a reading to the job's charts."""
         self._board(job).series.add(reading, self._clock())
 
     def reports(self, job: str) -> Mapping[str, HealthView]:
-        """The newest report of each member, those that are gone included."""
+        """The newest report of each member, including members that are gone."""
         board = self._jobs.get(job)
         return {name: each.latest for name, each in board.health.items()} if board else {}
 
@@ -166,7 +166,7 @@ class StatusBoard:
         extra_s: float,
         logged: Sequence[LoggedView] = (),
     ) -> None:
-        """Go on from what another leader kept."""
+        """Continue the history that an earlier leader stored."""
         board = self._board(job)
         board.logged.restore(logged)
         board.series.restore(series)
@@ -178,7 +178,7 @@ class StatusBoard:
         return (board.stories, board.series) if board else None
 
     def highest(self, job: str, figure: Literal["num_steps", "checkpoint_step"]) -> int | None:
-        """The highest that a member of the job has said; None if none has."""
+        """Highest value of a figure that a member of the job has reported; None if none has."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
         said = [getattr(course, figure) for course in courses if course is not None]
@@ -256,22 +256,22 @@ class StatusBoard:
             board.stories, board.series, board.logged = ChangeReports(), Series(), LoggedValues()
 
     def health(self, job: str, member_id: str, process: str) -> HealthView | None:
-        """The latest report of that very process, by its public id."""
+        """The latest report of the process with that public id; None if the member's is another."""
         known = self._health(job, member_id, process)
         return known.latest if known else None
 
     def losses(self, job: str, member_id: str, process: str) -> Sequence[tuple[int, float]]:
-        """(step, loss) of that process' last reports."""
+        """(step, loss) of the process's last reports."""
         known = self._health(job, member_id, process)
         return tuple(known.losses) if known else ()
 
     def num_reports(self, job: str) -> int:
-        """Health reports of the job since this coordinator started."""
+        """Number of health reports of the job since this coordinator started."""
         board = self._jobs.get(job)
         return board.num_reports if board else 0
 
     def highest_step(self, job: str) -> int:
-        """The highest step that a member of the job has reported, those that are gone included."""
+        """Highest step that a member of the job has reported, including members that are gone."""
         board = self._jobs.get(job)
         return board.highest_step if board else 0
 

@@ -1,4 +1,4 @@
-"""Views made of the core's own types, so that a coordinator need not spell them out."""
+"""Conversion of the core's types to views."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +27,7 @@ from shoal_server.status.views import (
 MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
 OWN_CODE_TOLD_S = 5.0
-"""A validation, a save: for less, nobody asks what is going on."""
+"""Minimum time in the script's own code (a validation, a save) that the page mentions."""
 MAX_AWAY = 3
 
 
@@ -36,7 +36,7 @@ class LastSeen:
     """A member's newest heartbeat."""
 
     at_s: float
-    """On the clock of the core's `now_s`."""
+    """Time on the clock of the core's `now_s`."""
     step: int
 
 
@@ -47,12 +47,12 @@ def job_view(
     records: Iterable[GenerationRecord] = (),
     now_s: float | None = None,
 ) -> JobView:
-    """A job as it stands.
+    """View of a job.
 
     `records` are its decided generations in any order, of which the newest 100 are shown (each
-    costs as much as its members do); `last_seen` maps member ids to heartbeats. The core's clock is
-    taken to be in Unix seconds. With `now_s`, on it, it is said for how long somebody has been
-    paused.
+    costs as much as its members do); `last_seen` maps member ids to heartbeats. The core's clock
+    must count Unix seconds. With `now_s`, on that clock, the view says for how long members have
+    been paused.
     """
     paused, away = job.why_paused(now_s), _in_own_code(job, now_s)
     roster = job.attempt or job.running or job.previous
@@ -118,7 +118,7 @@ def member_view(
 
 
 def quarantined_view(job: str, reason: str, since_unix_s: float) -> JobView:
-    """A job that the coordinator cannot go on with: that, and why, is all that it knows of it."""
+    """View of a quarantined job, of which the coordinator knows only the reason."""
     return JobView(
         job=job,
         phase=QUARANTINED,
@@ -207,8 +207,7 @@ def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
 
 
 def _while_away(view: MemberView, away: Mapping[str, str]) -> MemberView:
-    """The same member, if somebody that it trains with has been in the script's own code for long:
-    then the others wait for that one."""
+    """Add to a training member's view that it waits for members in the script's own code."""
     if view.state != "training" or not away:
         return view
     if own := away.get(view.member_id):
@@ -219,7 +218,7 @@ def _while_away(view: MemberView, away: Mapping[str, str]) -> MemberView:
 
 
 def _while_paused(view: MemberView, own: Pause | None, paused: str) -> MemberView:
-    """The same member, if somebody is paused: then all wait for that one."""
+    """Add to a member's view that it waits for the end of a pause, its own or another member's."""
     if own is not None:
         text = f"the end of its own pause: {own.reason}, {own.limit_s:g} s at the most"
         state = "paused" if view.state == "training" else view.state

@@ -10,11 +10,11 @@ from shoal_server.status.views import (
 )
 
 MAX_READERS = 200
-"""Shown of one series; readers whose bytes differ come first."""
+"""Maximum number of readers shown of one series; readers whose bytes differ come first."""
 
 
 def series_view(series: PublishedSeries) -> PublishedSeriesView:
-    """A series as people see it."""
+    """View of a series."""
     readers = [_reader_view(series, name, each) for name, each in series.readers.known.items()]
     readers.sort(key=lambda each: (not each.differs, each.reader_id))
     return PublishedSeriesView(

@@ -61,10 +61,10 @@ class HealthReport(HealthFigures):
 
     protocol: Annotated[int, Ge(0), Le(MAX_PROTOCOL)] = 0
     """The newest version of the protocol that the worker speaks. If it is later than the
-    coordinator's, figures of other names are passed over, and no mistake."""
+    coordinator's, unknown figures are ignored and not refused."""
     incarnation: Annotated[str, MinLen(1), MaxLen(64)]
-    """UUID of the process start that reports; another one than the member's is refused. A
-    secret of that process: it is not shown."""
+    """UUID of the process that reports, which must be the member's. It is a secret of that process
+    and is not shown."""
 
     @model_validator(mode="before")
     @classmethod

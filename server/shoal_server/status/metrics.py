@@ -1,7 +1,7 @@
-"""Metrics for Prometheus, computed from the source when they are asked for.
+"""Metrics for Prometheus, computed from the source at each scrape.
 
-Nothing is counted on the side, so nothing can drift from what the API shows, and the series of a
-job or member that is gone are gone with it.
+Nothing is counted separately, so metrics cannot drift from what the API shows, and the series of a
+job or member end with it.
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ KINDS = (
     *("collective_failed", "phase_aborted", "server_lost", "shards_lost", "shards_moved"),
     *("snapshot_taken", "job_quarantined"),
 )
-"""Events whose counters are there from the start: what is born at 1 has no increase to show."""
+"""Events that have counters from the start: a counter that first appears at 1 shows no increase."""
 MAX_OVER = 50
 
 
@@ -64,8 +64,8 @@ class ProcessMeasures:
 async def render(reading: StatusQueries, measures: ProcessMeasures) -> bytes:
     """All metrics in Prometheus' text format.
 
-    Of jobs that are over the newest 50 have series of their own; `shoal_jobs` counts them all.
-    Shards that cannot be read (etcd is away) are left out; everything else is still there.
+    Only the newest 50 of the ended jobs have series of their own; `shoal_jobs` counts them all.
+    Shards that cannot be read (etcd is away) are left out; all other metrics remain.
     """
     every = reading.source.jobs()
     over = sorted((j for j in every if j.state in OVER), key=lambda job: -job.since_unix_s)
@@ -122,7 +122,7 @@ class _Snapshot(Collector):
         yield loop_lag("coordinator", self.measures.loop_lag)
         yield CounterMetricFamily(
             "shoal_coordinator_leader_changes",
-            "Times that this coordinator has seen another one lead than before.",
+            "Changes of the leading coordinator that this one has seen.",
             value=self.measures.num_leader_changes(),
         )
         yield histogram(
@@ -133,7 +133,7 @@ class _Snapshot(Collector):
         num_bytes, num_keys = self.measures.rendezvous()
         yield GaugeMetricFamily(
             "shoal_coordinator_rendezvous_bytes",
-            "What the rendezvous stores of all generations in force hold, keys counted too.",
+            "Bytes in the rendezvous stores of all generations in force, including keys.",
             value=num_bytes,
         )
         yield GaugeMetricFamily(
@@ -198,25 +198,25 @@ class _Snapshot(Collector):
         )
         idle = CounterMetricFamily(
             "shoal_job_unproductive_seconds",
-            "Time in which it did not train: no generation ran, or members paused between two.",
+            "Time without training: no generation ran, or members paused between two.",
             labels=labels,
         )
         goodput = GaugeMetricFamily(
-            "shoal_job_goodput_ratio", "Share of its life in which it trained.", labels=labels
+            "shoal_job_goodput_ratio", "Share of the job's life spent training.", labels=labels
         )
         lost = CounterMetricFamily(
-            "shoal_job_lost_members", "Members that went without leave.", labels=labels
+            "shoal_job_lost_members", "Members that were lost.", labels=labels
         )
         steps = CounterMetricFamily(
             "shoal_job_lost_steps", "Steps that were committed and taken again.", labels=labels
         )
         recovery = HistogramMetricFamily(
             "shoal_job_recovery_seconds",
-            "From the last step before a change to the first one after, beyond what a step takes.",
+            "Time from the last step before a change to the first one after, less that of a step.",
             labels=labels,
         )
         age = GaugeMetricFamily(
-            "shoal_job_snapshot_age_seconds", "Since the newest snapshot.", labels=labels
+            "shoal_job_snapshot_age_seconds", "Time since the newest snapshot.", labels=labels
         )
         for job in self.jobs:
             summary, totals = self.reading.summary(job), board.change_totals(job.job)
@@ -235,7 +235,7 @@ class _Snapshot(Collector):
     def _members(self) -> Iterator[Metric]:
         labels = ["job", "member"]
         age = GaugeMetricFamily(
-            "shoal_member_last_seen_age_seconds", "Since the last sign of life.", labels=labels
+            "shoal_member_last_seen_age_seconds", "Time since the last sign of life.", labels=labels
         )
         steps = GaugeMetricFamily(
             "shoal_member_progress_steps", "Optimizer steps of the member.", labels=labels
@@ -266,7 +266,7 @@ class _Snapshot(Collector):
 
     def _logged(self) -> Iterator[Metric]:
         newest = GaugeMetricFamily(
-            "shoal_job_logged_value", "What the script logged last.", labels=["job", "name"]
+            "shoal_job_logged_value", "Newest value logged by the script.", labels=["job", "name"]
         )
         for job in self.jobs:
             for name, (_, value) in self.reading.board.logged(job.job).newest().items():

@@ -19,7 +19,7 @@ MemberId = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Id of th
 _POSITION = "[0-9a-f]{1,64}-[0-9]{1,16}"
 REFUSED: dict[int | str, dict[str, Any]] = {
     400: {"model": ErrorBody, "description": "Both `after` and `before`."},
-    403: {"model": ErrorBody, "description": "Not for who asks."},
+    403: {"model": ErrorBody, "description": "The caller's role may not read output."},
     404: {"model": ErrorBody, "description": "No such job, or no such output."},
     422: {"model": ErrorBody, "description": "A position that no answer had."},
     503: {"model": ErrorBody, "description": "The launcher does not answer, or nobody leads."},
@@ -41,10 +41,10 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
         member: MemberId,
         request: Request,
         after: Annotated[
-            str | None, Query(pattern=f"^{_POSITION}$", description="Only what came since.")
+            str | None, Query(pattern=f"^{_POSITION}$", description="Only later lines.")
         ] = None,
         before: Annotated[
-            str | None, Query(pattern=f"^{_POSITION}$", description="Only what came before.")
+            str | None, Query(pattern=f"^{_POSITION}$", description="Only earlier lines.")
         ] = None,
     ) -> OutputView:
         """The newest lines of stdout and stderr, as the member's launcher keeps them."""
@@ -56,13 +56,13 @@ def router(source: StatusSource, guard: Guard) -> APIRouter:
 def _asker(guard: Guard, request: Request) -> CallerProof:
     """Caller of a request. Raises AccessDenied if its certificate's role may not read outputs."""
     if guard.tokens is not None:
-        return CallerProof(is_known=True)  # of those who have a token, all may read
+        return CallerProof(is_known=True)  # the holder of any token may read
     caller = caller_in(request.scope)
     if caller is None:
         return CallerProof()
     if caller.role not in READS_OUTPUT:
         raise AccessDenied(
-            f"what members print is not for a {caller.role.value}",
+            f"output of members is not for a {caller.role.value}",
             seen=f"the certificate of {caller}",
             expected=f"one of the role {' or '.join(sorted(r.value for r in READS_OUTPUT))}",
         )

@@ -35,16 +35,16 @@ log = structlog.get_logger(__name__)
 
 TICK_S = 1.0
 FRESH_S = 0.9
-"""Pages that look at different moments are shown the same."""
+"""Maximum age of a state that several pages share."""
 MAX_SHOWN_EVENTS = 100
 SHOWN_MEMBERS = 50
-"""Unless all are asked for: those with something to tell first."""
+"""Members that are shown by default; members that are not well come first."""
 SHOWN_GENERATIONS = 30
 SHOWN_CHIPS = 60
 MAX_KEPT_GENERATIONS = 4096
 WELL = frozenset({"training", "ready", "standby"})
 SLOW = 1.5
-"""Times the step of the member in the middle."""
+"""Multiple of the median step time from which a member counts as slow."""
 _TYPES = {
     "index.html": "text/html",
     "page.js": "text/javascript",
@@ -69,27 +69,27 @@ class PageGeneration(View):
     """A generation, with as much of its roster as people can read."""
 
     record: GenerationView
-    """With the first 60 members of the roster, and those that joined."""
+    """Record with the first 60 members of the roster, and those that joined."""
     num_members: int
     joined: tuple[str, ...]
-    """Who was not in the one before; at most 60."""
+    """Members that were not in the generation before; at most 60."""
     gone: tuple[str, ...]
-    """Who was; at most 60."""
+    """Members of the generation before that are not in this one; at most 60."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PageJob(View):
-    """The job that is looked at."""
+    """The selected job."""
 
     detail: JobDetail
-    """With the members that are shown, and without generations."""
+    """Details with the members that are shown, and without generations."""
     generations: tuple[PageGeneration, ...]
     """The newest 30, newest first."""
     num_generations: int
     slow: tuple[str, ...]
-    """Members whose steps take half as long again as those of the one in the middle; at most 50."""
+    """Members whose steps take more than 1.5 times the median step time; at most 50."""
     samples_per_s: float | None
-    """Of all that train, together."""
+    """Sum over the members that train."""
     mean_loss: float | None
 
 
@@ -101,10 +101,10 @@ class PageState(View):
     readiness: Readiness
     jobs: tuple[JobSummary, ...]
     job: PageJob | None
-    """The job that is looked at; null if there is none of that name."""
+    """The selected job; null if there is none of that name."""
     shards: ShardsView | None
     shards_error: str
-    """Why the shards could not be read."""
+    """Reason for which the shards could not be read; empty if they were."""
     events: tuple[EventView, ...]
     """The newest 100, in order."""
 
@@ -126,10 +126,8 @@ def router(reading: StatusQueries, streams: LiveStreams) -> APIRouter:
         responses={200: {"content": {"text/event-stream": {}}, "model": RootModel[Any]}},
     )
     async def stream(
-        job: Annotated[
-            str, Query(max_length=MAX_NAME_LENGTH, description="The job to look at.")
-        ] = "",
-        all_members: Annotated[bool, Query(description="Not only the first 50 of them.")] = False,
+        job: Annotated[str, Query(max_length=MAX_NAME_LENGTH, description="Job to show.")] = "",
+        all_members: Annotated[bool, Query(description="All members, not only 50.")] = False,
     ) -> LiveResponse:
         """Server-sent events: `state` once a second, with everything the page shows as JSON."""
         looked_at = PageSelection(job=job, all_members=all_members)
@@ -170,7 +168,7 @@ class _SharedStates:
             for which in old:
                 del self._made[which]
             made = self._made[looked_at] = (now_s, asyncio.ensure_future(self._make(looked_at)))
-        # Who hangs up meanwhile takes it from nobody else.
+        # Shielded, since a page that disconnects must not cancel it for others.
         return await asyncio.shield(made[1])
 
     async def _make(self, looked_at: PageSelection) -> bytes:
@@ -189,7 +187,7 @@ async def _states(
 
 
 class PageMaker:
-    """Makes states. What all pages have in common, and what never changes, is made once."""
+    """Makes states. Parts that all pages share, and parts that never change, are made once."""
 
     def __init__(self, reading: StatusQueries) -> None:
         self._reading = reading
@@ -274,7 +272,7 @@ class PageMaker:
 def _first(
     job: JobView, health: Mapping[str, HealthView], slow: frozenset[str]
 ) -> list[MemberView]:
-    """The members that are shown of many: those that are not well first, then by rank."""
+    """Members to show: at most 50, those that are not well first, then by rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
         said = health.get(member.member_id)

@@ -1,4 +1,4 @@
-"""Metrics of a coordinator's own ports: what it serves, what it refused, what failed."""
+"""Metrics of a coordinator's own ports: open, refused and failed calls and connections."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from shoal_server.status.http.bounds import HttpBounds
 
 @dataclass(frozen=True, kw_only=True)
 class PortMetrics:
-    """Metrics of the HTTP port since this process started."""
+    """Metrics of the gRPC and HTTP ports since this process started."""
 
     bounds: HttpBounds
     calls: CallCounts
@@ -62,7 +62,7 @@ class PortMetrics:
         )
         refused = CounterMetricFamily(
             "shoal_http_refused_connections",
-            "HTTP connections that were refused or hung up on, by the reason.",
+            "HTTP connections that were refused or closed by the server, by the reason.",
             labels=["reason"],
         )
         for reason, count in sorted(connections.refused.items()):

@@ -1,4 +1,4 @@
-"""Answers made of source and board; the API, the metrics and the page share them."""
+"""Queries over source and board, shared by the API, the metrics and the page."""
 
 import time
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class JobSummary(View):
     """running, waiting (no member has come yet), interrupted (it has no members any more),
     finished, failed, stopped, lost or quarantined."""
     reason: str
-    """Why the job is in this phase."""
+    """Reason for the job's phase."""
     since_unix_s: float
     generation: int
     """The newest generation number; 0 before the first."""
@@ -52,22 +52,22 @@ class JobSummary(View):
     num_training: int
     """Members that train."""
     step: int
-    """The highest step that a member reported; where each goes at its own pace, the steps of all of
-    them together. Those that are gone are included."""
+    """Highest step that a member reported; if members go at their own pace, the sum of their steps.
+    Members that are gone are included."""
     begun_unix_s: float
-    """When its first member came."""
+    """Time at which the first member joined."""
     ended_unix_s: float
-    """When it was over; 0 while it is not."""
+    """Time at which the job ended; 0 before that."""
     num_restarts: int
-    """How often training was interrupted, because a member was lost or a collective failed."""
+    """Number of times that training broke because a member was lost or a collective failed."""
     loss: float | None
-    """The loss that was reported last; null where none was, or, while the job is not over, where
-    another coordinator heard it."""
+    """Loss that was reported last; null if none was, or if the job has not ended and the report
+    went to an earlier leader."""
     num_samples: int | None
-    """Samples that were trained on, over all epochs; null where members do not lease them."""
+    """Samples that were trained on, over all epochs; null if members do not lease samples."""
     goodput: float | None
     """Share of its life in which it trained: the time that generations ran, less the pauses between
-    them. Null before its first member came."""
+    them. Null before the first member joined."""
     last_ending: str = ""
     """End of the last member of an interrupted job; empty for one with members."""
 
@@ -77,17 +77,17 @@ class CourseView(View):
     """Progress of a job, and the state that it would continue from."""
 
     num_steps: int | None = None
-    """Steps that it has in all; null where its members take theirs one by one."""
+    """Total number of steps; null if members go at their own pace."""
     progress: float | None = None
-    """The share of its steps, or of its samples, that is done; null where that is not known."""
+    """Share of its steps, or of its samples, that is done; null if unknown."""
     eta_s: float | None = None
-    """Seconds to its end at the recent pace; null where that is not known."""
+    """Seconds to its end at the recent pace; null if unknown."""
     checkpoint_step: int | None = None
-    """The step of the newest checkpoint that members have told of."""
+    """Step of the newest checkpoint that members have reported."""
     snapshot_unix_s: float | None = None
-    """As of when the newest snapshot is that this coordinator has seen being taken."""
+    """Time of the newest snapshot that this coordinator has taken."""
     logged: dict[str, tuple[int, float]] = field(default_factory=dict)
-    """Step and newest value of what the script logged, by name."""
+    """Step and newest value of each name that the script logged."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +100,14 @@ class JobDetail(View):
     desired_members: int
     synchronous: bool
     fields: dict[str, str]
-    """What all members agreed on: strategy, schema, optimizer, backend and so on."""
+    """Settings that all members agreed on: strategy, schema, optimizer, backend and so on."""
     members: tuple["MemberDetail", ...]
     generations: tuple[GenerationView, ...]
     """Newest first, at most 100."""
     samples: SamplesView | None
     """Null for a job whose members do not lease samples."""
     course: CourseView = field(default_factory=CourseView)
-    """How far it has come."""
+    """Progress of the job."""
     weights: tuple[PublishedSeriesView, ...] = ()
     """The series of weights that it publishes."""
 
@@ -133,16 +133,16 @@ class WaitView(View):
     waiting_for: str
     waiting_since_unix_s: float
     waiting_s: float
-    """For how long."""
+    """Time for which the member has waited."""
     phase: str
     """The job's phase."""
     reason: str
-    """Why the job is in that phase."""
+    """Reason for the job's phase."""
     generation: int
     last_error: str
-    """From the member's last health report."""
+    """Error in the member's last health report."""
     lost_shards: tuple[str, ...]
-    """What the job has lost on its parameter servers, a paragraph for all that went together."""
+    """Lost shards of the job; one paragraph for shards that were lost together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,13 +159,13 @@ class HistoryView(View):
 
     series: SeriesView
     changes: tuple[ChangeView, ...]
-    """How generations followed one another, the newest last; at most 100."""
+    """Changes from one generation to the next, the newest last; at most 100."""
     logged: tuple[LoggedView, ...] = ()
-    """What the script logged, in the order of its first values; at most 32 names."""
+    """Values that the script logged, in the order of their first ones; at most 32 names."""
 
 
 class StatusQueries:
-    """The one reader of a source and a board."""
+    """Queries over a source and a board."""
 
     def __init__(self, source: StatusSource, board: StatusBoard) -> None:
         self.source = source
@@ -230,7 +230,7 @@ class StatusQueries:
         return found[number]
 
     def summary(self, job: JobView) -> JobSummary:
-        """The job in one line."""
+        """Summary of a job."""
         samples, loss = self.source.samples(job.job), self.board.last_loss(job.job)
         return JobSummary(
             job=job.job,
@@ -282,11 +282,11 @@ class StatusQueries:
         return min(1.0, max(0.0, 1.0 - unproductive_s / wall_s))
 
     def _job_step(self, job: JobView) -> int:
-        """Steps of the job: those that its members took together, or each for itself."""
+        """Steps of the job: the highest of a synchronous job, else the sum over members."""
         if job.synchronous:
             steps = [self.step(job, member) for member in job.members]
             return max(self.board.highest_step(job.job), *steps, job.life.step)
-        # What members have taken since their last report is known from their heartbeats.
+        # Steps since a member's last report are known from its heartbeats.
         since = [self.step(job, m) - self._reported_step(job, m) for m in job.members]
         return max(self.board.total_steps(job.job) + sum(since), job.life.step)
 
@@ -299,7 +299,7 @@ class StatusQueries:
         return max(member.step, self._reported_step(job, member))
 
     def detail(self, job: JobView) -> JobDetail:
-        """The job with all that is known of it."""
+        """All details of a job."""
         members = sorted(job.members, key=lambda m: (m.rank is None, m.rank or 0, m.member_id))
         summary = self.summary(job)
         return JobDetail(
@@ -349,12 +349,12 @@ class StatusQueries:
             shards = await self.source.shards(name)
         except Unavailable as error:
             # What the member waits for is known without etcd.
-            return (f"whether shards are lost is not known: {error}",)
+            return (f"it is unknown if shards are lost: {error}",)
         return shards.lost_in_words if shards is not None else ()
 
     def report(self, name: str, member_id: str, report: HealthReport) -> None:
         """Keep a health report. Raises UnknownJob, UnknownMember, Fenced."""
-        # Reports come by the hundred a second: nothing is looked at but the member itself.
+        # Hundreds of reports come each second: only the member itself is looked up.
         self._require_ready()
         known = self.source.process(name, member_id) or self.member(name, member_id).public_id
         process = public_id(report.incarnation)

@@ -1,4 +1,4 @@
-"""HTTP inside an event loop that somebody else runs."""
+"""HTTP server of the status app on an event loop that runs already."""
 
 import asyncio
 import socket
@@ -20,17 +20,17 @@ STOP_WITHIN_S = 2
 
 
 def scheme_for(clients: HttpClients) -> str:
-    """http or https: what this process serves such callers."""
+    """http or https: the scheme with which this process serves such callers."""
     return "http" if identity.own() is None or clients == "user" else "https"
 
 
 class StatusServer:
-    """Serves the app between `async with` and its end.
+    """Serves the app during its `async with` block.
 
     The port is bound on entry: a busy one raises AddressInUse before anything else happens, and
-    port 0 takes a free one. Signals are left to the process' own handlers. Over TLS callers need a
-    certificate, unless `clients` is "token"; with "user" there is no TLS, whatever certificate this
-    process has. The app has to know those callers by something else.
+    port 0 takes a free one. Signals are left to the process's own handlers. Over TLS callers need a
+    certificate, unless `clients` is "token"; with "user" there is no TLS, even if this process has
+    a certificate. The app must check callers without a certificate by other means.
     """
 
     def __init__(
@@ -45,17 +45,17 @@ class StatusServer:
 
     @property
     def port(self) -> int:
-        """The port that is served on, known once entered."""
+        """The port that is served on; known inside the block."""
         return self._port
 
     @property
     def url(self) -> str:
-        """Base URL for somebody on this machine; a wildcard address is shown as loopback."""
+        """Base URL for callers on this machine; a wildcard address is shown as loopback."""
         host = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self._host, self._host)
         return f"{scheme_for(self._clients)}://{host}:{self._port}"
 
     async def __aenter__(self) -> "StatusServer":
-        # The same app may have been served before, and its streams told to end.
+        # A new event, since the app may have been served before and its streams ended.
         self._app.state.bounds.streams.closing = asyncio.Event()
         listener = _bind(self._host, self._port)
         self._port = listener.getsockname()[1]
@@ -63,8 +63,8 @@ class StatusServer:
             self._app,
             lifespan="off",
             log_config=None,
-            # It would tell of each bad request, and strangers decide how many come. The app itself
-            # logs what fails.
+            # uvicorn would log each bad request, and strangers may send any number. The app itself
+            # logs failures.
             log_level="critical",
             access_log=False,
             server_header=False,
@@ -107,7 +107,7 @@ def _tls(clients: HttpClients) -> ssl.SSLContext | None:
     def now() -> ssl.SSLContext:
         return own.material.server if clients == "certificate" else own.material.open
 
-    # The one that listens is never read anew: each handshake gets that of its time.
+    # The listener keeps its first context; each handshake switches to the current one.
     context = now()
 
     def renew(connection: ssl.SSLObject, name: str | None, first: ssl.SSLContext) -> None:

@@ -1,5 +1,5 @@
-"""Metrics of parameter servers and their shards. Absent while a server is silent: a count of 0
-would look like a restart."""
+"""Metrics of parameter servers and their shards. Those of a silent server are absent, since a count
+of 0 would look like a restart."""
 
 from collections.abc import Iterator, Mapping
 from itertools import accumulate, zip_longest
@@ -32,11 +32,11 @@ SHARD_GAUGES = {
     ),
 }
 SERVER_GAUGES = {
-    "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, of copies too."),
-    "held_bytes": ("shoal_server_held_bytes", "What counts against the limit, of all jobs."),
-    "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that it may hold."),
+    "memory_bytes": ("shoal_server_memory_bytes", "Values and optimizer state, with copies."),
+    "held_bytes": ("shoal_server_held_bytes", "Memory held for all jobs, which is limited."),
+    "memory_limit_bytes": ("shoal_server_memory_limit_bytes", "Memory that the server may hold."),
     "unfinished_bytes": ("shoal_server_unfinished_bytes", "Pushes received and not yet applied."),
-    "num_copies": ("shoal_server_copied_shards", "Shards that it keeps a copy of."),
+    "num_copies": ("shoal_server_copied_shards", "Shards of which it keeps a copy."),
 }
 LOOP_LAG = (
     "shoal_ps_loop_lag_seconds",
@@ -44,7 +44,7 @@ LOOP_LAG = (
 )
 COMPARISONS = (
     "shoal_ps_compared_pieces",
-    "Pieces of copies that were compared with their primaries', by whether they were the same.",
+    "Pieces of copies that were compared with their primary's, by the result.",
 )
 SERVER_COUNTERS = {
     "refused_by_epoch": (
@@ -75,14 +75,14 @@ def collect(views: Mapping[str, ShardsView]) -> Iterator[Metric]:
         skew.add_metric([job], view.skew)
     yield skew
     lost = GaugeMetricFamily(
-        "shoal_job_lost_shards", "Shards that nobody has any more.", labels=["job"]
+        "shoal_job_lost_shards", "Shards that no server holds any more.", labels=["job"]
     )
     for job, view in views.items():
         lost.add_metric([job], len(view.lost))
     yield lost
     uncopied = GaugeMetricFamily(
         "shoal_job_uncopied_shards",
-        "Shards of which there is no copy in step: they go with their server.",
+        "Shards without a copy in step: they are lost if their server is.",
         labels=["job"],
     )
     for job, view in views.items():
@@ -143,10 +143,10 @@ def _comparisons(servers: list[tuple[str, ServerView]]) -> Metric:
 
 
 def _staleness(views: Mapping[str, ShardsView]) -> Metric:
-    """Histogram of the updates of others by which a job's pushes were late, over all shards."""
+    """Histogram of the staleness of a job's pushes, over all shards."""
     histogram = HistogramMetricFamily(
         "shoal_job_push_staleness_updates",
-        "Updates of others between a gradient's values and its push, a shard each.",
+        "Updates between the pull of a gradient's values and its push, for each shard.",
         labels=["job"],
     )
     for job, view in views.items():
@@ -156,7 +156,7 @@ def _staleness(views: Mapping[str, ShardsView]) -> Metric:
         totals = [sum(each) for each in zip_longest(*counts, fillvalue=0)]
         bounds = [*map(str, range(len(totals) - 1)), "+Inf"]
         buckets = list(zip(bounds, accumulate(map(float, totals)), strict=True))
-        # What is above the last bound counts as the bound: the true sum is not kept.
+        # Values above the last bound count as the bound: the true sum is not kept.
         late = sum(i * count for i, count in enumerate(totals))
         histogram.add_metric([job], buckets=buckets, sum_value=float(late))
     return histogram

@@ -1,4 +1,4 @@
-"""A job's shards as they are: the map from etcd, the state from each server."""
+"""Current state of a job's shards: the map from etcd, and the state from each server."""
 
 import asyncio
 import time
@@ -53,9 +53,9 @@ class _Answer:
 
 
 class ShardReader:
-    """Reads shards for the status page; at most one round of questions a second and job.
+    """Reads shards for the status page; the servers of a job are asked at most once a second.
 
-    A server that does not answer within a second is shown as unreachable and holds nobody up.
+    A server that does not answer within a second is shown as unreachable.
     """
 
     def __init__(self, store: Keyspace) -> None:
@@ -131,7 +131,7 @@ class ShardReader:
         return _Answer(server_id=server_id, address=address, reply=reply, error="")
 
     async def _forget_channels_but(self, addresses: set[str]) -> None:
-        # Of all jobs together there are few servers; this only bounds what gone ones leave.
+        # All jobs together have few servers; this only bounds the channels to servers long gone.
         if len(self._channels) > 4 * max(len(addresses), 16):
             kept = {(address, material()) for address in addresses}
             for key in set(self._channels) - kept:

@@ -26,8 +26,8 @@ class StatusSource(Protocol):
     def readiness(self) -> Readiness: ...
 
     def jobs(self) -> Sequence[JobView]:
-        """List the jobs that this coordinator knows, also those that are over, in any order; their
-        generations are only in `job`."""
+        """List the jobs that this coordinator knows, including ended ones, in any order and without
+        their generations."""
         ...
 
     def job(self, name: str) -> JobView | None:
@@ -58,7 +58,6 @@ class StatusSource(Protocol):
     async def output(
         self, job: str, member_id: str, who: CallerProof, after: str | None, before: str | None
     ) -> OutputView:
-        """Some of the lines that a member printed; the newest, without `after` or `before`, which
-        are positions that an earlier answer had. Raises UnknownJob, UnknownMember, AccessDenied,
-        Unavailable."""
+        """Lines that a member printed: those after or before a position from an earlier answer, or
+        the newest. Raises UnknownJob, UnknownMember, AccessDenied, Unavailable."""
         ...

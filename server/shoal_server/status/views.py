@@ -16,9 +16,9 @@ STATES = (
     *("running", "waiting", "interrupted", "finished", "failed", "stopped", "lost"),
     "quarantined",
 )
-"""Of a job, from its first member on."""
+"""States of a job, from its first member on."""
 OVER = frozenset({"finished", "failed", "stopped", "lost"})
-"""True if the job takes no members until an operator allows joins again."""
+"""States in which a job takes no members until an operator allows joins again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,14 +37,14 @@ class Readiness(View):
     ready: bool
     """True while this coordinator leads and reaches etcd."""
     reason: str
-    """Why it is, or is not, ready."""
+    """Reason for which it is, or is not, ready."""
     leader: str = ""
     """host:port of the coordinator that leads, as far as this one knows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessView(View):
-    """The process that a member is: where it runs, and on what."""
+    """The process of a member: its host, device and versions."""
 
     host: str = ""
     pid: int = 0
@@ -61,12 +61,12 @@ class MemberView(View):
 
     member_id: str
     public_id: str
-    """Tells this process start from others of the same member: 16 hexadecimal digits."""
+    """Public id of the member's incarnation: 16 hexadecimal digits."""
     state: str
     """joining, waiting, standby, preparing, bringing-up, ready, training, paused, settling,
     draining, halted or disconnected."""
     waiting_for: str
-    """What the member waits for, in words."""
+    """Description of what the member waits for."""
     waiting_since_unix_s: float
     rank: int | None = None
     """Rank in the generation that runs or is brought up; null outside of it."""
@@ -76,15 +76,15 @@ class MemberView(View):
     step: int = 0
     """Optimizer steps, as of its last heartbeat or proposal."""
     clock: int | None = None
-    """The round that it trains in; null where no bound is put on staleness."""
+    """Round in which it trains; null without a staleness bound."""
     joined_unix_s: float = 0.0
     last_seen_unix_s: float = 0.0
-    """Its last sign of life."""
+    """Time of the last sign of life."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RosterEntryView(View):
-    """One place in a generation's roster."""
+    """One entry of a generation's roster."""
 
     member_id: str
     public_id: str
@@ -116,13 +116,13 @@ class GenerationView(View):
     members: tuple[RosterEntryView, ...]
     """The roster, by rank."""
     source_member_id: str = ""
-    """The member whose state the others take."""
+    """The member from which the others receive their state."""
     step: int = 0
-    """The step the source stood at when the roster was drawn up: where the generation starts,
-    unless it is planned."""
+    """The source's step when the roster was made. The generation starts there, unless it is
+    planned."""
     planned: bool = False
-    """True when the previous generation trained on while this one was agreed; it starts where that
-    one stops, which the event boundary_agreed tells."""
+    """True if the previous generation trained on while this one was agreed. It then starts at the
+    boundary, which the event boundary_agreed names."""
     digest: str = ""
     """SHA-256 of the roster that all accepted."""
     conflicts: tuple[ConflictView, ...] = ()
@@ -133,47 +133,47 @@ class LifeView(View):
     """Figures of a job's whole life."""
 
     begun_unix_s: float = 0.0
-    """When its first member came."""
+    """Time at which the first member joined."""
     ended_unix_s: float = 0.0
-    """When it was over; 0 while it is not."""
+    """Time at which the job ended; 0 before that."""
     step: int = 0
     """The highest step that is known of a synchronous generation, or of a job that is over."""
     num_restarts: int = 0
-    """How often training was interrupted, because a member was lost or a collective failed."""
+    """Number of times that training broke because a member was lost or a collective failed."""
     loss: float | None = None
-    """Of a job that is over: the one that was reported last, as its record has it."""
+    """Last reported loss of an ended job, from its record."""
     num_samples: int | None = None
-    """Of a job that is over, as its record has it."""
+    """Samples that an ended job trained on, from its record."""
     idle_s: float = 0.0
-    """For how long nobody trained, because no generation ran."""
+    """Seconds in which no generation ran."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobView(View):
-    """A job with its members and its newest generations: all that the coordinator has to tell."""
+    """A job with its members and its newest generations."""
 
     job: str
     phase: str
-    """collect, prepare, committed, running, aborted, finished, lost (nobody holds the state that
-    it had come to) or quarantined (what etcd holds of it cannot be used)."""
+    """collect, prepare, committed, running, aborted, finished, lost (no process holds its state any
+    more) or quarantined (its records in etcd cannot be used)."""
     reason: str
-    """Why the job is in this phase."""
+    """Reason for the job's phase."""
     since_unix_s: float
-    """When it entered the phase."""
+    """Time at which it entered the phase."""
     min_members: int
     max_members: int
     desired_members: int
     life: LifeView = field(default_factory=LifeView)
     state: str = "running"
-    """running (it has members), waiting (no member has come yet), interrupted (it has trained, and
-    has no members now: some may come and go on), finished, failed (all its members went and
-    none came back), stopped (by an operator), lost or quarantined (what etcd holds of it cannot be
-    used)."""
+    """running (it has members), waiting (no member has joined yet), interrupted (it has trained,
+    and has no members now: new ones may continue), finished, failed (all its members went and none
+    came back), stopped (by an operator), lost or quarantined (its records in etcd cannot be used).
+    """
     generation: int = 0
     """The newest generation number; 0 before the first."""
     synchronous: bool = True
     fields: Mapping[str, str] = field(default_factory=dict)
-    """What all members agreed on: strategy, schema, optimizer, backend and so on."""
+    """Settings that all members agreed on: strategy, schema, optimizer, backend and so on."""
     members: tuple[MemberView, ...] = ()
     generations: tuple[GenerationView, ...] = ()
     """Newest first, at most 100."""
@@ -183,47 +183,47 @@ FIGURES: Mapping[str, str] = {
     name: figure["description"]
     for name, figure in TypeAdapter(HealthFigures).json_schema()["properties"].items()
 }
-"""What each figure of a health report means."""
+"""Meaning of each figure of a health report."""
 
 
 def describe_figures(schema: dict[str, Any]) -> None:
-    """Say in a schema what its figures mean: pydantic knows the texts of a class's own fields."""
+    """Add the figures' meanings to a schema: pydantic reads only texts of a class's own fields."""
     for name, text in FIGURES.items():
         schema["properties"][name]["description"] = text
 
 
 @dataclass(frozen=True, kw_only=True)
 class HealthView(HealthFigures, View):
-    """A member's last health report. A figure is null where it did not say."""
+    """A member's last health report. A figure is null if it was not reported."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(
         **View.__pydantic_config__, json_schema_extra=describe_figures
     )
 
     public_id: str
-    """The process start that reported."""
+    """Public id of the process that reported."""
     received_unix_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventView(View):
-    """Something that happened, in words."""
+    """An event of a job."""
 
     id: int
-    """Rises from event to event, over restarts of the coordinator too."""
+    """Number that rises from event to event, over restarts of the coordinator too."""
     unix_s: float
     kind: str
-    """In the past tense, as in the log: generation_committed, member_lost ..."""
+    """Kind in the past tense, as in the log: generation_committed, member_lost ..."""
     reason: str
     member_id: str = ""
     generation: int = 0
     detail: bool = False
-    """Whether it is a step on the way to what another event tells in one line."""
+    """True if another event sums it up in one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FullPeerView(View):
-    """A server that has no memory for copies that another one wants to keep there."""
+    """A server that has no memory for copies of another server's shards."""
 
     server_id: str
     reason: str
@@ -236,7 +236,7 @@ class LoopLagView(View):
     p99_s: float = 0.0
     """99th percentile."""
     max_s: float = 0.0
-    """The longest."""
+    """Longest lag."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,12 +245,12 @@ class ComparedPiecesView(View):
 
     same: int = 0
     different: int = 0
-    """The copies were dropped, and are made anew."""
+    """Pieces that differed: their copies were dropped and are made again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerView(View):
-    """A parameter server, and whether it answers."""
+    """A parameter server, and its state."""
 
     server_id: str
     address: str
@@ -258,25 +258,25 @@ class ServerView(View):
     """serving, unreachable (registered but silent), or gone (its lease ran out)."""
     error: str = ""
     memory_bytes: int = 0
-    """Values and optimizer state of the job, of copies too."""
+    """Values and optimizer state of the job, including copies."""
     num_copies: int = 0
-    """Shards of the job that it keeps a copy of."""
+    """Shards of the job of which it keeps a copy."""
     unfinished_bytes: int = 0
     """Data of pushes that it received and has not applied yet, of all jobs."""
     refused_by_epoch: int = 0
-    """Parts of pushes that came by an outdated shard map; their senders have sent them again."""
+    """Parts of pushes refused for an outdated shard map; their senders have sent them again."""
     partial_pushes: int = 0
-    """Pushes of which some shards were applied here and others refused, to be sent again."""
+    """Pushes that some shards here applied and others refused, to be sent again."""
     held_bytes: int = 0
-    """Values and optimizer state, of copies too, and unfinished data, of all jobs."""
+    """Values and optimizer state, including copies, and unfinished data, of all jobs."""
     memory_limit_bytes: int = 0
-    """Of held_bytes: beyond it no shard is created, no copy taken and no table grows."""
+    """Limit of held_bytes: beyond it no shard is created, no copy accepted and no table grows."""
     torch_version: str = ""
-    """What it computes with; empty for one that does not say, or is not registered."""
+    """torch version of the server; empty if it states none or is not registered."""
     loop_lag: LoopLagView = field(default_factory=LoopLagView)
     compared: ComparedPiecesView = field(default_factory=ComparedPiecesView)
     full_peers: tuple[FullPeerView, ...] = ()
-    """Servers that have no memory for copies of what this one leads; it goes on without them."""
+    """Servers that have no memory for copies of this server's shards, which continue without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,9 +285,9 @@ class CopyView(View):
 
     server_id: str
     version: int
-    """The newest that it is known to have."""
+    """Newest version that it is known to have."""
     joining: bool = False
-    """It is still being brought in step."""
+    """True while the copy is brought in step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -310,26 +310,26 @@ class ReplicationView(View):
 
     copies: tuple[CopyView, ...] = ()
     lag: int = 0
-    """Updates that the copy furthest behind has not received; of those in step."""
+    """Updates that the slowest of the copies in step has not received."""
     unreplicated_bytes: int = 0
     """Data of pushes on their way to a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardView(View):
-    """One shard: where it lies and what was done to it. Counts are 0 while its server is silent."""
+    """One shard: its primary, and its counts, which are 0 while that server is silent."""
 
     shard_id: int
     server_id: str
-    """Its primary."""
+    """Server that is its primary."""
     epoch: int
-    """Number of times its primary has changed."""
+    """Number of times that its primary was decided."""
     dtype: str
     num_elements: int
     parameters: tuple[str, ...]
-    """The parameters it holds blocks of."""
+    """Parameters of which it holds blocks."""
     created: bool = False
-    """Whether the server holds values for it."""
+    """True if the server holds values for it."""
     version: int = 0
     """Updates applied."""
     num_bytes: int = 0
@@ -343,33 +343,33 @@ class LostShardView(View):
 
     shard_id: int
     table: str
-    """The table that it has rows of; empty for parameters."""
+    """Table of which it has rows; empty for parameters."""
     version: int
-    """It had at least this one; 0: of none is known."""
+    """Version that it had at least; 0 if none is known."""
     lost_unix_s: float
-    """When it was found to be lost; 0: not known."""
+    """Time at which it was found to be lost; 0 if unknown."""
     servers: tuple[str, ...]
-    """That had it last."""
+    """Servers that had it last."""
     on_disk: str
-    """The server whose journal has it; empty: none has."""
+    """Server whose journal has it; empty if none has."""
     snapshot: str
-    """What became of bringing it back from a snapshot, in a sentence."""
+    """Result of restoring it from a snapshot, in a sentence."""
     told: str
-    """All of this, and what would bring it back, in words."""
+    """All of this in words, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AcceptedLossView(View):
-    """A shard that was lost and that an operator gave up, so that it began anew."""
+    """A lost shard that an operator gave up, so that it started over."""
 
     shard_id: int
     version: int
-    """It had had at least this one; 0: of none is known."""
+    """Version that it had at least; 0 if none is known."""
     lost_unix_s: float
     accepted_unix_s: float
     by: str
     samples_anew: bool = False
-    """Whether the samples of the job began anew with it; else they stayed counted."""
+    """True if the job's samples started over with it; else they stayed counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,13 +379,13 @@ class ShardsView(View):
     servers: tuple[ServerView, ...]
     shards: tuple[ShardView, ...]
     skew: float = 1.0
-    """Parameter bytes of the server that leads most of them, to the mean over the servers."""
+    """Ratio of the fullest primary's parameter bytes to the mean over the servers."""
     lost: tuple[LostShardView, ...] = ()
-    """Shards that nobody has any more. Pushes and pulls of them are refused."""
+    """Shards that no server holds any more. Their pushes and pulls are refused."""
     lost_in_words: tuple[str, ...] = ()
-    """The same, a paragraph for all that went together."""
+    """Lost shards in words, one paragraph for shards that were lost together."""
     accepted_losses: tuple[AcceptedLossView, ...] = ()
-    """Of each shard the last loss that was accepted."""
+    """Last accepted loss of each shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -404,13 +404,13 @@ class SamplesView(View):
     num_epochs: int
     completed: int
     in_flight: int
-    """Leased to members that still work at them."""
+    """Samples leased and not completed."""
     returned: int
-    """Given back by lost members and leased again."""
+    """Samples that lost members returned, to be leased again."""
     ignored: int
-    """Reported as completed by who did not hold them."""
+    """Samples reported as completed by members that did not hold them."""
     repeated_max: int
-    """No more samples than this were trained on a second time."""
+    """Upper bound of the samples that were trained on a second time."""
     exhausted: bool
     epochs: tuple[EpochSamplesView, ...]
     """The newest epochs that have begun."""
@@ -423,17 +423,17 @@ class OutputView(View):
     job: str
     member_id: str
     host: str
-    """Where its launcher runs."""
+    """Host of its launcher."""
     is_live: bool
-    """False: the launcher has ended, and these are the last lines that it left."""
+    """False if the launcher has ended and left these as its last lines."""
     lines: tuple[str, ...]
-    """In order, at most 64 KiB of them, without escape sequences of terminals."""
+    """Lines in order, at most 64 KiB, without escape sequences of terminals."""
     before: str | None
-    """Ask with this for the lines before these; null: no older ones are kept."""
+    """Position with which to request the lines before these; null if no older ones are kept."""
     after: str
-    """Ask with this for the lines that came since."""
+    """Position with which to request the lines after these."""
     has_gap: bool = False
-    """Lines between those before `after` of the request and these are not kept any more."""
+    """True if lines between the position of the request and these are no longer kept."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -442,16 +442,16 @@ class WeightReaderView(View):
 
     reader_id: str
     version: int
-    """The version that it has installed; 0: none yet."""
+    """Version that it has installed; 0 if none yet."""
     digest: str
-    """Of the bytes that it has installed, in hexadecimal digits."""
+    """Digest of the bytes that it has installed, in hexadecimal digits."""
     differs: bool
-    """True if those are not the bytes that were published as that version."""
+    """True if these bytes are not those that were published as this version."""
     lag_versions: int
     """The newest version less its own; 0 if it has none yet."""
     seen_unix_s: float
     fetch_s: float
-    """The time that its last fetch took; 0: it has not said."""
+    """Time that its last fetch took; 0 if not reported."""
     fetch_bytes: int
 
 
@@ -464,11 +464,11 @@ class PublishedVersionView(View):
     created_unix_s: float
     num_bytes: int
     num_copies: int
-    """Servers that are to hold it: of its segments, the one with the fewest."""
+    """Number of servers for its segment with the fewest holders."""
     digest: str
     pinned: bool
     durable: bool
-    """Also on the disks of those servers."""
+    """True if it is on the disks of its holders as well."""
     rolled_back_to: int
     """The version whose bytes it has, if it is a rollback; else 0."""
 
@@ -479,12 +479,12 @@ class PublishedSeriesView(View):
 
     series: str
     version: int
-    """The newest one; 0: none yet."""
+    """Newest version; 0 if there is none yet."""
     publisher: str
     versions: tuple[PublishedVersionView, ...]
-    """Those that are kept, oldest first."""
+    """Kept versions, oldest first."""
     readers: tuple[WeightReaderView, ...]
-    """At most 200."""
+    """Readers of the series, at most 200."""
     num_readers: int
     num_differing: int
     """Readers that serve other bytes than were published as their version."""

@@ -366,7 +366,7 @@ async def test_the_schema_describes_every_endpoint(http: httpx.AsyncClient) -> N
     health = schema["components"]["schemas"]["HealthView"]["properties"]
     assert health["loss"]["description"] == report["properties"]["loss"]["description"]
     member = schema["components"]["schemas"]["MemberView"]["properties"]
-    assert member["waiting_for"]["description"] == "What the member waits for, in words."
+    assert member["waiting_for"]["description"] == "Description of what the member waits for."
 
 
 async def test_metrics_agree_with_what_the_api_shows(world: World, http: httpx.AsyncClient) -> None:

@@ -86,14 +86,17 @@ class Stamp:
 class Stamps:
     """The entries of all processes that have `environment`."""
 
-    def __init__(self, directory: Path, places: Sequence[Place]) -> None:
+    def __init__(self, directory: Path, places: Sequence[Place], *, is_apart: bool = False) -> None:
+        """`is_apart`: processes reach one another as if each were on a host of its own."""
         by_path: dict[str, list[str]] = {}
         for place in places:
             by_path.setdefault(str(ROOT / place.path), []).append(place.name)
         self.path = directory / "stamps"
         self.path.touch()
         settings = directory / "stamps.json"
-        settings.write_text(json.dumps({"named": by_path, "stamps": str(self.path)}))
+        settings.write_text(
+            json.dumps({"named": by_path, "stamps": str(self.path), "is_apart": is_apart})
+        )
         self.environment: Mapping[str, str] = {
             "WALK_STAMPS": str(settings),
             "PYTHONPATH": str(STAMPING),

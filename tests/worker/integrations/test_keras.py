@@ -146,7 +146,7 @@ def test_a_plan_of_a_keras_model_is_that_of_its_weights():
     assert sum(group.num_bytes for group in plan.groups) == 4 * model.count_params()
     with pytest.raises(InvalidSpec, match="Plan without an optimizer"):
         shoal.plan(model, "zero2", world_size=2, optimizer=model.optimizer)
-    with pytest.raises(InvalidSpec, match="split by itself"):
+    with pytest.raises(InvalidSpec, match="splits its layers itself"):
         shoal.plan(model, "tensor", world_size=2)
 
 

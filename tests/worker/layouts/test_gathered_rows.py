@@ -124,7 +124,7 @@ def test_unequal_rows_of_batches_of_the_scripts_own_are_refused() -> None:
 @pytest.mark.parametrize("value", [1.0, torch.ones(()), torch.eye(2).to_sparse()], ids=str)
 def test_what_has_no_rows_is_refused(value: Tensor) -> None:
     def alone() -> None:
-        with pytest.raises(InvalidSpec, match="what has no rows"):
+        with pytest.raises(InvalidSpec, match="something without rows"):
             gathers_of(0).gather(value)
 
     run_in_memory(alone, 1)

@@ -48,3 +48,8 @@ def test_a_reader_without_a_coordinator_is_told_so(monkeypatch: pytest.MonkeyPat
     monkeypatch.delenv("SHOAL_COORDINATOR", raising=False)
     with pytest.raises(InvalidSpec, match="no coordinator was named"):
         shoal.subscribe("job/policy")
+
+
+def test_a_relay_with_tables_is_refused_by_name() -> None:
+    with pytest.raises(InvalidSpec, match="rows of tables are not relayed"):
+        shoal.subscribe("job/policy", coordinator="127.0.0.1:1", tables=True, relay=True)

@@ -1,1 +1,1 @@
-"""Process groups that carry collectives between members: a room for each transport."""
+"""Process groups that carry collectives between members: a package for each transport."""

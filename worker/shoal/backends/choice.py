@@ -27,8 +27,8 @@ def backend_for(
     """Return the backend of a session whose model is on this kind of device ("cpu", "cuda").
 
     `name`: "gloo", "nccl" or "in-memory"; the default is NCCL for CUDA and Gloo for all else.
-    `reconfigures`: each generation takes the group of the one before, connected anew. Raises
-    InvalidSpec for an unknown name, and if a requirement of the backend is missing.
+    `reconfigures`: each generation reconnects the group of the previous one. Raises InvalidSpec
+    for an unknown name, or if a requirement of the backend is missing.
     """
     name = name or ("nccl" if device_type == "cuda" else "gloo")
     if name not in ELASTIC:
@@ -64,7 +64,7 @@ def check_reconfigures(backend: str) -> None:
 
 
 def _make(name: str, *, reconfigures: bool) -> Backend:
-    # Imported when chosen: each registers itself with torch, or needs what is not everywhere.
+    # Imported when chosen: each registers itself with torch, or has optional dependencies.
     if name == "nccl":
         from shoal.backends.network.nccl import NcclBackend  # noqa: PLC0415
 
@@ -143,7 +143,7 @@ def _check_present(name: str, *, cuda: bool, mpi4py: bool) -> None:
 
 
 def init_static_world(backend: str | None = None) -> None:
-    """Initialise torch.distributed's default group as torchrun or mpiexec started this process.
+    """Initialise torch.distributed's default group with the ranks of torchrun or mpiexec.
 
     `backend`: "gloo", "nccl" or "mpi"; the default is "mpi" under mpiexec, else "nccl" with CUDA
     and "gloo" without. Does nothing if the group exists already. Raises InvalidSpec if the group

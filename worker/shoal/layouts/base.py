@@ -6,7 +6,7 @@ generation; it knows nothing of membership. Its life, all on the trainer's threa
     lay_out(model on meta, world) -> its parameters are filled in
       -> [begin -> forward and backward, once or more -> reduce -> clip -> optimizer -> stepped]
 
-It is dropped as a whole when the group is. Errors of a collective are the group's, as they come.
+It is dropped together with its group. Errors of a collective are raised as the group raises them.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ LossFunction = Callable[[Any, Any], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """The ranks a model is laid out over, and the one that this process is."""
+    """The ranks that a model is laid out over, and this process' rank among them."""
 
     rank: int
     world_size: int
@@ -50,20 +50,21 @@ class World:
     kept_rooms: KeptRegions | None = None
     """Memory that this rank shared with others in the previous generation."""
     completes_passes: bool = False
-    """True if gradients are those of the whole batch after each pass that `Layout` makes, and not
-    only after `Layout.reduce`."""
+    """True if gradients are reduced after each pass of the layout; else only `Layout.reduce`
+    completes them."""
     makes_passes: bool = False
     """True if `Layout.backward` makes all backward passes, as in a session, and the script's own
     loss.backward() makes none."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """Record of the layers for which this rank has met others."""
+    """Record of the layers for which this rank has communicated with others."""
 
     def axis(self, name: str) -> str:
-        """The name for a dimension of a DeviceMesh, another one in each generation.
+        """Return the name of a DeviceMesh dimension, a different one in each generation.
 
-        DTensor keeps what it has derived of a mesh by the mesh's ranks and names, and with it this
-        process' place in that mesh: a mesh of as many ranks in which this process has another place
-        would be mistaken for the old one (seen in torch 2.13: rows of another rank).
+        DTensor caches what it derives from a mesh, this process' coordinate included, by the mesh's
+        ranks and names. If the next generation has as many ranks and the same names, but this
+        process has another coordinate, the cache answers for the old mesh (seen in torch 2.13: rows
+        of another rank).
         """
         return f"{name}{self.generation}"
 
@@ -79,8 +80,8 @@ class Layout(ABC):
     data_count: int = 1
     """Number of shares of a batch."""
     elementwise: bool = True
-    """True if parameters are sharded, so that only optimizers which update each element separately
-    equal one process."""
+    """True if parameters are sharded: then only an optimizer that updates each element separately
+    gives the same result as on one process."""
 
     shares_loss: bool = False
     """True if `forward_backward` returns the loss of the last stage on all ranks."""
@@ -90,24 +91,24 @@ class Layout(ABC):
     `overflowed` reports them."""
 
     unreached: Sequence[str] = ()
-    """Parameters that kept the gradients of the step from being reduced, as the loss does not
-    depend on them."""
+    """Parameters that the loss does not depend on, because of which the step's gradients were not
+    reduced."""
 
     step: int = 0
-    """Number of steps committed before the present one, for the report of a fault in it."""
+    """Number of steps committed before this one, for error messages."""
 
     non_finite_check: NonFiniteCheck | None = None
-    """Check that reports a fault to the other ranks, if ranks see only their own gradients."""
+    """Check that reports a fault to all ranks, if a rank sees only its own gradients; else None."""
 
     faults_are_own: bool = False
-    """True if `reduce` leaves finite gradients finite on all ranks alike: then the only faults are
-    those that ranks find in their own gradients before, in `non_finite_check`."""
+    """True if `reduce` cannot make finite gradients infinite. Then every fault is found by a rank
+    in its own gradients, before they are reduced, by `non_finite_check`."""
 
     @property
     def plain(self) -> nn.Module:
-        """The copied model with the user's own names: what is shown to the user and evaluated with.
+        """The copied model with the user's own names: the script sees it and evaluates with it.
 
-        `module` itself, unless that wraps it.
+        It is `module` itself, or the model that `module` wraps.
         """
         return self.module
 
@@ -116,19 +117,19 @@ class Layout(ABC):
     def parameters(self) -> Mapping[str, nn.Parameter]:
         """Parameters (plain or DTensor) that this rank's optimizer steps, by the user's names.
 
-        A rank that holds nothing of a parameter may leave it out.
+        A parameter of which this rank holds no element may be missing.
         """
 
     @property
     def held(self) -> Mapping[str, Tensor]:
-        """Parameters and persistent buffers that this rank holds, if only as a copy, by name in
-        the user's model: its part of the model's state. At least `parameters`."""
+        """This rank's part of the model's state, by name in the user's model: parameters and
+        persistent buffers, also those that are copies. Contains all of `parameters`."""
         return {**self.parameters, **persistent_buffers(self.plain)}
 
     def shard(self, name: str, tensor: Tensor) -> TensorShard:
-        """Describe a tensor of `held` as a chunk of the whole, or one of optimizer state that has
-        the same shape as the parameter of this name. The shard's tensor is a view: writing it
-        writes the parameter."""
+        """Describe a tensor as a chunk of the whole: one of `held`, or a tensor of optimizer state
+        in the shape of the parameter of this name. The shard's tensor is a view: writing it writes
+        the parameter."""
         chunk, shape = self.chunk(name, tensor), tuple(tensor.shape)
         return TensorShard(shape=shape, chunk=chunk, tensor=local_part(tensor))
 
@@ -143,26 +144,27 @@ class Layout(ABC):
 
     @cached_property
     def _chunks(self) -> dict[tuple[str, torch.Size, Any], Chunk]:
-        # To work one out takes 0.1 ms, and a state has some for each parameter.
+        # Computing one takes 0.1 ms, and a state has several for each parameter.
         return {}
 
     def counts(self, name: str) -> bool:
         """True if sums over ranks count this rank's shard of a tensor of `held`.
 
-        Each element is counted on exactly one rank: it enters norms there, and that rank writes
-        it to checkpoints. By default: every rank for its `parameters`, the first for all else.
+        Each element is counted on exactly one rank, which adds it to norms and writes it to
+        checkpoints. By default: every rank counts its `parameters`, the first one all else.
         """
         return name in self.parameters or self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        """Ranks that hold the same chunk of one of `held` as this one, bit for bit, and publish it
-        in parts among them. As it stands: this rank for what it `counts`, and else others."""
+        """Ranks that publish this rank's chunk of a tensor of `held` in parts among them: all of
+        them hold the same bits. By default: this rank alone if it `counts` the tensor, else none
+        (another rank publishes it)."""
         return (self.world.rank,) if self.counts(name) else ()
 
     def travels(self, name: str) -> bool:
         """True if the shard of this name in a state (`model.`, `optim.`) is lost with this rank.
 
-        Such shards are copied to peers. By default: all; a copy too many does no harm.
+        Such shards are copied to peers. By default: all, as an unneeded copy does no harm.
         """
         return True
 
@@ -173,30 +175,31 @@ class Layout(ABC):
 
     @property
     def num_moved(self) -> int:
-        """Counts what moves between ranks in steps outside of the group. Any thread."""
+        """Counter that rises with each exchange between ranks that bypasses the group. Any
+        thread."""
         return 0
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
-        """Name, by rank, the failure domain: ranks of one name may be lost together, so copies lie
-        on ranks of other names. By default: the host."""
+        """Name each rank's failure domain: ranks of one domain may be lost together, so copies are
+        placed in other domains. By default: the host."""
         return hosts
 
     @property
     def leaves(self) -> Sequence[Tensor] | None:
-        """The tensors that a backward pass ends in, where gradients of these alone can be asked
-        for; None where each pass has others."""
+        """The tensors that a backward pass ends in, if it can be limited to their gradients; None
+        if they differ from pass to pass."""
         return None
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """Raise, from now on, in a backward pass whose gradients are not `ours`, before other
-        ranks get them: see `shoal.model.gradients.bare_backward`."""
+        """Make a backward pass raise from now on unless `ours()` is true in it, before its
+        gradients reach other ranks: see `shoal.model.gradients.bare_backward`."""
         watch_parameters(self.plain.parameters(), ours)
 
     # --- a step ---
 
     def open(self) -> nn.Module:
-        """A step begins: the model as `plain`, with its parameters in the memory where this layout
-        keeps them. What the script has assigned to their `.data` since the last step counts."""
+        """Begin to prepare a step: return `plain`, with its parameters back in this layout's own
+        memory. Values that the script has assigned to their `.data` meanwhile are copied there."""
         return self.plain
 
     def begin(self) -> None:  # noqa: B027 - nothing to prepare is a fine default
@@ -206,26 +209,26 @@ class Layout(ABC):
     """See `reduce_in_backward`."""
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        """Choose if the passes from here on reduce this rank's gradients with the other ranks', or
-        leave that to a later pass."""
+        """Choose if the passes from here on reduce their gradients over the ranks, or leave that
+        to a later pass."""
         self.reduces = reduces
 
     @property
     def completes(self) -> bool:
-        """True if gradients are those of the whole batch after the pass that begins."""
+        """True if the pass that begins completes the gradients: those of the whole batch."""
         return self.reduces and self.world.completes_passes
 
     def note_loss(self, loss: Tensor) -> None:
-        """Note a loss that was not checked, whose pass begins. Unless it is finite, `reduce` or
-        `check` raises NonFiniteGradient on this rank and an error on every other.
+        """Note a loss, not yet checked, whose pass begins. If it is not finite, `reduce` or `check`
+        raises NonFiniteGradient on this rank and an error on every other.
 
-        As it stands: see `NonFiniteCheck.losses`.
+        By default: keep it in `NonFiniteCheck.losses`.
         """
         assert self.non_finite_check is not None, "a layout without one overrides this"
         self.non_finite_check.losses.note(loss)
 
     def begin_pass(self, loss: Tensor) -> None:  # noqa: B027 - most layouts reduce by their hooks
-        """A backward pass of this model begins, of a loss as it is weighted."""
+        """Prepare a backward pass of this model; `loss` is weighted already."""
 
     def end_pass(self) -> None:  # noqa: B027 - as `begin_pass`
         """End a pass."""
@@ -233,7 +236,7 @@ class Layout(ABC):
     def backward(self, loss: Tensor, weight: float) -> None:
         """Add this rank's gradients of a loss that is the mean over its own samples.
 
-        `weight` is its share of the global batch times `data_count`.
+        `weight`: this rank's share of the global batch, times `data_count`.
         """
         loss = loss if weight == 1.0 else loss * weight
         self.begin_pass(loss)
@@ -243,7 +246,7 @@ class Layout(ABC):
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """The forward and backward pass in one, for layouts that interleave them.
+        """Run the forward and the backward pass, for layouts that interleave them.
 
         Returns the mean loss over this rank's samples, detached.
         """
@@ -252,74 +255,74 @@ class Layout(ABC):
         return loss.detach()
 
     def meets_in_forward(self, *, is_first_step: bool) -> bool:
-        """True if a forward pass with gradients communicates with other ranks, in the first step
-        of a generation or in a later one."""
+        """True if a forward pass with gradients communicates with other ranks. `is_first_step`: of
+        the generation."""
         return True
 
     def reduce(self) -> None:  # noqa: B027 - most layouts reduce in backward
-        """Complete the gradients: from here on those of `parameters` are the global batch's."""
+        """Complete the gradients of `parameters`: afterwards they are the global batch's."""
 
     def check(self) -> None:
-        """Raise unless the gradients are finite, on every rank if on any: NonFiniteGradient where
-        they are not, GenerationBroken elsewhere. Called after `reduce`; may communicate.
+        """Raise on every rank if any rank's gradients are not finite: NonFiniteGradient on the
+        ranks at fault, GenerationBroken on the others. Called after `reduce`; may communicate.
 
-        As it stands: see `NonFiniteCheck.check`.
+        By default: see `NonFiniteCheck.check`.
         """
         if self.non_finite_check is not None:
             self.non_finite_check.check(self.parameters, self.step)
 
     def overflowed(self) -> bool:
-        """True if gradients are not finite, as far as this rank knows; in place of `check`."""
+        """True if this rank sees gradients that are not finite; called in place of `check`."""
         return bool(name_of_fault(self.parameters))
 
     def stepped(self) -> None:  # noqa: B027 - nothing to do is a fine default
         """Called right after `optimizer.step()`. May communicate."""
 
     def finish_passes(self) -> None:
-        """Called after forward passes of all ranks, outside of a step: raise on all of them if they
-        had to compute with the same layers and did not."""
+        """Called after forward passes of all ranks outside of a step. Raises on all ranks if those
+        that split layers among them computed with different layers."""
         self.world.exchanges.finish(self.world.group)
 
     def idle(self) -> Sequence[str]:
-        """Trained parameters to which the step's passes have given no gradient on this rank, where
-        all ranks have to compute with the same ones. Names."""
+        """Name the trained parameters that this step gave no gradient on this rank, if all ranks
+        have to compute with the same parameters; else nothing."""
         return ()
 
     @property
     def stepped_by_others(self) -> Collection[str]:
-        """Parameters that are whole on this rank, and that the optimizer of another one alone has
-        stepped in this generation. Names."""
+        """Names of the parameters that are whole on this rank, but that only another rank's
+        optimizer has stepped in this generation."""
         return ()
 
     def synchronised(self) -> bool:
         """True if every gradient of the step went through the layout, so that ranks cannot drift.
 
-        False: the loss came from some other module.
+        False if the loss came from another module.
         """
         return True
 
     def release(self) -> None:  # noqa: B027 - most layouts hold the group by nothing else
-        """Release the group at its end, even if `module` is still referenced.
+        """Drop the references to the group when it ends, even if `module` is still referenced.
 
         Quick, raises nothing, may be called twice; no step is taken afterwards.
         """
 
     def cut(self, reason: str) -> None:  # noqa: B027 - most layouts wait in the group only
-        """Make waits of this layout outside of the group raise, after the group was cut. Quick,
+        """Make this layout's waits that bypass the group raise, after the group was aborted. Quick,
         callable from any thread."""
 
     def groups(self) -> Iterator[dist.ProcessGroup]:
-        """Groups beside the default one that were made for this layout."""
+        """Groups, other than the default one, that were made for this layout."""
         return iter(())
 
 
 LayOut = Callable[[nn.Module, World], Layout]
 """Lay a model over a world. The model's parameters are on the meta device, its buffers are real.
-The layout's own parameters are memory with nothing in it; their content comes afterwards."""
+The layout's parameters are uninitialised memory, to be filled afterwards."""
 
 
 def shard_of(tensor: Tensor) -> TensorShard:
-    """The chunk that a plain tensor (all of it) or this rank's part of a DTensor is."""
+    """Return a plain tensor as one whole chunk, or this rank's part of a DTensor as a chunk."""
     tensor = tensor.detach()
     if not isinstance(tensor, DTensor):
         return TensorShard.whole(tensor)
@@ -334,9 +337,9 @@ def _chunk_of(tensor: DTensor) -> Chunk:
 
 
 def materialise(module: nn.Module, device: torch.device) -> None:
-    """Give parameters on the meta device memory; buffers, which are real, move to the device.
+    """Allocate memory for parameters on the meta device, and move the (real) buffers to `device`.
 
-    What was one parameter or buffer under several names still is.
+    Tied parameters and buffers stay tied.
     """
     real = [
         (part, name, buffer)
@@ -348,14 +351,14 @@ def materialise(module: nn.Module, device: torch.device) -> None:
     module.to_empty(device=device)
     for (part, name), (first, first_name) in tied:
         parameter_table(part)[name] = parameter_table(first)[first_name]
-    # Those themselves, which are tied as ever, in the place of empty ones.
+    # `to_empty` has replaced them by empty ones. Put the real ones back, still tied.
     for part, name, buffer in real:
         buffer_table(part)[name] = buffer
     move_buffers(module, device)
 
 
 def move_buffers(module: nn.Module, device: torch.device) -> None:
-    """Move all buffers to the device; what was one buffer under several names still is."""
+    """Move all buffers to the device; tied buffers stay tied."""
     moved: dict[Tensor, Tensor] = {}
     for part in module.modules():
         for name, buffer in buffer_table(part).items():
@@ -366,7 +369,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Module, str]]]:
-    """List the further places of tied parameters, each with the parameter's first place."""
+    """List each further (module, name) of a tied parameter with its first (module, name)."""
     first: dict[int, tuple[nn.Module, str]] = {}
     further = []
     for part in module.modules():

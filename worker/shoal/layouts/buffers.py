@@ -15,15 +15,15 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Number of steps of a generation in which members' buffers are compared. In the first step they
-may still have their initial values."""
+"""Number of steps of a generation in which members' buffers are compared. More than one, as in the
+first step buffers may still have their initial values."""
 
 
 class BuffersBySamples:
     """Detector of buffers that members compute from their own samples, in one generation.
 
-    Such buffers are replaced by the first member's, so what is trained depends on the number of
-    members; that is logged as a warning. BatchNorm's are left out: see docs/strategies.md.
+    Such buffers are replaced by the first member's, so the trained model depends on the number of
+    members. Logs a warning. BatchNorm's buffers are left out: see docs/strategies.md.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -56,22 +56,22 @@ class BuffersBySamples:
                 "buffers_depend_on_members",
                 buffers=", ".join(differing[:5]),
                 seen="forward passes compute them from each member's own samples, and all members"
-                " go on with those of the first: the result depends on how many there are",
-                hint="what is meant to follow from all samples, a queue or a running statistic, can"
-                " be computed between two steps, from session.all_reduce",
+                " continue with those of the first: the result depends on the number of members",
+                hint="compute a queue or a statistic of all samples between two steps, with"
+                " session.all_reduce",
             )
 
 
 class RunningBuffers:
     """The persistent buffers of a model that every rank holds.
 
-    DDP gives all ranks those of the first with the next forward pass. Until then each rank would
-    show those of its own samples, and after a loss the job would go on with another rank's.
+    DDP broadcasts the first rank's buffers only in the next forward pass. Until then each rank's
+    differ, and if the first rank were lost, the job would continue with another rank's.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._by_samples = BuffersBySamples(model)
-        # Going through the modules of a model takes longer than to send a few buffers.
+        # Once: a walk over the modules of a model takes longer than to send a few buffers.
         self._tables = [
             (buffer_table(part), transient_buffers(part))
             for part in model.modules()
@@ -79,7 +79,7 @@ class RunningBuffers:
         ]
 
     def share(self, group: dist.ProcessGroup) -> None:
-        """Collective: give every rank those of the first. Nothing is sent where there are none."""
+        """Broadcast the first rank's buffers to every rank. Collective, unless there are none."""
         if self._tables and group.size() > 1 and (buffers := list(self._each_once())):
             is_early = self._by_samples.is_early
             broadcast_packed(buffers, group, self._by_samples.look if is_early else None)
@@ -108,7 +108,7 @@ def broadcast_packed(
 ) -> None:
     """Overwrite the tensors, of any dtypes, with those of the group's first rank: one broadcast.
 
-    Before that, `look` is given both.
+    Calls `look(own, first)` before it overwrites.
     """
     packed = torch.cat([as_bytes(tensor.contiguous()) for tensor in tensors])
     wait_abortable(dist.broadcast(packed, group=group, group_src=0, async_op=True), group)
@@ -116,20 +116,20 @@ def broadcast_packed(
     given = list(map(_as, parts, tensors))
     if look is not None:
         look(tensors, given)
-    # One kernel takes those of one dtype.
+    # One kernel copies all tensors of one dtype.
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         alike = [(own, new) for own, new in zip(tensors, given, strict=True) if own.dtype == dtype]
         foreach_copy_([own for own, _ in alike], [new for _, new in alike])
 
 
 def _as(part: Tensor, tensor: Tensor) -> Tensor:
-    """Bytes as what this tensor is: in place, unless they begin where its dtype may not."""
+    """View bytes in the dtype and shape of `tensor`; copy them if they are not aligned for it."""
     is_aligned = part.storage_offset() % tensor.element_size() == 0
     return (part if is_aligned else part.clone()).view(tensor.dtype).view(tensor.shape)
 
 
 class BuffersAside:
-    """The buffers of a model, persistent or not, as they are when this is made."""
+    """Copy of a model's buffers, persistent or not, taken at construction."""
 
     def __init__(self, model: nn.Module) -> None:
         self._kept = [
@@ -142,8 +142,8 @@ class BuffersAside:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Give them back what they held, also those that a module has put others in the place of.
-        Buffers that still hold it are not written to."""
+        """Restore the contents, and the buffers themselves if a module has replaced them. Buffers
+        that are unchanged are not written to."""
         for table, name, buffer, before in self._kept:
             table[name] = buffer
             if not torch.equal(buffer, before):

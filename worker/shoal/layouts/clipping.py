@@ -1,4 +1,4 @@
-"""Gradients of a layout, scaled all together."""
+"""Clipping and scaling of a layout's gradients."""
 
 from collections.abc import Collection
 
@@ -16,9 +16,9 @@ from shoal.torch_private.tensors import foreach_mul_, foreach_norm
 def clip(layout: Layout, max_norm: float, among: Collection[str] | None = None) -> Tensor:
     """Scale all gradients so that their common 2-norm is at most `max_norm`; returns the norm.
 
-    Collective. As torch.nn.utils.clip_grad_norm_ does on one process: each element of each
-    parameter counts once, whichever rank holds it and however many do. The message also carries
-    what a layout's verdict is to tell. `among`: the gradients of these parameters only.
+    Collective. Equals torch.nn.utils.clip_grad_norm_ on one process: each element of a parameter
+    counts once, however many ranks hold it. The same all-reduce carries the flags of the layout's
+    `non_finite_check`. `among`: the gradients of these parameters only.
     """
     gradients = local_gradients(
         {k: p for k, p in layout.parameters.items() if among is None or k in among}

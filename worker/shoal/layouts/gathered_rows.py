@@ -1,15 +1,15 @@
-"""The rows that members hold of a batch, gathered in the batch's order, with exact gradients.
+"""All members' rows of a batch, gathered in the batch's order, with exact gradients.
 
 A loss over pairs of samples needs the features of the whole global batch. Each member sends its
 rows to the others, and in backward gets the sum of their gradients from the losses of all members.
 A member's loss is weighted by its share before backward, and gradients are averaged over members
-after it. So a loss over all rows, the same on every member, has the gradients of one process; and
-so has a mean, over the member's own rows, of a comparison of each with all rows.
+after it. So two kinds of loss have the gradients of one process: a loss over all rows, the same on
+every member; and a mean over the member's own rows, each compared with all rows.
 
-Descriptions of a call, and rows on the host, go from rank to rank with tags of their own: a member
-that calls this more often than the others waits, and no message is mixed up with another
-collective's. Rows on a GPU stay there: once the members' descriptions of a call agree, one
-collective of the group sends them. Backward passes reach a call in the same order on every member.
+Descriptions of a call, and rows on the host, are point-to-point messages with tags of their own: a
+member that makes more calls than the others waits, and no message is mixed up with those of another
+collective. Rows on a GPU stay there: once the members' descriptions of a call agree, one collective
+of the group sends them. Backward passes reach the calls in the same order on every member.
 """
 
 import json
@@ -39,10 +39,10 @@ CALL, OWN_CALL = "session.gather", "torch.distributed.all_gather"
 MAX_DIMS = 16
 MAX_SEEN_CHARS = 1000
 UNKNOWN = -1
-"""In place of a number of samples: the batch is the script's own."""
+"""Stands for the number of samples if the script makes its batches itself."""
 _WORD_BYTES = 1024
 _TAGS_PER_CALL, _NUM_CALLS, _CALLS_PER_STEP = 3, 8000, 64
-"""Every MPI has tags up to 32767."""
+"""Every MPI implementation allows tags up to 32767."""
 _WORD, _ROWS, _GRADIENTS = 1, 2, 3
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -54,7 +54,7 @@ class Share:
     index: int
     """Index of the share; the same for members that work on the same samples."""
     num_samples: int
-    """Or `UNKNOWN`."""
+    """Number of samples, or `UNKNOWN`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,8 @@ class _CallMessage:
 
 
 class RowGathers:
-    """Gathers of one member in one step. For one thread at a time: the trainer's, or autograd's."""
+    """Gathers of one member in one step. Used by one thread at a time, the trainer's or
+    autograd's."""
 
     def __init__(
         self,
@@ -86,10 +87,10 @@ class RowGathers:
         *,
         by_messages: bool | None = None,
     ) -> None:
-        """`members` by rank. `step`: so many are committed. `waits`: within, this member waits for
-        the others in what is named. `by_messages`: if rows go from rank to rank, over the host, and
-        not by a collective; the same on all members. None: those on the host do, and all of a group
-        on Gloo."""
+        """`members`: names by rank. `step`: number of committed steps. `waits(what)`: entered while
+        this member waits for the others. `by_messages`: send rows from rank to rank over the host,
+        not by a collective; the same on all members. None: do so for rows on the host, and for all
+        rows of a Gloo group."""
         self._by_messages = True if by_messages is None and is_gloo(group) else by_messages
         self._p2p: AbortableP2P | None = AbortableP2P(group, torch.device("cpu"))
         self._rank = group.rank()
@@ -101,7 +102,7 @@ class RowGathers:
 
     @eager
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all members. Raises InvalidSpec, on all of them, where they do not fit."""
+        """Return the rows of all members. Raises InvalidSpec on all members if these do not fit."""
         _check(tensor)
         trains = tensor.requires_grad and torch.is_grad_enabled()
         words = self._meet(
@@ -116,8 +117,9 @@ class RowGathers:
         return found
 
     def check_own(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
-        """The script is about to gather by a call of torch's own. Raises InvalidSpec, on all
-        members, where a rank would be sent what does not fit into what it is to be put into."""
+        """Check a gather by torch's own collective that the script is about to call. Raises
+        InvalidSpec on all members if a rank's outputs do not have the shapes and dtypes that the
+        ranks will send."""
         words = self._meet(
             call=OWN_CALL,
             rows=len(tensor) if tensor.ndim else 1,
@@ -139,7 +141,7 @@ class RowGathers:
             )
 
     def close(self) -> None:
-        """The step is over."""
+        """End the step: later gradients of its gathers raise."""
         p2p, self._p2p = self._p2p, None
         if p2p is not None:
             p2p.close()
@@ -153,7 +155,7 @@ class RowGathers:
         *,
         by_messages: bool,
     ) -> None:
-        """Send and receive these, which are contiguous, each with its rank."""
+        """Send to and receive from the given ranks. All tensors are contiguous."""
         p2p = self._p2p
         if p2p is None:
             raise InvalidSpec(
@@ -242,8 +244,8 @@ class _RowRoutes:
         by_index: dict[int, list[int]] = {}
         for each, word in enumerate(words):
             by_index.setdefault(word.index, []).append(each)
-        # Of those that have the same samples each has the rows of others from one of its own, so
-        # that all of them get, and give, the same.
+        # Ranks with the same samples are numbered. Rank n of them exchanges rows with rank n of
+        # each other share, so all ranks of a share send and receive the same.
         column = by_index[words[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
         self._place = self._ranks.index(rank)
@@ -268,7 +270,7 @@ class _RowRoutes:
         told = [own if place == self._place else torch.empty_like(own) for place in self._all()]
         sends = [(asked[place], self._ranks[place]) for place in self._others]
         self._exchange(sends, told, _GRADIENTS, gradient)
-        # In the same order everywhere, and rounded to a half once.
+        # Sum in the same order on every rank, and round to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
         for each in told:
@@ -277,7 +279,7 @@ class _RowRoutes:
         return summed
 
     def _placed(self, rows: Tensor) -> Tensor:
-        """Rows as they are sent: dense, on the device that sends them."""
+        """Return the rows contiguous, on the device that sends them."""
         device = torch.device("cpu") if self._gathers.go_by_messages(rows) else rows.device
         return rows.detach().to(device).resolve_conj().resolve_neg().contiguous()
 
@@ -309,7 +311,7 @@ class _Gather(torch.autograd.Function):
 
 
 def is_gather(node: Node) -> bool:
-    """True if a backward pass sends the gradients of rows to their owners at this node."""
+    """True if this node of the autograd graph sends the gradients of rows to their owners."""
     return getattr(node, "_forward_cls", None) is _Gather
 
 
@@ -323,7 +325,7 @@ def _check(tensor: object) -> None:
         seen = f"a tensor of {tensor.layout} and shape {tuple(tensor.shape)}"
     if seen:
         raise InvalidSpec(
-            f"{CALL} of what has no rows",
+            f"{CALL} of something without rows",
             seen=seen,
             expected=f"a dense tensor of 1 to {MAX_DIMS} dimensions, the first of them the samples",
         )
@@ -355,7 +357,7 @@ def _unpacked(word: Tensor) -> _CallMessage:
 
 
 def _in_bytes(tensors: Sequence[tuple[Tensor, int]]) -> list[tuple[Tensor, int]]:
-    """Tensors that are not empty, as bytes."""
+    """Return the non-empty tensors as bytes."""
     return [(as_bytes(each), rank) for each, rank in tensors if each.numel()]
 
 
@@ -364,7 +366,7 @@ def _all_to_all(
     receives: Sequence[tuple[Tensor, int]],
     group: dist.ProcessGroup,
 ) -> None:
-    """Exchange these by one collective, in which every rank of the group takes part."""
+    """Exchange the tensors by one all-to-all over the whole group."""
     nothing = receives[0][0].new_empty(0, dtype=torch.uint8)
     given, taken = [nothing] * group.size(), [nothing] * group.size()
     for tensors, by_rank in ((sends, given), (receives, taken)):

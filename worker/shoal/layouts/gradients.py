@@ -1,4 +1,4 @@
-"""The gradients on one rank: their norms, their faults, and the errors that name these."""
+"""The gradients on one rank: their norms, their faults, and the errors that report faults."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from shoal_proto.errors import InvalidSpec, NonFiniteGradient
 
 
 def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Sum of squares as one float64 number on the device; 0 of none."""
+    """Return the sum of squares as a float64 tensor [1] on the device; 0 if `norms` is empty."""
     found = torch.zeros(1, dtype=torch.float64, device=device)
-    # One tensor takes those of one kind: a model's gradients may be of several.
+    # `stack` needs one device and dtype; a model's gradients may be of several.
     for kind in dict.fromkeys((norm.device, norm.dtype) for norm in norms):
         alike = torch.stack([norm for norm in norms if (norm.device, norm.dtype) == kind])
         found += alike.double().square().sum().to(device)
@@ -23,9 +23,9 @@ def sum_of_squares(norms: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def not_reduced(step: int, unreached: Sequence[str], strategy: str) -> InvalidSpec:
-    """Why some gradients of a step are this member's alone: the step would let the members drift.
+    """Build the error of a step whose gradients were not reduced: members would drift apart.
 
-    `unreached` are parameters without a gradient, `strategy` is the name of the class.
+    `unreached`: parameters without a gradient. `strategy`: name of its class.
     """
     if unreached:
         return InvalidSpec(
@@ -58,8 +58,8 @@ def gradient_not_finite(name: str, step: int) -> NonFiniteGradient:
 
 
 def sum_not_finite(name: str, step: int) -> NonFiniteGradient:
-    """Build the error of all ranks if each one's own gradients were finite; `name` is that of a
-    parameter in which this rank sees the overflow, or empty."""
+    """Build the error that all ranks raise if each rank's own gradients were finite, but not their
+    sum. `name`: a parameter in which this rank sees the overflow, or empty."""
     return _not_finite(
         "the sum of all members' gradients",
         step,
@@ -89,9 +89,9 @@ def _not_finite(
 
 
 def name_of_fault(parameters: Mapping[str, nn.Parameter]) -> str:
-    """The first parameter whose gradient on this rank holds a NaN or Inf; empty if none does."""
+    """Return the first parameter whose gradient on this rank has a NaN or Inf; empty if none."""
     gradients = local_gradients(parameters)
-    # One pass over all. The norm of finite numbers can overflow, so only the exact test condemns.
+    # One pass over all. A norm of finite numbers can overflow, so only the exact test decides.
     norms = foreach_norm(list(gradients.values()))
     if not norms or math.isfinite(torch.stack([n.float() for n in norms]).sum().item()):
         return ""
@@ -106,7 +106,7 @@ def local_gradients(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
             own = gradient_cut_as(parameter, gradient)
             if own is not gradient:
-                # Each rank would else count all of a gradient that came whole.
+                # If the gradient is replicated, each rank would count all of it.
                 parameter.grad = gradient = own
         if gradient is not None:
             found[name] = local_of(gradient) if isinstance(gradient, DTensor) else gradient

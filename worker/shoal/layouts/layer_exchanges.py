@@ -1,11 +1,11 @@
-"""Record of the layers for which ranks met, in order: detects ranks that compute with different
+"""Record of the layers for which a rank communicated, to detect ranks that compute with different
 layers.
 
-Nothing in a message says of which layer it is. If the script of one rank leaves a layer out, or
-takes another one, its next message is added to that of another layer, without an error anywhere,
-until a rank waits for a message that never comes. To announce the layer before each message would
-double the cost of a layer. So each rank records its layers, and the records are compared when no
-rank waits for that: in the message that ends a step, and by a rank that has waited for long.
+A message does not say which layer it belongs to. If the script of one rank skips a layer, or
+computes with another one, its next message is added to that of another layer, with no error until a
+rank waits for a message that never comes. Naming the layer before each message would double the
+cost of a layer. So each rank records its layers, and the records are compared off the critical
+path: in the message that ends a step, and by a rank that has waited for long.
 """
 
 import json
@@ -22,9 +22,9 @@ from shoal.backends.abortable.gather import gather, meet_after_collective
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Stands for a layer: the rank has finished its passes and notifies the others."""
+"""Entry in place of a layer: the rank has finished its passes and notifies the others."""
 _SIZES, _SIZES_END = -2, -(1 << 31)
-"""Stands for a layer, from here down: the number of elements of a value."""
+"""Entries in place of a layer, from here down: the number of elements of a value."""
 MAX_KEPT = 4096
 """Number of the newest exchanges that are kept one by one."""
 MAX_TOLD = 64
@@ -36,22 +36,22 @@ WORD_BITS = DIGEST_BITS + FIRST_BITS + 1
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangeRecord:
-    """Record of a rank's exchanges in a step; it may still wait for the last one."""
+    """Record of a rank's exchanges in a step; the last one may be in progress."""
 
     step: int
     """Number of steps begun in the generation."""
     count: int
     last: Sequence[str]
-    """The newest exchanges, in order, in words."""
+    """Descriptions of the newest exchanges, in order."""
 
     def at(self, place: int) -> str | None:
-        """Return the exchange at this position; None: not yet made, or too long ago."""
+        """Return the exchange at this position; None if not yet made, or no longer kept."""
         index = place - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
 class ExchangeSite:
-    """A layer for which ranks meet."""
+    """A layer for which ranks communicate."""
 
     __slots__ = ("_gradient", "_note", "_value")
 
@@ -60,20 +60,20 @@ class ExchangeSite:
         self._value, self._gradient = 2 * number, 2 * number + 1
 
     def value(self) -> int:
-        """Note that ranks are about to meet for the layer's values. Returns a number for that, the
-        same on all ranks, of 24 bits at most; so does `gradient`."""
+        """Record that ranks are about to exchange the layer's values. Returns a number of the
+        exchange, the same on all ranks, of at most 24 bits; so does `gradient`."""
         self._note(self._value)
         return self._value
 
     def gradient(self) -> int:
-        """Note that ranks are about to meet for the layer's gradients."""
+        """Record that ranks are about to exchange the layer's gradients."""
         self._note(self._gradient)
         return self._gradient
 
 
 class LayerExchanges:
-    """Exchanges of one rank in one generation. For the trainer's thread; `told` may be called from
-    another thread while that waits."""
+    """Exchanges of one rank in one generation. Used by the trainer's thread; another thread may
+    call `record` while the trainer waits."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -84,22 +84,23 @@ class LayerExchanges:
         """The number of exchanges that are no longer kept, and a digest of them."""
         self._steps = 0
         self._has_ended = False
-        """Nothing more is noted in this step."""
+        """True if nothing more is recorded in this step."""
         self._whole: dict[int, nn.Parameter] = {}
-        """Parameters that ranks have whole, by the exchange number of lacking a gradient."""
+        """Parameters that each rank has whole, by the number that records a missing gradient."""
         self._without: set[int] | None = None
-        """Exchange numbers of parameters that this rank's own passes left without a gradient, in a
-        step whose gradients were completed with those of other ranks; else None."""
+        """Keys of `_whole` whose parameters this rank's own passes left without a gradient; None
+        until gradients are completed with those of other ranks."""
         self.peers: Sequence[int] = ()
-        """The ranks that must meet for the same layers, this one included; empty: none split."""
+        """The ranks that split layers with this one, itself included; empty if nothing is split."""
         self.is_told = False
-        """True if ranks outside this rank's own group may find a difference, and `tell` it."""
+        """True if ranks outside this rank's own tensor group may find a difference, and report it
+        to this rank."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
-        """Called before a rank raises a refusal that only some of the ranks know of."""
+        """Called before this rank raises a refusal that not all ranks know of."""
 
     def among(self, peers: Sequence[int]) -> None:
-        """Set the peers that split layers with this rank. If models of a script are split among
-        different peers, nothing is compared."""
+        """Set the peers that split layers with this rank. If the script's models have different
+        peers, nothing is compared."""
         differ = self._names and tuple(peers) != self.peers
         self.peers = () if differ else tuple(peers)
 
@@ -111,8 +112,8 @@ class LayerExchanges:
         return ExchangeSite(self, len(self._names) - 1)
 
     def align(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Add the parameters that each rank has whole. Ranks meet for their gradients after the
-        passes: the same parameters must lack a gradient on all ranks."""
+        """Add the parameters that each rank has whole. Their gradients are broadcast after the
+        passes, so the same parameters must lack a gradient on all ranks."""
         for name, parameter in parameters.items():
             if parameter.requires_grad and not isinstance(parameter, DTensor):
                 self._names.append(name)
@@ -126,13 +127,13 @@ class LayerExchanges:
         self._done, self._has_ended, self._without = [], False, None
 
     def completes(self) -> None:
-        """Note the parameters without a gradient, before other ranks' gradients are added: later it
-        cannot be seen which ones this rank left out."""
+        """Record the parameters without a gradient, before other ranks' gradients are added: later
+        they cannot be told apart."""
         without = {exchange for exchange, each in self._whole.items() if each.grad is None}
         self._without = without if self._without is None else self._without & without
 
     def note(self, exchange: int) -> None:
-        """Record that the ranks are about to meet for this."""
+        """Record an exchange that the ranks are about to make."""
         if self._has_ended:
             return
         self._done.append(exchange)
@@ -140,9 +141,9 @@ class LayerExchanges:
             self._forget(MAX_KEPT // 2)
 
     def differ(self, size: int | None = None) -> None:
-        """End the record: the ranks have just met for different things, and know it, so later
-        exchanges add nothing. `size`: they met for the same layer, and this is the number of
-        elements of this rank's value."""
+        """End the record, as ranks have just found that their exchanges differ: later entries add
+        nothing. `size`: the number of elements of this rank's value, if the layer was the same but
+        the sizes differ."""
         if size is not None:
             self.note(_SIZES - min(size, -_SIZES_END + _SIZES))
         self._has_ended = True
@@ -161,7 +162,8 @@ class LayerExchanges:
         return (count & ((1 << (DIGEST_BITS - 32)) - 1)) << 32 | found
 
     def finish(self, group: dist.ProcessGroup) -> None:
-        """End passes outside of a step, on all ranks at once. Raises as `check_exchanges`."""
+        """End the passes outside of a step. Collective over all ranks; raises as
+        `check_exchanges`."""
         if self._names:
             self.note(PASSES_END)
             told = self.record()
@@ -172,7 +174,7 @@ class LayerExchanges:
             check_exchanges(words, [each and ExchangeRecord(**each) for each in found])
 
     def record(self) -> ExchangeRecord | None:
-        """Return the record that other ranks compare with theirs; None if there is none."""
+        """Return the record for other ranks to compare with theirs; None if there is none."""
         done = self._done
         if not self.peers or not done:
             return None
@@ -181,7 +183,8 @@ class LayerExchanges:
         return ExchangeRecord(step=self._steps, count=count, last=last)
 
     def summary(self) -> int:
-        """Return the summary for other ranks when passes end, of `WORD_BITS` bits; 0: nothing."""
+        """Return a digest of the record, of `WORD_BITS` bits, that all peers must have in common
+        when passes end; 0 if nothing is split."""
         if not self.peers:
             return 0
         return (1 << FIRST_BITS | min(self.peers)) << DIGEST_BITS | self._digest_of_all()
@@ -209,9 +212,9 @@ class LayerExchanges:
 def check_exchanges(
     words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
-    """Return if ranks that split layers with each other have met for the same ones, by the
-    `LayerExchanges.summary` and `LayerExchanges.record` of each rank. Raises InvalidSpec if they
-    have not. `members`: names by rank."""
+    """Raise InvalidSpec if ranks that split layers with each other communicated for different
+    layers. `words`, `told`: `LayerExchanges.summary` and `.record` of each rank. `members`: names
+    by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
     by_name = {
         names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
@@ -224,8 +227,8 @@ def check_exchanges(
 
 
 def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
-    """Ranks that split layers with each other and have not met for the same ones, after what
-    `LayerExchanges.word` says of each rank; those of one such group."""
+    """Return the first group of peers whose `LayerExchanges.summary` differ: they communicated for
+    different layers. `words` by rank."""
     if all(word == words[0] for word in words):
         return ()
     groups: dict[int, list[int]] = {}
@@ -237,8 +240,8 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
 
 
 def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
-    """Find the first known position at which members in the same step differ, and what each did
-    there. A member that has not got there yet is left out: it has done nothing else.
+    """Find the first known position at which members in the same step differ; return what each did
+    there. A member that has not reached that position is left out.
     """
     newest = max((each.step for each in told.values()), default=0)
     same = {name: each for name, each in told.items() if each.step == newest}
@@ -256,7 +259,7 @@ def in_words(found: Mapping[str, str]) -> str:
 
 
 def different_layers(seen: str) -> InvalidSpec:
-    """The refusal of members that have met for different layers: where each was."""
+    """Build the refusal of members that communicated for different layers; `seen`: which ones."""
     return InvalidSpec(
         "members that split layers among them computed with different layers at the same time",
         seen=seen,

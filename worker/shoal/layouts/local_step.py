@@ -1,8 +1,8 @@
 """An optimizer's step on this rank's parts of parameters, without DTensor's dispatch.
 
 DTensor derives the placements of each operation anew. For an elementwise optimizer the result is
-always the same operation on the local part, and the derivation takes longer than the arithmetic:
-14 ms a step for 16 parameters sharded over 3 ranks, 32 ms for the first step after a change of
+always the same operation on the local part, but the derivation takes longer than the arithmetic:
+14 ms per step for 16 parameters sharded over 3 ranks, 32 ms for the first step after a change of
 members.
 """
 
@@ -20,10 +20,9 @@ from shoal.torch_private.dtensor import cut_as, local_of
 
 
 def step(optimizer: Optimizer) -> None:
-    """Take the optimizer's step, on local parts if that is equivalent; of several optimizers, step
-    those that are due.
+    """Step the optimizer, on local parts if that is equivalent; of several optimizers, those due.
 
-    Parameters and state are DTensors again afterwards, as before, also if the step raises.
+    Parameters and state are DTensors again afterwards, even if the step raises.
     """
     for each in parts_due(optimizer):
         _step(each)
@@ -49,7 +48,8 @@ def _is_cut_alike(parameter: Any) -> bool:
 
 @contextmanager
 def _local(optimizer: Optimizer) -> Iterator[None]:
-    """Give the optimizer, within, plain parameters that share the memory of its own."""
+    """Replace the optimizer's DTensors, within the context, by plain parameters in the same
+    memory."""
     groups: list[list[Any]] = [list(group["params"]) for group in optimizer.param_groups]
     parts: dict[Any, _Part] = {}
     for group, parameters in zip(optimizer.param_groups, groups, strict=True):
@@ -82,7 +82,7 @@ class _Part:
             self.parameter.grad = local_of(cut.grad)
 
     def spread(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state as that of the whole parameter; what is still the same object is left alone."""
+        """Return the state as that of the whole parameter; unchanged objects are kept."""
         known = self.state or {}
         return {
             key: self._before[key] if key in known and known[key] is value else self._whole(value)

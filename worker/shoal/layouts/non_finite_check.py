@@ -11,7 +11,7 @@ from shoal.layouts.gradients import gradient_not_finite, name_of_fault, sum_not_
 from shoal.model.losses import UnseenLosses
 from shoal_proto.errors import GenerationBroken
 
-# What a rank says of its gradients that are not finite: they were given to it, or are its own.
+# A rank's flag if its gradients are not finite: only after reduction, or its own before it.
 GIVEN, OWN = 1.0, 2.0
 _LOSS = "the loss"
 
@@ -19,19 +19,19 @@ _LOSS = "the loss"
 class NonFiniteCheck:
     """Findings of each rank in its gradients, sent to all ranks in one small message a step.
 
-    No earlier message can tell it: each goes along one dimension of the mesh only, and may itself
-    make a sum that is not finite. The norm's message comes late enough and goes to all ranks, so a
-    step that clips sends no other.
+    Earlier messages cannot carry them: each goes along one dimension of the mesh only, and its sum
+    may itself overflow. The message of the norm is late enough and reaches all ranks, so a step
+    that clips sends no other.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group, self._device = group, device
         self.losses = UnseenLosses()
-        """Losses of this rank: one that is not finite counts as its own fault."""
+        """Losses of this rank: one that is not finite counts as this rank's own fault."""
         self.begin()
 
     def begin(self) -> None:
-        """A new step: nothing is known."""
+        """Begin a step: discard the findings of the last one."""
         self.losses.begin()
         self._own = ""
         self._found = ""
@@ -39,19 +39,19 @@ class NonFiniteCheck:
         self._has_looked = False
 
     def look(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Look at this rank's own gradients, before those of others come in: all of the step."""
+        """Examine this rank's own gradients of the whole step, before they are reduced."""
         self.check_after_pass(parameters)
         self._look_at_losses()
         self._has_looked = True
 
     def check_after_pass(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Look at what one pass of several has given, unless `look` has seen all of the step. Those
-        of earlier passes, in which others have had a part, must not be among the gradients."""
+        """Examine the gradients of one pass, unless `look` has examined the whole step. They must
+        not include reduced gradients of earlier passes."""
         if not self._has_looked:
             self._own = self._own or name_of_fault(parameters)
 
     def _look_at_losses(self) -> None:
-        # After the gradients, which have been waited for.
+        # After the gradients: by then the device has computed the losses too.
         self._own = self._own or ("" if self.losses.are_finite() else _LOSS)
 
     @property
@@ -60,12 +60,12 @@ class NonFiniteCheck:
         return bool(self._own)
 
     def found(self, name: str) -> None:
-        """Set the parameter whose gradients on this rank were not finite, or empty; in place of
-        `look`, if the backward pass has looked."""
+        """Set the parameter whose gradients on this rank were not finite, or empty. Called in place
+        of `look` if the backward pass has examined the gradients."""
         self._own = name
 
     def flags(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
-        """Return this rank's message, to be summed over all ranks: a number for each."""
+        """Return this rank's flags, one per rank, to be summed over all ranks."""
         self._found = self._own or name_of_fault(parameters)
         self._look_at_losses()
         self._found = self._found or self._own
@@ -75,20 +75,20 @@ class NonFiniteCheck:
         return flags
 
     def set_flags(self, flags: Tensor) -> None:
-        """Set the sum of all ranks' messages."""
+        """Set the sum of all ranks' flags."""
         self._flags = flags
 
     def note_faults(self, are_own: Sequence[bool]) -> None:
-        """Set the findings that ranks sent in another message, if only their own gradients can be
-        at fault: see `Layout.faults_are_own`."""
+        """Set the findings that ranks sent in another message, for layouts with
+        `Layout.faults_are_own`. `are_own`: by rank."""
         self._flags = torch.tensor([OWN if each else 0.0 for each in are_own])
 
     def check(self, parameters: Mapping[str, nn.Parameter], step: int) -> None:
-        """Raise on every rank unless the gradients of all ranks are finite. Collective, unless the
-        ranks have been heard already; `step` are committed.
+        """Raise on every rank unless the gradients of all ranks are finite. Collective, unless all
+        ranks' flags are known already. `step`: number of committed steps.
 
-        NonFiniteGradient to the ranks whose own gradients are not, which leave with it, and
-        GenerationBroken to all others; NonFiniteGradient to all where only a sum is not.
+        Ranks whose own gradients are not finite raise NonFiniteGradient and leave, all others
+        raise GenerationBroken. If only a sum is not finite, all ranks raise NonFiniteGradient.
         """
         if self._flags is None:
             flags = self.flags(parameters)

@@ -1,6 +1,6 @@
-"""Ties a user's model and optimizer to the layout of one generation, and reads and fills its state.
+"""Binding of a user's model and optimizer to the layout of one generation; reads and fills state.
 
-The user's optimizer object stays the same over all generations; what it steps is replaced.
+The user's optimizer object stays the same over all generations; its parameters are replaced.
 """
 
 import copy
@@ -50,17 +50,17 @@ from shoal_proto.errors import (
 
 
 class MetaModel:
-    """A model without its weights, and where each parameter stands in the optimizer.
+    """A model without its weights, and the position of each parameter in the optimizer.
 
     Raises InvalidSpec if there is nothing to train, if the optimizer holds a parameter that is not
-    the model's (members' copies of that one would diverge), if a tensor of the model is of
-    a kind that no member can be given, if parameters share memory
-    without being one, or if a module on the meta device cannot initialise itself.
+    the model's (its copies on the members would diverge), if a tensor of the model cannot be sent
+    to a member, if different parameters share memory, or if a module on the meta device cannot
+    initialise itself.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self.model = model
-        """The user's own, with its weights until they are forgotten."""
+        """The user's own model, with its weights until `forget_weights`."""
         names = {parameter: name for name, parameter in model.named_parameters()}
         if not any(parameter.requires_grad for parameter in names):
             raise InvalidSpec(
@@ -84,7 +84,7 @@ class MetaModel:
                     )
             self.groups.append([names[parameter] for parameter in group["params"]])
         self.tied = tied(model)
-        """The first name of each further name of a parameter or buffer."""
+        """Each further name of a tied parameter or buffer, with its first name."""
         held = {**dict(model.named_parameters()), **persistent_buffers(model)}
         refuse_tensors(held)
         self.without_elements = {
@@ -92,7 +92,7 @@ class MetaModel:
             for name, tensor in held.items()
             if not tensor.numel()
         }
-        """Parameters and persistent buffers of which there is nothing to hold."""
+        """Parameters and persistent buffers that have no elements."""
         self.order = tuple(model.state_dict(keep_vars=True))
         """The names of the model's own state_dict, in their order."""
         self._names = {id(parameter): name for parameter, name in names.items()}
@@ -100,10 +100,10 @@ class MetaModel:
         self.take_state(optimizer)
 
     def take_state(self, optimizer: Optimizer) -> None:
-        """Keep the state that the optimizer has for the user's own parameters, if it has any: what
-        the script has loaded into it before there was a layout.
+        """Keep the state that the optimizer has for the user's own parameters: the script has
+        loaded it before there was a layout.
 
-        Raises UnsupportedOptimizer for what no state of a job can hold.
+        Raises UnsupportedOptimizer for values that the state of a job cannot hold.
         """
         for parameter in self.model.parameters():
             name, state = self._names.get(id(parameter)), optimizer.state.get(parameter)
@@ -112,7 +112,7 @@ class MetaModel:
             self._given[name] = take_slots(state, name, optimizer)
 
     def copy(self) -> nn.Module:
-        """The model once more: its parameters on the meta device, its buffers real and its own."""
+        """Copy the model: parameters on the meta device, buffers real and not shared."""
         try:
             copied: nn.Module = copy.deepcopy(self.model, self._empty_parameters())
         except (TypeError, RuntimeError) as error:
@@ -126,11 +126,11 @@ class MetaModel:
         return copied
 
     def initial(self) -> StateShard:
-        """The weights that the user made the model with, and the state that the optimizer was given
-        for them: step 0.
+        """Return the state of step 0: the model's weights as the script made them, and the
+        optimizer's state for them.
 
-        Of a model that was made on the meta device those that its modules begin with, with the seed
-        that the script had given torch.
+        A model made on the meta device is initialised by its modules, with the seed that the script
+        had given torch.
         """
         model = initialised_copy(self.model, self._seed) if self._made_on_meta else self.model
         state = {**dict(model.named_parameters()), **persistent_buffers(model)}
@@ -147,10 +147,10 @@ class MetaModel:
         return StateShard(step=0, shards=shards, values={SLOTS: values} if values else {})
 
     def forget_weights(self) -> None:
-        """Free the memory of the user's own parameters, and of what the optimizer was given for
-        them: from now on a layout holds them.
+        """Free the memory of the user's own parameters and of the optimizer's state for them: from
+        now on a layout holds both.
 
-        What was one parameter under several names still is, in this model and in each `copy`.
+        Tied parameters stay tied, in this model and in each `copy`.
         """
         if not all(parameter.is_meta for parameter in self.model.parameters()):
             empty = self._empty_parameters()
@@ -162,8 +162,8 @@ class MetaModel:
         self._names.clear()
 
     def give_back(self, optimizer: Optimizer) -> None:
-        """Let the optimizer step the user's own parameters again, with the state that it was given
-        for them; unless their weights are forgotten."""
+        """Give the optimizer the user's own parameters back, with the state that `take_state` kept.
+        Does nothing after `forget_weights`."""
         if not self._names:
             return
         own = dict(self.model.named_parameters())
@@ -234,7 +234,7 @@ class OptimizerBinding:
         own = (value.shape, value.dtype)
         first = self._outlines.setdefault(f"{name}/{key}", own)
         if own != first:
-            # Copies of several steps hold it, as one tensor.
+            # Copies of the state are made for several steps into the same memory.
             raise cannot_carry(
                 self.optimizer,
                 f"state {key.removeprefix(INNER)!r} of {name}: {tuple(own[0])} of {own[1]}",
@@ -252,10 +252,10 @@ class OptimizerBinding:
         return TensorShard.whole(local_part(value))
 
     def model(self, step: int) -> StateShard:
-        """Return this rank's part of the model; all ranks' parts make the same whole.
+        """Return this rank's part of the model; the parts of all ranks make up the whole.
 
-        A buffer, such as a running mean, may differ between ranks: the rank that writes it into
-        checkpoints is the only one to give it.
+        A buffer, such as a running mean, may differ between ranks: only the rank that writes it
+        into checkpoints includes it.
         """
         given = {
             MODEL + name: self.layout.shard(name, tensor)
@@ -266,7 +266,7 @@ class OptimizerBinding:
         return StateShard(step=step, shards=kept, values={"tied": dict(self._tied)})
 
     def whole_model(self, step: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-        """The whole model in the order of its own state_dict. Collective; raises as `reshard`."""
+        """Gather the model in the order of its own state_dict. Collective; raises as `reshard`."""
         return whole_model(group, self.model(step), self.without_elements, self.order)
 
     def _values(self) -> dict[str, Json]:
@@ -280,13 +280,13 @@ class OptimizerBinding:
 
     @property
     def known(self) -> frozenset[str]:
-        """Names of all tensors of the state that this rank was filled from."""
+        """Names of all tensors of the state from which this rank was filled."""
         return frozenset(self._known)
 
     @property
     def begun(self) -> frozenset[str]:
-        """Names of all tensors of the optimizer's state that this rank has collected so far: those
-        after a committed step, whatever an update has made of them since."""
+        """Names of all tensors of the optimizer's state that `collect` has returned so far: those
+        that existed after a committed step."""
         return frozenset(OPTIM + each for each in self._outlines)
 
     def writes(self, name: str) -> bool:
@@ -298,8 +298,8 @@ class OptimizerBinding:
     # --- filling ---
 
     def place(self, name: str, chunk: Chunk) -> Tensor | None:
-        """Memory of the layout's own for this chunk of a tensor, which `needs` gave; `fill` finds
-        there what is put into it. None where none of that size lies on the host."""
+        """Return memory of the layout into which a chunk from `needs` can be received; `fill` then
+        copies nothing. None if the layout has no memory of that size on the host."""
         shape, dtype = self._known[name]
         if name.startswith(MODEL):
             key = name.removeprefix(MODEL)
@@ -307,7 +307,7 @@ class OptimizerBinding:
         else:
             key = name.removeprefix(OPTIM).rpartition("/")[0]
             own = self.layout.shard(key, self._parameters[key])
-        # What has no dimension lies where the optimizer wants it: see `beside`.
+        # The optimizer decides on which device a scalar lies: see `beside`.
         if not shape or own.shape != shape or own.chunk != chunk or own.tensor.device.type != "cpu":
             return None
         is_model = name.startswith(MODEL)
@@ -316,7 +316,7 @@ class OptimizerBinding:
         return place
 
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
-        """The chunk that this rank needs of a tensor of a state; None if it needs nothing of it.
+        """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
 
         Raises ShapeMismatch or DtypeMismatch if the state is that of another model.
         """
@@ -341,10 +341,10 @@ class OptimizerBinding:
 
     @torch.no_grad()
     def fill(self, state_shard: StateShard) -> None:
-        """Make the state this rank's; `needs` was asked for every name in it before.
+        """Fill the layout and the optimizer from a state; `needs` was called for each of its names.
 
-        Raises ShapeMismatch if a parameter or buffer is not in it, and InvalidSpec if it is that of
-        another optimizer.
+        Raises ShapeMismatch if the state lacks a parameter or buffer, and InvalidSpec if it is that
+        of another optimizer.
         """
         check_no_more(self._model_names, self._known)
         chunks = {name: self.layout.chunk(name, tensor) for name, tensor in self.held.items()}
@@ -410,7 +410,7 @@ def _cannot_cut(
 
 
 def _filled(parameter: nn.Parameter, given: TensorShard | None, dtype: torch.dtype) -> Tensor:
-    """Copy this rank's part of a state that is laid out as the parameter (None: it is empty)."""
+    """Copy this rank's part of a state tensor laid out as the parameter (None: it is empty)."""
     local = torch.empty_like(local_part(parameter), dtype=dtype)
     return local if given is None else local.copy_(given.tensor)
 

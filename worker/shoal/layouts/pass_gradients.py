@@ -1,9 +1,9 @@
-"""Gradients that are those of the whole batch as soon as a backward pass is over.
+"""Gradients that are completed, to those of the whole batch, after each backward pass.
 
-Between its passes, and after the last one, a script may read gradients or change them: it clamps
-them, or moves weights along them (sharpness-aware minimisation). It has to see the gradients that
-one process sees, so a rank's own gradients, or summands of them, are reduced with the others'
-before `session.backward` returns. Layouts that reduce in backward need none of this.
+Between passes, and after the last one, a script may read or change gradients: it clamps them, or
+moves weights along them (sharpness-aware minimisation). It has to see the gradients that one
+process sees, so a rank's own gradients are reduced before `session.backward` returns. Layouts that
+reduce during backward do not need this.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 Complete = Callable[[], None]
-"""Makes gradients, all of them this rank's own, those of the whole batch. Collective."""
+"""Reduces gradients, all of them this rank's own, to those of the whole batch. Collective."""
 
 
 class PassGradients:
-    """Gradients that the passes of a step have added, complete or not."""
+    """State of a step's gradients: complete, or still this rank's own."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """`parameters`: those to which a pass adds this rank's own gradients only."""
@@ -31,7 +31,8 @@ class PassGradients:
 
     @contextmanager
     def of_pass(self, complete: Complete, *, completes: bool) -> Iterator[None]:
-        """Surround a pass; `completes`: complete gradients after it, else later or by `finish`."""
+        """Surround a pass. `completes`: complete the gradients after it; else a later pass or
+        `finish` does."""
         if not self._are_own and not self._kept:
             self._set_aside()
         self._are_own = True
@@ -40,7 +41,7 @@ class PassGradients:
             self.finish(complete)
 
     def finish(self, complete: Complete) -> None:
-        """Complete what is not complete yet. Collective, unless everything is."""
+        """Complete the gradients. Collective, unless they are complete already."""
         if self._are_own:
             self._are_own = False
             complete()
@@ -50,8 +51,8 @@ class PassGradients:
                 parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
 
     def _set_aside(self) -> None:
-        """Set complete gradients aside, so that `complete` reduces only those of the next pass. The
-        script may have changed them since."""
+        """Move complete gradients, which the script may have changed, out of `.grad`, so that
+        `complete` reduces only those of the next pass."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._kept[parameter], parameter.grad = parameter.grad, None

@@ -1,4 +1,5 @@
-"""Parameters whole on every rank: the optimizer's state too, or each owner's part of it (ZeRO-1).
+"""Layouts with whole parameters on every rank; the optimizer's state is replicated too, or split
+among owners (ZeRO-1).
 
 Gradients are averaged by torch's DistributedDataParallel while backward runs.
 """
@@ -21,17 +22,16 @@ from shoal.state.shards import OPTIM
 from shoal.torch_private.replicated_module import ReplicatedModule, bucket_size
 from shoal_proto.errors import InvalidSpec
 
-# Parameters of any dtype may stand at a multiple of this in the memory of their owner.
+# A multiple of this is an aligned offset for parameters of any dtype in their owner's memory.
 ALIGNMENT_BYTES = 16
 MAX_MESSAGE_BYTES = 1 << 28
-"""Gloo copies what it is about to send to another host: no message is larger than this."""
+"""Limit of a broadcast: Gloo copies a message before it sends it to another host."""
 
 
 class ReplicatedLayout(Layout):
-    """Layout in which every rank holds and steps all, on its own share of the samples.
+    """Layout in which every rank holds and steps all parameters, with its own share of samples.
 
-    A parameter that takes no part in the loss is an error, as in DDP, unless
-    `find_unused_parameters` says that this is meant.
+    As in DDP, a parameter without part in the loss is an error unless `find_unused_parameters`.
     """
 
     elementwise = False
@@ -47,7 +47,8 @@ class ReplicatedLayout(Layout):
         find_unused_parameters: bool = False,
         compressor: Compressor | None = None,
     ) -> None:
-        """`compressor` keeps what it holds back: the same one for each generation of a member."""
+        """`compressor`: the same object in all generations of a member, as it keeps the gradients
+        that it has not sent yet."""
         bucket_mb = bucket_size(bucket_mb)
         materialise(model, world.device)
         self.world = world
@@ -64,7 +65,7 @@ class ReplicatedLayout(Layout):
             self.traffic,
             compressor,
         )
-        # No comparison of the ranks' parameters: there is nothing in them yet.
+        # `init_sync=False`: the ranks' parameters are not filled yet.
         self._ddp = ReplicatedModule(
             model,
             process_group=world.group,
@@ -79,7 +80,7 @@ class ReplicatedLayout(Layout):
         self.module = self._ddp
 
     def _place(self) -> None:
-        """Move parameters to where they are to lie, before DDP sees them."""
+        """Move parameters to their final memory, before DDP sees them."""
 
     @property
     def plain(self) -> nn.Module:
@@ -97,14 +98,14 @@ class ReplicatedLayout(Layout):
         return self.world.rank == 0
 
     def replicas(self, name: str) -> Sequence[int]:
-        # Of buffers the first rank's are everybody's.
+        # The first rank alone publishes buffers: `stepped` gives its values to all.
         return range(self.world.world_size if name in self._parameters else 1)
 
     def travels(self, name: str) -> bool:
         return False
 
     def reduce_in_backward(self, reduces: bool) -> None:
-        # What DDP's `no_sync` sets; it has to be so in the forward pass too.
+        # As DDP's `no_sync`; it has to be set in the forward pass too.
         self._ddp.require_backward_grad_sync = reduces
 
     @property
@@ -145,10 +146,10 @@ class ReplicatedLayout(Layout):
         return not self.exchange.has_finite_averages()
 
     def check(self) -> None:
-        """`reduce` has looked at the averages, of which every rank has the same."""
+        """Do nothing: `reduce` has examined the averages, which are the same on every rank."""
 
     def stepped(self) -> None:
-        """Give everybody the first rank's buffers."""
+        """Broadcast the first rank's buffers."""
         self._buffers.share(self.world.group)
 
     def synchronised(self) -> bool:
@@ -162,16 +163,16 @@ class Zero1Layout(ReplicatedLayout):
     """Replicated layout in which each parameter is stepped by one rank only, its owner.
 
     So each rank keeps about 1/n of the optimizer's state. Parameters stay whole: any optimizer
-    that treats each of them separately does here what it does in one process.
+    that treats each parameter separately gives the same result as in one process.
 
     Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
-    What an owner has updated travels as one message: its parameters lie in one piece of memory,
-    so nothing is packed, and nothing beside it is held. A broadcast for each owner, all under way
-    at once, moves each byte to each rank once. An all-gather moves the same only if all parts are
-    equal, since Gloo wants them padded to the largest, and a model whose embedding is most of it
-    would be sent several times over. On loopback with 4, 40 MB in equal parts: 15 ms to 44 ms
-    (2 ranks), 27 to 59 ms (3), 34 to 80 ms (4), and alike below 1 MB.
+    An owner sends its updated parameters as one message: they lie in one piece of memory, so they
+    are neither packed nor copied. Concurrent broadcasts, one for each owner, move each byte to each
+    rank once. An all-gather does so only for equal parts: Gloo wants parts padded to the largest,
+    so a model that is mostly one embedding would be sent several times. On loopback, broadcasts of
+    40 MB in equal parts take 15 ms where an all-gather takes 44 ms (2 ranks), 27 and 59 ms
+    (3 ranks), 34 and 80 ms (4 ranks); below 1 MB both take the same time.
     """
 
     strategy = "Zero1"
@@ -207,8 +208,8 @@ class Zero1Layout(ReplicatedLayout):
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Put into the memory of its owner what a script has assigned to a parameter's `.data`:
-        what owners send, and others receive, lies there."""
+        """Copy values that a script has assigned to a parameter's `.data` into its owner's memory,
+        which is what owners send and other ranks receive into."""
         for parameter, place in self._places:
             if parameter.data_ptr() != place.data_ptr():
                 place.copy_(parameter)
@@ -216,7 +217,7 @@ class Zero1Layout(ReplicatedLayout):
 
     def begin(self) -> None:
         super().begin()
-        # The optimizer, which zeroes gradients, does not know these.
+        # `optimizer.zero_grad` does not reach these.
         self._forget_gradients_of_others()
 
     def reduce(self) -> None:
@@ -246,11 +247,11 @@ class Zero1Layout(ReplicatedLayout):
 
 
 def partition(sizes: Sequence[int], n: int) -> list[int]:
-    """Assign each item to one of `n` ranks, such that all own about as much.
+    """Assign each item to one of `n` ranks, such that all own about the same size.
 
-    The largest item goes first, each to the rank with least, the lowest of several. No rank
-        then owns more than 4/3 of what the best partition gives the fullest (Graham 1969). The same
-        sizes always give the same owners.
+    Items go, largest first, to the rank that owns least (the lowest among equals). The fullest rank
+    then owns at most 4/3 of the fullest in the best partition (Graham 1969). The same sizes always
+    give the same owners.
     """
     owned = [0] * n
     owners = [0] * len(sizes)
@@ -263,9 +264,9 @@ def partition(sizes: Sequence[int], n: int) -> list[int]:
 
 @torch.no_grad()
 def lay_in_one_piece(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Give the parameters memory side by side; returns all of it, as bytes.
+    """Move the parameters into one contiguous piece of memory; returns it, as bytes.
 
-    What was in them is not kept, but where elements lie in memory (channels last, say) is.
+    Their contents are not kept, but their strides (such as channels last) are.
     """
     sizes = [-(-p.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for p in parameters]
     device = parameters[0].device if parameters else None
@@ -277,7 +278,7 @@ def lay_in_one_piece(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 
 def _strides(tensor: Tensor) -> tuple[int, ...]:
-    """The tensor's own, if its elements fill its memory without a gap; else those of one that do"""
+    """Return the tensor's own strides if its elements lie without gaps; else contiguous ones."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     if sum((size - 1) * stride for size, stride in pairs) + 1 == tensor.numel():
         return tensor.stride()

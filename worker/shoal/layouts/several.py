@@ -1,4 +1,4 @@
-"""Several models, each laid out by itself, and passes that train some of them only."""
+"""Layout of several models, each laid out by itself; a pass may train only some of them."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class SeveralLayouts(Layout):
-    """Layouts by the models' names; what each of them holds has its model's name before it."""
+    """Layouts by the models' names; names of tensors are prefixed with their model's name."""
 
     def __init__(self, model: SeveralModels, layouts: Mapping[str, Layout], world: World) -> None:
         first = next(iter(layouts.values()))
@@ -23,7 +23,7 @@ class SeveralLayouts(Layout):
         self.elementwise = any(each.elementwise for each in layouts.values())
         self.layouts = layouts
         self.active: frozenset[str] = frozenset()
-        """The models that are trained by the pass, or stepped by the update, that comes next."""
+        """Names of the models that the next pass trains, or the next update steps."""
 
     @property
     def _active(self) -> list[Layout]:
@@ -87,7 +87,7 @@ class SeveralLayouts(Layout):
             each.note_loss(loss)
 
     def backward(self, loss: Tensor, weight: float) -> None:
-        """Gradients of the active models alone; what others have by now is left as it is."""
+        """Add gradients to the active models only; those of other models are unchanged."""
         scaled = loss if weight == 1.0 else loss * weight
         for each in self._active:
             each.begin_pass(scaled)
@@ -103,7 +103,8 @@ class SeveralLayouts(Layout):
 
     @contextmanager
     def _set_aside(self) -> Iterator[None]:
-        """Clear gradients of models that are not active, within; those added there are dropped."""
+        """Set the gradients of inactive models aside within the context, and restore them at its
+        end: gradients added meanwhile are discarded."""
         others = [each for name, each in self.layouts.items() if name not in self.active]
         kept = [(p, p.grad) for each in others for p in each.parameters.values()]
         for parameter, _ in kept:

@@ -1,9 +1,9 @@
-"""BatchNorm with the statistics of the whole global batch, independent of its shares.
+"""BatchNorm with the statistics of the whole global batch, however it is divided into shares.
 
-torch's SyncBatchNorm runs on GPUs only, and counts the sample that a member without a share
-computes with. Here each member sends the number of its values, their mean and their sum of squares
-around that mean, which are combined as in Chan et al. 1979; and in backward the sums that its
-gradients depend on. A member's loss weighs as much as its share does, and so do these sums.
+torch's SyncBatchNorm runs on GPUs only, and counts the stand-in sample of a member without a share.
+Here each member sends the number of its values, their mean and their sum of squares around that
+mean, which are combined as in Chan et al. 1979. In backward it sends the sums that its gradients
+depend on; these are weighted by its share, as its loss is.
 """
 
 from typing import Any
@@ -20,8 +20,8 @@ from shoal.torch_private.tensors import in_backward
 
 
 def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
-    """Let the model's SyncBatchNorm modules, or `every` BatchNorm, normalise the samples of all
-    members; returns how many there are. They stay the same objects, and evaluate as before."""
+    """Make the model's SyncBatchNorm modules, or `every` BatchNorm, normalise over the samples of
+    all members; returns their number. They stay the same objects, and evaluate as before."""
     found = 0
     for module in model.modules():
         if type(module) is nn.SyncBatchNorm or (every and type(module) in _SYNCED):
@@ -31,7 +31,7 @@ def sync_batchnorm(model: nn.Module, *, every: bool) -> int:
 
 
 def unsync_batchnorm(model: nn.Module) -> None:
-    """Let the modules that `sync_batchnorm` found normalise as torch's own again."""
+    """Undo `sync_batchnorm`: give its modules torch's own classes back."""
     for module in model.modules():
         if type(module) in _PLAIN:
             module.__dict__.pop("_members", None)
@@ -52,7 +52,7 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         how: tuple[float, BatchNormMembers],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(normalised values, mean, biased variance, number of values in each channel)."""
+        """Return (normalised values, mean, biased variance, number of values per channel)."""
         eps, members = how
         exact = values.double() if values.dtype == torch.float64 else values.float()
         mean, variance, count = _statistics(exact, members)
@@ -79,7 +79,7 @@ class _Normalise(torch.autograd.Function):
         means = (sums / count).to(centred.dtype)
         inner = outer - _wide(means[0], centred) - centred * _wide(means[1], centred)
         factor = scale if weight is None else scale * weight.to(centred.dtype)
-        # What does not count has had no part in the statistics.
+        # A stand-in sample had no part in the statistics.
         factor = factor if members.has_samples else torch.zeros_like(factor)
         found = (inner * _wide(factor, centred)).to(gradients[0].dtype)
         of_weight = None if weight is None else own[1].to(weight.dtype)
@@ -89,7 +89,8 @@ class _Normalise(torch.autograd.Function):
 
 @torch.no_grad()
 def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean and biased variance of each channel over all members' samples, and of how many."""
+    """Return the mean and biased variance of each channel over all members' samples, and the
+    number of values per channel."""
     dims, channels = _dims(values), values.shape[1]
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
@@ -121,7 +122,7 @@ def _wide(of_channels: Tensor, values: Tensor) -> Tensor:
 def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
     members = _members_of(self)
     if members is None or not self.training:
-        # Locally: outside a step no other rank takes part.
+        # Local statistics: outside a step no other rank takes part.
         return nn.BatchNorm1d.forward(self, input)
     self._check_input_dim(input)
     output, mean, variance, count = _Normalise.apply(
@@ -136,7 +137,7 @@ def _forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own na
 def _members_of(module: Any) -> BatchNormMembers | None:
     members = step_context.current().batchnorm
     if members is None and in_backward():
-        # It may run on another thread than the forward pass that it computes again.
+        # Recomputation may run on another thread than the original forward pass.
         members = module.__dict__.get("_members")
     module.__dict__["_members"] = members
     return members
@@ -152,13 +153,13 @@ def _track(module: Any, mean: Tensor, variance: Tensor, count: Tensor) -> None:
         if momentum is not None:
             buffer.mul_(1 - momentum).add_(now.to(buffer.dtype), alpha=momentum)
         else:
-            # The mean of all batches. In double precision, and without asking a GPU for the number.
+            # The mean of all batches, in double precision; the count is not read from the GPU.
             held = buffer.double()
             buffer.copy_(held + (now - held) / module.num_batches_tracked)
 
 
 def _synced(kind: Any) -> Any:
-    """The class of this BatchNorm that normalises all members' samples."""
+    """Make the subclass of a BatchNorm class that normalises over all members' samples."""
     return type(f"Synced{kind.__name__}", (kind,), {"forward": _forward, "__module__": __name__})
 
 

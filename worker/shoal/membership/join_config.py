@@ -14,6 +14,7 @@ import torch
 
 from shoal.backends.choice import check_reconfigures
 from shoal_client.connection.admission import ADMISSION_S, ADMISSION_VARIABLE, admission_s
+from shoal_client.connection.coordinators import own_address
 from shoal_client.connection.reach import CHOICES
 from shoal_client.liveness.beat_board import BeatSlot
 from shoal_client.membership.member import Member
@@ -162,7 +163,7 @@ class JoinConfig:
             info=MemberInfo(
                 host=host,
                 pid=os.getpid(),
-                address=self.address or _own_address(self.coordinators),
+                address=self.address or own_address(self.coordinators),
                 device="cuda" if torch.cuda.is_available() else "cpu",
                 # The CPUs of a host are one device.
                 num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,
@@ -243,25 +244,6 @@ def shoal_version() -> str:
         return version("shoal")
     except PackageNotFoundError:
         return f"protocol {OWN_PROTOCOLS.newest}"
-
-
-def _own_address(coordinators: tuple[str, ...]) -> str:
-    """The address of the interface towards the coordinator. Sends nothing."""
-    if not coordinators:
-        return "127.0.0.1"
-    host, _, port = coordinators[0].rpartition(":")
-    try:
-        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
-        family, kind, protocol, _, target = found[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
-    except OSError as error:
-        raise InvalidSpec(
-            f"no route to the coordinator {coordinators[0]}",
-            seen=str(error),
-            expected="a host name that resolves and a route to it",
-        ) from None
 
 
 def _beat_slot(address: str) -> BeatSlot | None:

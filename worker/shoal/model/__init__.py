@@ -1,1 +1,1 @@
-"""Questions about a torch module or optimizer, independent of the strategy that trains it."""
+"""Checks and properties of torch modules and optimizers that do not depend on the strategy."""

@@ -1,5 +1,6 @@
-"""Digests of the model and the optimizer, which members compare, and the listings that they hash.
-From the listings a coordinator names the first difference (`shoal_proto.packing.listings`)."""
+"""Digests of the model and the optimizer, which members compare, and the listings from which they
+are computed. By the listings a coordinator names the first difference
+(`shoal_proto.packing.listings`)."""
 
 from collections.abc import Iterator
 from hashlib import sha256

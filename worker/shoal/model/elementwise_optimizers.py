@@ -1,8 +1,8 @@
-"""Optimizers that update each element separately, so that parameters can be sharded; optimizers
-that update each parameter separately, so that each member can have some of them; and those that no
-strategy runs.
+"""Kinds of optimizers: some update each element separately, so that parameters can be sharded; some
+update each parameter separately, so that each member can have some of them; some run under no
+strategy.
 
-Only an optimizer's source shows which kind it is. If a member has only some of the parameters, an
+Only its source shows of which kind an optimizer is. If a member has only some of the parameters, an
 optimizer that takes a norm over all of them (LAMB's clipping, the step size of Prodigy and
 D-Adaptation) silently computes other weights. A trial on small tensors may miss the size or step at
 which that begins. So this module lists classes whose source was read; users vouch for others.
@@ -31,7 +31,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
 )
 
 PER_PARAMETER: frozenset[type[Optimizer]] = ELEMENTWISE | {optim.Adafactor, optim.Muon}
-"""Optimizers whose update of a parameter depends on its value, gradient and state alone."""
+"""Optimizers whose update of a parameter depends only on its own value, gradient and state."""
 
 
 def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched: bool) -> None:
@@ -66,7 +66,7 @@ def refuse_unless_elementwise(strategy: str, optimizer: Optimizer, vouched: bool
     """Raise UnsupportedOptimizer unless the optimizer is one of torch's elementwise ones, or is
     vouched for. A class may vouch for itself with `elementwise = True` in its own body.
 
-    A subclass does not inherit that from its parent: it may look at whole parameters.
+    A subclass does not inherit that from its parent, as it may use whole parameters.
     """
     for each in optimizers_of(optimizer).values():
         own = vouched or vars(type(each)).get("elementwise") is True

@@ -1,4 +1,4 @@
-"""State that modules keep beside parameters and buffers: torch's `get_extra_state`."""
+"""State of modules other than parameters and buffers: torch's `get_extra_state`."""
 
 from torch import nn
 
@@ -6,8 +6,8 @@ from shoal_proto.errors import InvalidSpec
 
 
 def refuse_extra_state(model: nn.Module) -> None:
-    """Raise InvalidSpec for modules with extra state. It is no tensor, so it is not handed over: in
-    a member that joins, and in a new generation, it would be as the script made the module."""
+    """Raise InvalidSpec for modules with extra state. As it is no tensor, it is not handed over: a
+    joiner, and a new generation, would have the state with which the script made the module."""
     found = [
         name or type(module).__name__
         for name, module in model.named_modules()

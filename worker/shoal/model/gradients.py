@@ -56,8 +56,8 @@ def refuse_sparse(strategy: str, model: nn.Module) -> None:
 
 def refuse_layers(strategy: str, model: nn.Module) -> None:
     """Raise InvalidSpec for layers with which members would train another model than one process:
-    those of `refuse_sparse`, layers that write to their weights depending on the samples of a pass,
-    and layers whose gradient depends on how often an index occurs in the batch."""
+    layers with sparse gradients, layers that write to their weights depending on the samples of a
+    pass, and layers whose gradient depends on how often an index occurs in the batch."""
     refuse_sparse(strategy, model)
     embeddings = [
         (name, part)
@@ -111,8 +111,8 @@ def sparse_gradient(strategy: str, name: str) -> InvalidSpec:
 def refuse_parameter_hooks(model: nn.Module) -> None:
     """Raise InvalidSpec if the script has hooks on gradients of parameters.
 
-    The hooks would get the gradient of this member's samples, n times their part in the whole
-    batch's, and would not be called at all if the layout has its own parameters.
+    The hooks would get this member's own gradient, which is n times its part of the whole batch's,
+    and would not be called at all if the layout has its own parameters.
     """
     hooked = [name for name, each in model.named_parameters() if has_gradient_hooks(each)]
     if hooked:
@@ -126,10 +126,10 @@ def refuse_parameter_hooks(model: nn.Module) -> None:
 
 
 class StepGradients:
-    """The gradients of all parameters of a model, which are dropped when a step begins.
+    """Gradients of all parameters of a model, which are dropped when a step begins.
 
-    Gradients of parameters that the optimizer does not hold are included. They count in the norm
-    for clipping, and a member that joins later would lack what others had accumulated in them.
+    Gradients of parameters that the optimizer does not hold are included: they count in the norm
+    for clipping, and a joiner would lack the values that accumulate in them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], optimizer: Optimizer) -> None:
@@ -169,9 +169,8 @@ def bare_backward() -> InvalidSpec:
 
 
 def refuse_second_derivatives(model: nn.Module) -> None:
-    """Make a backward pass that is itself to be differentiated, as for a gradient penalty
-    (`torch.autograd.grad(..., create_graph=True)`), raise InvalidSpec when it enters the model:
-    the weights that it uses are freed after it."""
+    """Make backward passes with `create_graph=True`, as for a gradient penalty, raise InvalidSpec
+    when they enter the model: the weights that they use are freed after the pass."""
 
     def look(gradient: Tensor) -> None:
         if torch.is_grad_enabled():
@@ -196,7 +195,7 @@ def refuse_second_derivatives(model: nn.Module) -> None:
 def watch_parameters(
     parameters: Iterable[nn.Parameter], ours: Callable[[], bool]
 ) -> list[RemovableHandle]:
-    """Make a pass that adds to these gradients raise `bare_backward` unless it is `ours`, and
+    """Make a pass that adds to these gradients raise `bare_backward` unless `ours()` is true, and
     `sparse_gradient` if a function made the gradient sparse. Returns the handles of the hooks."""
 
     def look(parameter: Tensor) -> None:

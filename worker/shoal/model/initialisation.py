@@ -1,4 +1,4 @@
-"""Initial weights of a model on the meta device, as its own modules initialise themselves.
+"""Initial weights of a model on the meta device, computed by its own modules.
 
 The result equals, in one process,
 
@@ -19,10 +19,10 @@ from shoal.torch_private.modules import buffer_table, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 RESETS = ("reset_parameters", "_reset_parameters")
-"""Names of a method that initialises a module's own tensors; torch's attention and transformers use
+"""Names of methods that initialise a module's own tensors; torch's attention and transformers use
 the latter."""
 OTHERS = ("init_weights", "_init_weights", "initialize_weights")
-"""Names of a method that initialises a model's children; its arguments are not known here."""
+"""Names of methods that initialise a model's children, with unknown arguments."""
 
 _TAKEN = "_shoal_taken"
 
@@ -39,8 +39,8 @@ def mark_taken(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def refuse_taken(model: nn.Module) -> None:
-    """Raise InvalidSpec for a model whose values an earlier session has taken: as it is on the meta
-    device, its modules would draw new initial values."""
+    """Raise InvalidSpec for a model whose weights an earlier session has taken: it is on the meta
+    device now, so its modules would draw new initial values."""
     for name, parameter in model.named_parameters():
         if _TAKEN in parameter.__dict__:
             raise InvalidSpec(
@@ -53,7 +53,7 @@ def refuse_taken(model: nn.Module) -> None:
 
 
 def give_buffers(model: nn.Module) -> None:
-    """Give a model on the meta device its buffers, in host memory; its parameters stay there.
+    """Compute the buffers of a model on the meta device, in host memory; parameters stay on meta.
 
     Raises InvalidSpec with the name of a module that cannot initialise its own tensors.
     """
@@ -73,8 +73,7 @@ def give_buffers(model: nn.Module) -> None:
 
 
 def initialise(model: nn.Module, device: torch.device, seed: int) -> None:
-    """Give the parameters and buffers of a model on the meta device memory on `device`, and their
-    initial values.
+    """Initialise the parameters and buffers of a model on the meta device, in memory on `device`.
 
     Parameters stay the same objects, so an optimizer keeps them. The process' random generators
     keep their states. Raises as `initialised_copy`.

@@ -27,11 +27,11 @@ def loss_not_finite(step: int, *, seen: str) -> NonFiniteGradient:
 
 
 class UnseenLosses:
-    """The losses of a step that lie on a GPU. Reading one before its backward pass would idle the
-    GPU, so they are checked together with the step's gradients.
+    """Losses of a step that are on a GPU. Reading a loss before its backward pass would idle the
+    GPU, so losses are checked together with the step's gradients.
 
-    The members' check of gradients includes `excess`: gradients need not show that the loss is not
-    finite (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
+    The members' check of gradients includes `excess`, as gradients may be finite although the loss
+    is not (`cross_entropy` of ignored targets is NaN, and its gradients are 0).
     """
 
     def __init__(self) -> None:

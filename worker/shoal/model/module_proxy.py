@@ -1,4 +1,4 @@
-"""The module that a user holds; the one that trains behind it is new in each generation."""
+"""Proxy that the script holds for its model; the module behind it is new in each generation."""
 
 import inspect
 from collections.abc import Callable
@@ -20,24 +20,25 @@ from shoal_proto.errors import InvalidSpec
 
 
 class ModuleProxy(nn.Module):
-    """The user's model, except that a forward pass runs the module that `route` returns.
+    """Proxy of the user's model, whose forward pass runs the module that `route` returns.
 
     It shares the model's own tables, so names, `state_dict` keys, `to`, `train`, optimizers and
-    attributes are those of the model; nothing is prefixed. A copy or pickle of it is the model's.
-    If a member has only a part of the model, state dicts, copies and pickles are refused.
+    attributes are those of the model; nothing is prefixed. A copy or pickle of the proxy is one of
+    the model. If a member has only a part of the model, state dicts, copies and pickles are
+    refused.
     """
 
     def __init__(self, module: nn.Module, route: Callable[[], nn.Module]) -> None:
-        # Not super(): beside a model's class, that would be the model's own constructor.
+        # Not super(): in a class made by `proxy_of`, that would be the model's own constructor.
         nn.Module.__init__(self)
         own = self.__dict__
         own["_route"] = route
         own["_names"] = _names(module)
         retarget(self, module)
-        # From here on the model's own flag is read, by __getattr__.
+        # From here on __getattr__ reads the model's own flag.
         del own["training"]
 
-    # torch.compile compiles the module behind the proxy, not the routing.
+    # `routing`: torch.compile compiles the module behind the proxy, not these two methods.
     @routing
     def __call__(self, *inputs: Any, **options: Any) -> Any:
         return nn.Module.__call__(self, *inputs, **options)
@@ -84,7 +85,7 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
         return ModuleProxy(module, route)
 
     def make(self: nn.Module, *arguments: Any, **options: Any) -> None:
-        # `type(model)(...)`, as in a slice of an nn.Sequential, makes one of the model's class.
+        # `type(model)(...)`, as in a slice of an nn.Sequential, makes a plain module of its class.
         self.__class__ = kind
         kind.__init__(self, *arguments, **options)
 
@@ -98,8 +99,8 @@ def proxy_of(module: nn.Module, route: Callable[[], nn.Module]) -> nn.Module:
 
 
 def _forward_like(forward: FunctionType) -> Callable[..., Any]:
-    """Return the proxy's forward pass with the signature of the model's: frameworks choose their
-    arguments by it, as `generate` and Trainer of transformers do."""
+    """Return the proxy's forward pass with the signature of the model's, by which frameworks choose
+    arguments: `generate` and Trainer of transformers, for example."""
 
     @routing
     def routed(self: ModuleProxy, *inputs: Any, **options: Any) -> Any:
@@ -110,7 +111,7 @@ def _forward_like(forward: FunctionType) -> Callable[..., Any]:
 
 
 def shown(proxy: nn.Module) -> nn.Module:
-    """Return the module behind a proxy at present, or a module itself that is no proxy."""
+    """Return the present module behind a proxy; a module that is no proxy is returned itself."""
     module = proxy
     while isinstance(module, ModuleProxy):
         module = module.__dict__["_module"]
@@ -124,8 +125,8 @@ def retarget(proxy: nn.Module, module: nn.Module) -> None:
 
 
 def take_modes(held: nn.Module, module: nn.Module) -> None:
-    """Copy from the user's module which parts train, evaluate and are compiled: these are the
-    user's choices, which outlive a generation."""
+    """Copy the modes of the user's module, part by part, to a new generation's module: training or
+    evaluation, and compiled or not."""
     parts = {name: shown(part) for name, part in held.named_modules()}
     for name, part in module.named_modules():
         if name in parts:
@@ -145,7 +146,7 @@ def _names(module: nn.Module) -> frozenset[str]:
 def _refuse_parts(proxy: ModuleProxy, what: str) -> None:
     """Raise InvalidSpec if the module behind the proxy is only a part of the model.
 
-    A script that saves it on one member, as scripts for DDP do, would save that part alone.
+    A script that saves it on one member, as scripts for DDP do, would save only that part.
     """
     module = proxy.__dict__["_module"]
     elsewhere = sorted(proxy.__dict__["_names"] - _names(module))

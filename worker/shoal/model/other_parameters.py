@@ -1,16 +1,16 @@
 """Parameters that an optimizer of the script's own may not step on while a session trains.
 
-The first kind are parameters that a session's losses depend on and that are not the distributed
-model's. Their gradients are not reduced: each member has those of its own samples. If the script's
-own optimizer steps a loss function with weights (a margin, a centre of each class), the function
+The first kind: parameters outside the distributed model that a session's losses depend on. Their
+gradients are not reduced, so each member has the gradients of its own samples. If the script's own
+optimizer steps a loss function with weights (a margin, a centre of each class), that function
 diverges between members, and each member trains the model with another loss. A teacher's gradients
-do no harm: no optimizer steps on them.
+do no harm, as no optimizer steps on them.
 
-The second kind are the distributed model's. A script with two optimizers, one for matrices and one
-for the rest for instance, may have distributed only one. If the layout sharded or copied the model,
-the other optimizer has the original parameters, which are no longer trained, and does nothing. If
-the parameters are the script's own, it trains them, but its state is not part of the job's: a
-member that joins lacks it, and a rollback leaves it.
+The second kind: parameters of the distributed model. A script with two optimizers, such as one for
+matrices and one for the rest, may have distributed only one of them. If the layout has sharded or
+copied the model, the other optimizer steps the original parameters, which are no longer trained. If
+the layout uses the script's own parameters, the other optimizer does train them, but its state is
+not part of the job's: a joiner lacks it, and a rollback does not restore it.
 """
 
 import weakref
@@ -33,7 +33,8 @@ def references(parameters: Iterable[Tensor]) -> References:
 
 
 class OtherParameters:
-    """Parameters that the losses of a session's first step depend on, and the model's."""
+    """Check of the script's own optimizers, against the model's parameters and the others that the
+    losses of a session's first step depend on."""
 
     def __init__(
         self,
@@ -42,9 +43,9 @@ class OtherParameters:
         optimizers: Sequence[Optimizer],
         commits: Callable[[], bool],
     ) -> None:
-        """`own` returns the parameters of the distributed model in its present generation. `given`
-        are the script's parameters, which may be others. `optimizers` were distributed with the
-        model. While the session `commits`, other optimizers may step on the model too."""
+        """`own` returns the distributed model's parameters in the present generation. `given`: the
+        script's parameters of the model, which may be different objects. `optimizers`: distributed
+        with the model. While `commits()` is true, other optimizers may step on the model too."""
         self._own = own
         self._given = given
         self._optimizers = optimizers

@@ -14,7 +14,7 @@ from shoal.model.several import optimizers_of
 from shoal_proto.errors import InvalidSpec
 
 KINDS = "optimizers"
-"""The key in a state's values of the kind of optimizer of each group."""
+"""Key, in a state's values, of each group's kind of optimizer."""
 _TELLING = {"momentum", "betas", "eps", "alpha", "rho", "amsgrad", "lr_decay", "etas"}
 """Settings by which kinds of torch's optimizers differ, in all its releases."""
 
@@ -35,8 +35,8 @@ def check_same_optimizer(
     optimizer: Optimizer, names: Sequence[Sequence[str]], values: Mapping[str, Any]
 ) -> None:
     """Raise InvalidSpec if the state has settings of another kind of optimizer, or has parameters
-    in another group. `names` are the parameters of each group of the script's, `values` are the
-    values of the state that are not tensors. A state without settings fits."""
+    in another group. `names`: the parameters of each group of the script's optimizer. `values`: the
+    state's values that are not tensors. A state without settings fits."""
     groups: Any = values.get("groups") or ()
     own, written = kinds_of(optimizer), values.get(KINDS)
     if groups and isinstance(written, list) and _listed(written) != _listed(own):
@@ -91,7 +91,7 @@ def _check_names(
 
 
 def _check_settings(index: int, group: Any, settings: Any, kind: str) -> None:
-    """Check settings by their names: a state that plain torch wrote does not name its kind."""
+    """Check settings by their names, as a state written by plain torch does not name its kind."""
     lacks = (group.keys() & _TELLING) - settings.keys()
     if lacks:
         raise _other(f"group {index} without {', '.join(sorted(lacks))}", f"those of {kind}")

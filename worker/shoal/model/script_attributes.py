@@ -20,8 +20,8 @@ _PLAIN = (bool, int, float, str, type(None), tuple, torch.dtype)
 class ScriptAttributes:
     """Attributes of one model, carried from one generation to the next.
 
-    Covers numbers, strings, tuples, dtypes and tensors that are attributes of modules, and buffers
-    that a state_dict leaves out. Names that begin with _ are the module's own, and not carried.
+    Covers numbers, strings, tuples, dtypes and tensors that are attributes of modules, and
+    transient buffers. Names that begin with _ are private to the module, and not carried.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Several models and optimizers that are trained in one session, as a GAN's two are.
+"""Several models and optimizers that are trained in one session, such as those of a GAN.
 
-Layouts and the code that collects and restores state see one model, whose parts have the models'
-names, and one optimizer with the groups of all. The session decides which models a pass trains and
-which optimizers a step steps.
+Layouts, and the code that collects and restores state, see one model whose parts have the models'
+names, and one optimizer with all groups. The session decides which models a pass trains, and which
+optimizers a step steps.
 """
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -57,7 +57,7 @@ class SeveralOptimizers(Optimizer):
 
 
 class _States(MutableMapping[Tensor, dict[str, Any]]):
-    """The state of each parameter, read and written in the optimizer that holds it."""
+    """State of each parameter, read and written in the optimizer that holds the parameter."""
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         self._optimizers = optimizers

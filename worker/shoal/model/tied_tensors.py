@@ -34,9 +34,9 @@ def tied(model: nn.Module) -> dict[str, str]:
 
 
 def under_all_names(values: Mapping[str, _Value], further: Mapping[str, str]) -> dict[str, _Value]:
-    """Return `values`, which are under first names, under further names too: the same objects.
+    """Return `values`, whose keys are first names, with the further names of the same objects.
 
-    `further` is what `tied` gives. A tensor whose first name is not in `values` is left out.
+    `further`: from `tied`. A tensor whose first name is not in `values` is left out.
     """
     added = {name: values[first] for name, first in further.items() if first in values}
     return {**values, **added}
@@ -52,14 +52,14 @@ class _Span:
     start: int
     end: int
     is_dense: bool
-    """True if the tensor's elements fill it; otherwise another tensor's may lie between them."""
+    """True if the tensor's elements fill the span; otherwise others may lie between them."""
 
 
 def refuse_hidden_ties(model: nn.Module) -> None:
     """Raise InvalidSpec if two parameters, or a parameter and a buffer, share memory without being
     one tensor.
 
-    An update of one also changes the other; a layout, which places them separately, loses that.
+    In the script an update of one changes the other; a layout gives them separate memory.
     """
     near: list[_Span] = []
     for span in sorted(_spans(model), key=lambda span: (span.device, span.start)):
@@ -97,8 +97,8 @@ def _spans(model: nn.Module) -> Iterator[_Span]:
 
 
 def give_own_memory(model: nn.Module) -> None:
-    """Give every buffer memory for each of its elements. An expanded buffer, such as a mask, cannot
-    be written to, so no state could be loaded into it."""
+    """Replace expanded buffers, such as masks, by ones with memory for each element: an expanded
+    buffer cannot be written to, so no state could be loaded into it."""
     given: dict[int, Tensor] = {}
     for part in model.modules():
         table = buffer_table(part)

@@ -1,9 +1,9 @@
 """Check that the trained parameters of a model stay as they were when it was distributed.
 
-Gradients are reduced for the parameters that required one at that time. A parameter that is to be
-trained from some step on would get each member's own gradient, and a member that joins after that
-step would not train it at all: copies of one model would silently diverge. The same holds for a
-layer that replaces another, and for parameters that an optimizer is given later.
+Gradients are reduced for the parameters that required a gradient at that time. A parameter that is
+trained only from a later step on would get each member's own gradient, and a member that joins
+after that step would not train it at all: copies of the model would silently diverge. The same
+holds for a layer that replaces another one, and for parameters that an optimizer gets later.
 """
 
 from collections.abc import Iterable, Sequence
@@ -30,10 +30,10 @@ TRAINED_LATER = (
 
 
 class TrainedParameters:
-    """The trained parameters of a model, as they were when it was distributed."""
+    """Trained parameters of a model, as they were when it was distributed."""
 
     def __init__(self, model: nn.Module) -> None:
-        """`model` is the script's model, whose parameters are other objects in each generation."""
+        """`model`: the script's model, whose parameters are new objects in each generation."""
         self._model = model
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
         self._as_ever: list[bool] = []
@@ -43,11 +43,12 @@ class TrainedParameters:
         self._layers: list[nn.Module] = []
         """The modules within them that have parameters."""
         self._own: dict[str, Tensor] = {}
-        """The parameters by all names, as made at distribution or by the generation."""
+        """The parameters under all names, as they were at distribution or when the generation
+        began."""
         self._kinds: dict[str, Kind] = {}
-        """Dtypes and shapes of these, as made."""
+        """Dtypes and shapes of `_own` at that time."""
         self._modules: list[nn.Module] = []
-        """All modules of the model at the last check that passed; `_contents` is what they held."""
+        """All modules of the model at the last check that passed; `_contents`: their contents."""
         self._contents: list[object] = []
         self._parameters: list[Tensor] = []
         self._looks: list[object] = []
@@ -55,7 +56,7 @@ class TrainedParameters:
         self.note()
 
     def note(self) -> None:
-        """Take over the parameters of a new generation, if other modules are behind the model."""
+        """Note the parameters of a new generation, if other modules are behind the model now."""
         behind = self.behind()
         if not are_same(behind, self._shown):
             self._shown, self._layers = behind, self._layers_now()
@@ -71,13 +72,13 @@ class TrainedParameters:
         return [shown(each) for each in models_of(self._model).values()]
 
     def has_any(self, parameters: Iterable[Tensor]) -> bool:
-        """True if one of these is the model's in the present generation."""
+        """True if one of the parameters is the model's in the present generation."""
         own = {id(each) for each in self.parameters()}
         return any(id(each) in own for each in parameters)
 
     def check(self, step: int) -> list[nn.Module]:
-        """Raise InvalidSpec if the parameters have changed; `step` steps are committed. Returns
-        the modules `behind` the model: the same list as long as these stay the same."""
+        """Raise InvalidSpec if the parameters have changed. `step`: number of committed steps.
+        Returns the modules `behind` the model: the same list as long as these stay the same."""
         if self._is_as_ever():
             return self._shown
         self._check(step)

@@ -6,7 +6,7 @@ from importlib import import_module
 from shoal.strategies.base import Strategy
 from shoal_proto.errors import UnknownStrategy
 
-# Module and class. Each is imported when it is asked for: a script pays for what it uses.
+# Module and class, imported only when a script chooses the strategy.
 STRATEGIES: Mapping[str, tuple[str, str]] = {
     "async-diloco": ("shoal.strategies.asynchronous.async_diloco", "AsyncDiLoCo"),
     "async-sgd": ("shoal.strategies.asynchronous.async_sgd", "AsyncSGD"),
@@ -28,7 +28,7 @@ STRATEGIES: Mapping[str, tuple[str, str]] = {
 
 
 def find_strategy(strategy: str | Strategy) -> Strategy:
-    """The strategy of that name with its default options; a strategy object is returned as it is.
+    """Return the strategy of that name with default options, or the given strategy object itself.
 
     Raises UnknownStrategy, which lists the known names.
     """

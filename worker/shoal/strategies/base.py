@@ -1,7 +1,7 @@
 """The interface between the session and a strategy, with the promises of both.
 
-One strategy object lives as long as the session. The session calls it in this order (all on the
-trainer's thread, but for `cut`):
+A strategy object lives as long as the session. The session calls it in this order (all on the
+trainer's thread, except `cut`):
 
     distribute -> attach -> enter(generation)
       -> [begin_step -> backward... -> end_step] per step
@@ -11,7 +11,7 @@ trainer's thread, but for `cut`):
     -> close
 
 A step is committed when `end_step` returns, or it did not happen: a failure before that leaves
-`step` as it was, and after `abandon` the state is again that of the last committed step.
+`step` unchanged, and after `abandon` the state is that of the last committed step.
 """
 
 from abc import ABC, abstractmethod
@@ -34,42 +34,42 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 
 
 class Strategy(ABC):
-    """Trains one model with others. See the head of this module for the order of calls."""
+    """Base of the strategies. See the head of this module for the order of calls."""
 
     name: ClassVar[str]
-    """What a user writes in `distribute(strategy=...)`; also the proposal's field."""
+    """Name in `distribute(strategy=...)` and in the proposal."""
     synchronous: ClassVar[bool]
-    """True: all members take each step together, and a lost peer stops the rest until they agreed
-    on a new generation. False: members train on through every change; only the generation in
-    their token moves."""
+    """True: all members take each step together, and the loss of one stops the others until they
+    have agreed on a new generation. False: members train on through every change; only the
+    generation in their token changes."""
 
     passes_meet: ClassVar[bool] = True
     """Synchronous strategies: True if members communicate in the passes of a step."""
     compiles: ClassVar[bool] = True
-    """True if `torch.compile` may be called on what was distributed: passes go through the user's
-    model as a whole."""
+    """True if `torch.compile` may be called on the distributed model: passes call the user's model
+    as a whole."""
     trains_several: ClassVar[bool] = False
     """True if several models and optimizers may be distributed, as `SeveralModels`."""
     changes_batch_size: ClassVar[bool] = False
-    """True if a job may go on from a checkpoint with another batch size, at its sample."""
+    """True if a job may continue from a checkpoint with another batch size, at the same sample."""
     syncs_batchnorm: ClassVar[bool] = False
-    """True if BatchNorm may normalise the samples of all members, see
+    """True if BatchNorm may normalise over the samples of all members, see
     `shoal.layouts.synced_batchnorm`."""
     shares_samples: ClassVar[bool] = False
     """Synchronous strategies: True if several members work on the same samples."""
     cuts_batches: ClassVar[bool] = False
-    """True if a step's gradients are those of all members' shares of a batch together."""
+    """True if members have shares of one batch, and a step's gradients are those of all shares."""
     state_is_spread: ClassVar[bool] = False
     """True if only all members together hold the whole model."""
     carries: ClassVar[bool] = False
     """True if state that a script registers is committed with its steps; see `carry`."""
     initialises: ClassVar[bool] = False
-    """True if `distribute` takes a model on the meta device, whose weights one member initialises;
-    other strategies are given models with their weights in memory."""
+    """True if `distribute` accepts a model on the meta device, whose weights one member
+    initialises. Other strategies get models with their weights in memory."""
 
     @abstractmethod
     def distribute(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Optimizer]:
-        """The model and optimizer to train with; the same objects over all generations.
+        """Return the model and optimizer to train with; the same objects over all generations.
 
         Checks all that can be checked without communication and raises RefusedError
         (UnsupportedOptimizer, InvalidSpec ...) at once. Called once.
@@ -90,8 +90,8 @@ class Strategy(ABC):
         )
 
     def carry(self, registered: RegisteredState) -> None:
-        """Commit this state with each step, restore it if a step fails, and send it to each member
-        that is given the model's state. Called before `distribute`.
+        """Commit this state with each step, restore it if a step fails, and send it along with the
+        model's state. Called before `distribute`.
 
         Raises InvalidSpec for a strategy that `carries` none.
         """
@@ -106,8 +106,8 @@ class Strategy(ABC):
 
     @property
     def schedule_option(self) -> str:
-        """The option for a schedule of learning rates that counts the updates of all members, which
-        a schedule that the script steps does not. Empty if there is no such option."""
+        """The option for a learning-rate schedule that follows the updates of all members, unlike a
+        schedule that the script steps. Empty if there is no such option."""
         return ""
 
     @property
@@ -117,8 +117,8 @@ class Strategy(ABC):
 
     @property
     def unscales(self) -> bool:
-        """True if losses may be scaled by a registered GradScaler: the strategy unscales their
-        gradients, and takes no step if a gradient overflowed, on any member."""
+        """True if losses may be scaled by a registered GradScaler: the strategy unscales gradients,
+        and skips the step if a gradient overflowed on any member."""
         return False
 
     def gradients_lack(self) -> str:
@@ -133,19 +133,19 @@ class Strategy(ABC):
         return ""
 
     def between_steps(self) -> None:  # noqa: B027 - nothing is carried by default
-        """Note that the script is done with the last step. Synchronous strategies: called by all
-        members, at the same step. Raises as `end_step`."""
+        """Note that the script has finished the last step. Synchronous strategies: called by all
+        members at the same step. Raises as `end_step`."""
 
     def trains_on(self, samples: Mapping[str, str], order: Order) -> None:  # noqa: B027
-        """Set what the order of samples follows from: global batch, dataset, seed, shuffle.
+        """Set what determines the order of samples: global batch, dataset, seed, shuffle.
 
-        Called once, before the first generation; never if the script has batches of its own.
-        Checkpoints keep it, see `shoal.checkpoint.samples`.
+        Called once, before the first generation; never if the script makes its own batches.
+        Checkpoints contain it, see `shoal.checkpoint.samples`.
         """
 
     def checkpoint_steps(self) -> Sequence[int]:
-        """Steps of the complete checkpoints that this member could start from, the newest 100 at
-        most. Called on the membership's thread, if no member holds the job's state."""
+        """Steps of the complete checkpoints that this member could start from, at most the newest
+        100. Called on the membership's thread if no member holds the job's state."""
         return ()
 
     @property
@@ -155,38 +155,38 @@ class Strategy(ABC):
 
     @property
     def writes_checkpoints(self) -> bool:
-        """True if the members write checkpoints: also one more if a member leaves unreplaced."""
+        """True if the members write checkpoints, and so one more if a member leaves unreplaced."""
         return False
 
     def leaves_with_checkpoint(self) -> bool:
-        """True if this member is to leave after the last step, as no generation follows without
+        """True if this member has to leave after the last step, as no generation can follow without
         it. Returns once the checkpoint of that step is written, or has failed."""
         return False
 
     def keep_alone(self) -> None:  # noqa: B027 - most hold a part of the state
-        """Write a checkpoint of the last step, if this member holds the whole state: the member is
-        to leave, and no generation runs in which the members could write one together."""
+        """Write a checkpoint of the last step, if this member holds the whole state. Called if the
+        member is to leave and no generation runs in which members could write one together."""
 
     @property
     def checkpoint_failure(self) -> ShoalError | None:
-        """The error of the job's last checkpoint, once all steps are taken."""
+        """The error of the job's last checkpoint, after the last step; None if it was written."""
         return None
 
     @property
     def checkpoint_due(self) -> bool:
-        """True if a checkpoint is written of the state after the last step."""
+        """True if a checkpoint of the state after the last step is to be written."""
         return False
 
     @abstractmethod
     def fields(self) -> Mapping[str, str]:
-        """Values that all members must have in common for this strategy, for the proposal.
+        """Values for the proposal that all members must have in common for this strategy.
 
-        "schema" and "optimizer" digests at least. The session adds strategy, synchronous, torch,
+        At least "schema" and "optimizer" digests. The session adds strategy, synchronous, torch,
         global_batch, dataset and seed.
         """
 
     def refuses(self, world_size: int) -> str:
-        """The reason why so many members cannot train the model: what is expected. Empty: they can.
+        """The reason why this number of members cannot train the model; empty if it can.
 
         Called for every roster before any member acts on it, on the membership's thread: be quick.
         """
@@ -198,53 +198,54 @@ class Strategy(ABC):
 
     @abstractmethod
     def enter(self, generation: Generation) -> None:
-        """Bring the generation up; return once its first collective (if it has any) has passed.
+        """Bring the generation up; return once its first collective (if any) has completed.
 
-        Raises GenerationBroken if the generation breaks meanwhile: the session waits for the next.
+        Raises GenerationBroken if the generation breaks meanwhile; the session waits for the next.
         """
 
     def cut(self, generation: int) -> None:  # noqa: B027 - nothing to cut is a fine default
-        """Make every wait for a peer of the generation raise at once, `enter` included.
+        """Make every wait for a peer of the generation, also in `enter`, raise at once.
 
         Runs on the membership's thread: be quick, raise nothing.
         """
 
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:  # noqa: B027 - all hold all
-        """Leave no state with members that are to go: the generation stops here by agreement.
+        """Copy state that only leaving members hold to members that stay. The generation stops here
+        by agreement.
 
-        Called by all its members, at the same step, before any of them abandons it. The members
-        named `leaving` leave, all others stay: the same on all of them.
+        Called by all its members, at the same step, before any of them abandons it. `leaving`:
+        names of the members that leave, the same on all members.
         """
 
     @abstractmethod
     def abandon(self) -> None:
-        """Stop being part of the generation, whole or broken; the state is the last committed one.
+        """Leave the generation, whether it broke or not; the state is the last committed one.
 
         Quick, raises nothing, may be called twice.
         """
 
     @abstractmethod
     def begin_step(self) -> None:
-        """Prepare for one step: gradients are zero and parameters as they should be."""
+        """Prepare a step: no gradients, and parameters of the last committed step."""
 
     def begin_part(self, index: int, num_parts: int) -> None:  # noqa: B027
-        """Begin part `index` of `num_parts` of this member's share: the next pass is that part's.
-        Gradients need to be those of all members only after the last part."""
+        """Begin part `index` of `num_parts` of this member's share; the next pass is for that part.
+        Gradients need to be reduced over members only after the last part."""
 
     @abstractmethod
     def backward(self, loss: Tensor, weight: float) -> None:
         """Compute gradients of `loss`, the mean over this member's samples.
 
-        `weight` is the batch's: the members' weights average to one, so the mean over members of
-        weighted gradients is the gradient of the mean over the global batch. May be called more
-        than once a step; gradients add up.
+        `weight`: of this member's batch. The members' weights average to one, so the mean over
+        members of weighted gradients is the gradient of the mean over the global batch. May be
+        called several times in a step; gradients add up.
         """
 
     def backward_by_weight(self, loss: Tensor, weight: float) -> None:
-        """Compute gradients of `loss`, a mean over `weight` units: tokens, for example.
+        """Compute gradients of `loss`, a mean over `weight` units, such as tokens.
 
-        The step's gradients are those of the mean over the units of all members' passes together.
-        Raises InvalidSpec if the strategy weighs by samples only.
+        The step's gradients are those of the mean over all units of all members' passes. Raises
+        InvalidSpec if the strategy weighs by samples only.
         """
         raise InvalidSpec(
             f"strategy {self.name} weighs losses by samples only",
@@ -256,18 +257,18 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def local_model(self) -> nn.Module:
-        """The modules that this member's passes compute with, and whose buffers they change. Costs
-        next to nothing."""
+        """The modules that this member's passes compute with, and whose buffers they change.
+        Cheap."""
 
     @property
     @abstractmethod
     def module(self) -> nn.Module:
-        """The module that a forward pass goes through at present."""
+        """The module that a forward pass calls at present."""
 
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """Run the forward and backward pass in one, for strategies that interleave them.
+        """Run the forward and the backward pass, for strategies that interleave them.
 
         Returns the mean loss over this member's samples, detached.
         """
@@ -276,30 +277,30 @@ class Strategy(ABC):
         return loss.detach()
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Scale the step's gradients, as they are after all backward passes, so that their common
-        2-norm over the whole model is at most `max_norm`. Returns the norm before.
+        """Scale the step's gradients, after all backward passes, so that their common 2-norm over
+        the whole model is at most `max_norm`. Returns the norm before.
 
-        This version is for a member that holds the whole model.
+        This implementation is for members that hold the whole model.
         """
         norm: Tensor = torch.nn.utils.clip_grad_norm_(self.module.parameters(), max_norm)
         return norm
 
     @abstractmethod
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model by name, as of the last committed step. Synchronous strategies: called by
-        all members at the same step."""
+        """Return the whole model by name, as of the last committed step. Synchronous strategies:
+        called by all members at the same step."""
 
     def weights(self) -> HeldWeights:
-        """This member's part of the model after the last committed step, to be published: not
-        copied. Raises GenerationBroken outside of a generation."""
+        """Return this member's part of the model after the last committed step, to be published;
+        not copied. Raises GenerationBroken outside a generation."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish its weights",
             expected="one of Shoal's own strategies; or publish(model=...) of a module",
         )
 
     def own_weights(self) -> HeldWeights:
-        """This member's part of the model beside the parameter servers' part, as `weights`; for a
-        series with tables."""
+        """Return, as `weights`, this member's part of the model without the part that is on
+        parameter servers; for a series with tables."""
         raise InvalidSpec(
             f"strategy {self.name} does not publish tables",
             seen="session.series(..., tables=True)",
@@ -307,14 +308,14 @@ class Strategy(ABC):
         )
 
     def check_result(self) -> None:  # noqa: B027 - nothing is wrong by default
-        """Raise TrainingFailed, after the last sample, if the training has no usable result."""
+        """Raise TrainingFailed if training has no usable result. Called after the last sample."""
 
     def finish_passes(self) -> None:  # noqa: B027 - most leave members out of step alone
-        """Check forward passes between two steps, on all members: raise on all of them if members
-        had to compute with the same layers and did not."""
+        """Check forward passes between two steps; called by all members. Raises on all of them if
+        members that split layers computed with different layers."""
 
     def data_share(self, generation: Generation) -> tuple[int, int]:
-        """The index of this member's share of each batch, and the number of shares.
+        """Return the index of this member's share of each batch, and the number of shares.
 
         Called once the generation is entered.
         """
@@ -324,8 +325,8 @@ class Strategy(ABC):
     def end_step(self, acknowledged: Callable[[], None]) -> None:
         """Apply the gradients and commit: `step` is one higher on return.
 
-        Calls `acknowledged` exactly once, from any thread and possibly after the return, as soon
-        as the step cannot be lost any more. Raises NonFiniteGradient with parameter and step.
+        Calls `acknowledged` exactly once, as soon as the step cannot be lost any more: on any
+        thread, possibly after the return. Raises NonFiniteGradient with parameter and step.
         """
 
     @property
@@ -336,31 +337,31 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def has_state(self) -> bool:
-        """True if this member holds trained state, from a generation that it has fully entered."""
+        """True if this member holds state from a generation that it has fully entered."""
 
     def hang_in(self, generation: int) -> str:
-        """Description of a hang in the generation if this member ended it for that; else empty."""
+        """Description of the hang for which this member ended the generation; else empty."""
         return ""
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
-        """The error in the members' scripts, if the generation was ended for that; else None.
-        See `ScriptPlaces`."""
+        """The error in the members' scripts for which the generation was ended; else None. See
+        `ScriptPoints`."""
         return None
 
     def asks(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer asks the coordinator what comes next, or has the answer: meanwhile
-        it waits for others. Costs next to nothing."""
+        """Note that the trainer begins, or ends, to wait for the coordinator's answer about what
+        comes next. Cheap."""
 
     def loads(self, *, begins: bool) -> None:  # noqa: B027 - nobody watches by default
-        """Note that the trainer waits for a batch to be loaded, or has it. As cheap as `asks`."""
+        """Note that the trainer begins, or ends, to wait for a batch to be loaded. Cheap."""
 
     def has_leftovers(self) -> bool:
-        """True if values that members computed together may be half a result: an aborted collective
-        that ended without an error may have left them."""
+        """True if results of collectives may be incomplete: an aborted collective may have ended
+        without an error."""
         return False
 
     def is_failure(self, error: BaseException) -> bool:
-        """True if the error means that a peer failed to answer; False for the user's own errors.
+        """True if the error means that a peer failed; False for the script's own errors.
 
         Called, in synchronous strategies, for a RuntimeError in a step or in `enter`.
         """
@@ -368,34 +369,34 @@ class Strategy(ABC):
 
     @property
     def steps_per_round(self) -> int:
-        """The largest number of steps that are acknowledged together (asynchronous only)."""
+        """Largest number of steps that are acknowledged together (asynchronous only)."""
         return 1
 
     def redoes(self, error: BaseException) -> bool:
-        """True if this member alone takes the step that ends with this error again: with the same
-        samples, and `step` as it was. Called before anything else looks at an error."""
+        """True if this member alone has to repeat the step that ended with this error, with the
+        same samples and the same `step`. Called before anything else handles the error."""
         return False
 
     def finish(self) -> None:  # noqa: B027 - members at their own pace have nothing to wait for
-        """Return once every member has committed the steps that this one has.
+        """Wait until every member has committed the steps that this member has.
 
-        Called after the last step, so that a member which fails in it still finds the others.
-        Raises as `end_step`.
+        Called after the last step: if a member fails in it, the others are still there. Raises as
+        `end_step`.
         """
 
     def metrics(self) -> Mapping[str, float]:
-        """Figures for the health report, e.g. "staleness". Costs next to nothing; any thread."""
+        """Figures for the health report, such as "staleness". Cheap; any thread."""
         return {}
 
     @property
     def warning(self) -> str:
-        """A warning about the training for the health report. Costs next to nothing."""
+        """A warning about the training for the health report. Cheap."""
         return ""
 
     def rest(self) -> None:  # noqa: B027 - nobody waits for a member by default
-        """Note that this member has no samples for now: the others need not wait for its next step.
+        """Note that this member has no samples for now: others need not wait for its next step.
 
-        Called again and again while that lasts.
+        Called repeatedly while that lasts.
         """
 
     def flush(self) -> None:  # noqa: B027 - most strategies have nothing in flight
@@ -403,4 +404,4 @@ class Strategy(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release everything. May be called twice, and without `enter` ever called."""
+        """Release everything. May be called twice, and without any `enter`."""

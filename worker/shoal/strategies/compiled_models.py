@@ -7,12 +7,13 @@ from shoal_proto.errors import InvalidSpec
 
 
 def in_place(model: nn.Module) -> nn.Module:
-    """The user's module, compiled in place if `torch.compile` has wrapped it."""
+    """Return the user's module, compiled in place if `torch.compile` has wrapped it."""
     return compiled_in_place(model) if is_compiled(model) else model
 
 
 def not_compiled(strategy: str, module: str) -> InvalidSpec:
-    """The error for a wrapper around a distributed model that is never called as a whole."""
+    """Build the error for a compiled wrapper of a distributed model that is never called as a
+    whole."""
     return InvalidSpec(
         f"strategy {strategy} cuts a model into parts: a wrapper around the model compiles"
         " none of them",

@@ -1,4 +1,4 @@
-"""Errors that torch raises in a step, in terms of what a script can do about them."""
+"""Errors that torch raises in a step, reworded to say what a script can do about them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class StepState:
     strategy: str
     step: int
     num_samples: int | None
-    """Size of this member's share; None: the session hands out no batches."""
+    """Size of this member's share; None if the script makes its own batches."""
     syncs_batchnorm: bool
     """True if the strategy has sync_batchnorm=True."""
 
 
 def refusal_of(error: BaseException, state: StepState) -> InvalidSpec | None:
-    """The refusal to raise in place of an error of torch's; None for any other error."""
+    """Return the refusal to raise in place of an error of torch's; None for other errors."""
     if mixes_parts_and_wholes(error):
         return _parts_and_wholes(state)
     if not isinstance(error, RuntimeError | ValueError):
@@ -71,7 +71,7 @@ def _written_in_place(state: StepState) -> InvalidSpec:
 
 
 def _parts_and_wholes(state: StepState) -> InvalidSpec:
-    """The refusal for a script that computes with parameters as if they were whole."""
+    """Build the refusal of a script that computes with parameters as if they were whole."""
     return InvalidSpec(
         "the step computed with parameters that are sharded over the members under"
         f" {state.strategy}",
@@ -88,4 +88,4 @@ _REFUSALS: dict[str, Callable[[StepState], InvalidSpec]] = {
     "Trying to backward through the graph a second time": _second_backward,
     "has been modified by an inplace operation": _written_in_place,
 }
-"""Entries by a part of the text of torch's error."""
+"""Functions that build the refusal, by a part of the text of torch's error."""

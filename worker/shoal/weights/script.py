@@ -17,6 +17,7 @@ from shoal.weights.series import (
     held_state,
 )
 from shoal.weights.subscription import Subscription, looking_at, reader_id
+from shoal_client.connection.coordinators import own_address
 from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
 from shoal_difference.codec import apply
@@ -28,6 +29,7 @@ from shoal_proto.tls import identity
 from shoal_proto.v1 import weights_pb2
 
 COORDINATOR_VARIABLE = "SHOAL_COORDINATOR"
+ADDRESS_VARIABLE = "SHOAL_ADDRESS"
 ALONE = PublisherRank(number=0, rank=0, world_size=1)
 
 
@@ -37,6 +39,7 @@ def subscribe(
     coordinator: str | None = None,
     reader: str | None = None,
     tables: bool = False,
+    relay: bool = False,
 ) -> Subscription:
     """A reader of a series, `JOB/NAME`, for any process: a rollout engine, an evaluator, a server.
 
@@ -52,12 +55,31 @@ def subscribe(
     out which have changed since the installed version; see `Weights.changes`. This process then
     keeps the rows of the installed version in memory.
 
-    Raises InvalidSpec for a name that no series can have, Unavailable if no coordinator answers.
+    `relay`: fetch from other readers that relay, and pass on to at most two of them at a time what
+    this one fetches, so that the servers send each version about once, whatever the number of
+    readers. This process holds the newest version that it has fetched in memory, beside the one
+    that is arriving. It takes free ports at SHOAL_ADDRESS, by default the address of the interface
+    towards the coordinator. A relay beside a server of the series passes nothing on.
+
+    Raises InvalidSpec for a name that no series can have and for a relay with tables, Unavailable
+    if no coordinator answers, or a relay finds no port, CertificateRefused for a relay whose
+    certificate is not a reader's.
     """
     addresses = _connected(series, coordinator)
     if reader is not None:
         check_name(reader, "reader")
-    own = SeriesReader(addresses, series, reader or reader_id(), apply_difference=apply)
+    relay_at = None
+    if relay:
+        if tables:
+            raise InvalidSpec(
+                "rows of tables are not relayed",
+                seen="relay=True with tables=True",
+                expected="one of the two",
+            )
+        relay_at = os.environ.get(ADDRESS_VARIABLE) or own_address(addresses)
+    own = SeriesReader(
+        addresses, series, reader or reader_id(), apply_difference=apply, relay_at=relay_at
+    )
     return Subscription(own, series, tables=tables)
 
 

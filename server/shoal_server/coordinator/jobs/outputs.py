@@ -175,7 +175,7 @@ class OutputsService(OutputsServicer):
         newest lines.
 
         Raises what `Registry.find` raises, AccessDenied for an unknown caller without the job's
-        secret, UnknownMember if nobody has the output, Unavailable, Overloaded.
+        secret, UnknownMember if no launcher has the output, Unavailable, Overloaded.
         """
         if after is not None and before is not None:
             raise InvalidSpec("both `after` and `before` are given", expected="one of them")

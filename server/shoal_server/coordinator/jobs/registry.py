@@ -375,7 +375,7 @@ class Registry:
             self._resetting.discard(job)
 
     async def drop_if_empty(self, actor: JobActor) -> None:
-        """Drop a job to which nobody was admitted and that has nothing in etcd."""
+        """Drop a job to which no member was admitted and that has nothing in etcd."""
         job = actor.job
         name, is_known = job.spec.job, self._actors.get(job.spec.job) is actor
         is_empty = not job.members and not actor.is_attended and not actor.is_writing

@@ -1,6 +1,6 @@
 """The standard gRPC health service (grpc.health.v1), for probes and for the other replicas.
 
-The empty service name asks whether the process serves at all; LEADER whether this replica leads.
+The empty service name asks if the process serves at all, LEADER if this replica leads.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """Durable writes of jobs: each compares the leader's key, by its `LeaderStore`.
 
 A job's writes also compare the revision of the job's own record with the one that this coordinator
-read or wrote last. So no decision is based on a record that somebody else has changed, and a write
-of unknown outcome that arrives late, after its repetition, changes nothing.
+read or wrote last. So no decision is based on a record that another process has changed, and a
+write of unknown outcome that arrives late, after its repetition, changes nothing.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Quarantine of jobs with which a coordinator cannot continue; all other jobs go on.
+"""Quarantine of jobs with which a coordinator cannot continue; all other jobs continue.
 
 A job is quarantined if a record of it cannot be read, if etcd refuses to store one, or if handling
 an event fails. Its keys in etcd stay unchanged until `shoal repair`.

@@ -97,11 +97,8 @@ class SeriesActor:
     def report(self, report: ReaderReport) -> tuple[list[int], list[int]]:
         """Apply a reader's report; see `PublishedSeries.report`."""
         self.check_lives()
-        before = messages.serving(self.series.readers.known.values())
         answer = self.series.report(report, self._clock())
-        if messages.serving(self.series.readers.known.values()) != before:
-            self.notify()
-        self.submit(TimePassed())  # versions may be dropped once a lease has ended
+        self.submit(TimePassed())  # a lease that ended may let versions go
         return answer
 
     def check_lives(self) -> None:
@@ -126,9 +123,7 @@ class SeriesActor:
     def view_for_readers(self) -> pb.SeriesView:
         """The view that all watchers of the series get, made once for each change."""
         if self._view is None:
-            self._view = messages.view_of(
-                self.series, self._stores.addresses, self._clock(), only_serving=True
-            )
+            self._view = messages.view_of(self.series, self._stores.addresses)
         return self._view
 
     def notify(self) -> None:

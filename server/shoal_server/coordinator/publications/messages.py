@@ -1,7 +1,7 @@
 """Conversion of the WeightSeries service's messages to the core's types, and back."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from shoal_proto.errors import (
@@ -192,11 +192,8 @@ def report_from_pb(request: pb.ReaderReport) -> ReaderReport:
     )
 
 
-def view_of(
-    series: PublishedSeries, servers: Mapping[str, str], now_s: float, *, only_serving: bool
-) -> pb.SeriesView:
-    """View of a series. `servers`: addresses by id. `only_serving`: without readers that serve
-    nothing to others."""
+def view_of(series: PublishedSeries, servers: Mapping[str, str]) -> pb.SeriesView:
+    """The series without its readers. `servers`: addresses by id."""
     head, versions = series.head, series.versions
     holders = {h for v in versions.values() for s in v.segments for h in s.holders}
     present = sorted(holders & servers.keys())
@@ -207,14 +204,15 @@ def view_of(
         versions=(records.version_to_pb(versions[number]) for number in head.kept),
         options=pb.SeriesOptions(keep=head.keep, copies=head.copies),
         servers=(pb.StoreServer(id=each, address=servers[each]) for each in present),
-        readers=(
-            _reader_view(series, name, reader, now_s)
-            for name, reader in sorted(series.readers.known.items())
-            if reader.report.serves_at or not only_serving
-        ),
         lost=head.lost,
         publisher=str(head.publisher) if head.epoch else "",
     )
+
+
+def readers_of(series: PublishedSeries, now_s: float) -> list[pb.ReaderView]:
+    """The readers of a series, by id."""
+    known = sorted(series.readers.known.items())
+    return [_reader_view(series, name, reader, now_s) for name, reader in known]
 
 
 def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: float) -> pb.ReaderView:
@@ -230,8 +228,3 @@ def _reader_view(series: PublishedSeries, name: str, reader: Reader, now_s: floa
         fetch_s=report.fetch_s,
         fetch_bytes=report.fetch_bytes,
     )
-
-
-def serving(readers: Iterable[Reader]) -> set[tuple[str, int]]:
-    """Address and installed version of each reader that serves versions to others."""
-    return {(r.report.serves_at, r.report.installed) for r in readers if r.report.serves_at}

@@ -395,6 +395,7 @@ class WeightSeriesService(WeightSeriesServicer):
         actor = await self._find(request.series)
         try:
             leased, gone = actor.report(report)
+            sources = actor.series.source_addresses(report.reader, self._clock())
         except TooManyReaders as why:
             raise Overloaded(
                 f"series {request.series} has as many readers and leases as it may", seen=str(why)
@@ -409,7 +410,12 @@ class WeightSeriesService(WeightSeriesServicer):
             # A successor keeps all versions until the leases from before its term have ended. This
             # lease is one of them if etcd confirms, after the grant, that this coordinator leads.
             await self._check.confirm()
-        return pb.ReaderReportReply(lease_s=LEASE_S, leased=leased, gone=gone)
+        return pb.ReaderReportReply(
+            lease_s=LEASE_S,
+            leased=leased,
+            gone=gone,
+            relays=[sources.get(number, "") for number in leased],
+        )
 
     async def GetLayout(self, request: pb.GetLayoutRequest, context: Context) -> pb.Layout:
         actor = await self._existing(request.series)
@@ -421,25 +427,23 @@ class WeightSeriesService(WeightSeriesServicer):
         self._require_leading()
         found = self.series_of(request.job) if request.job else self.series()
         return pb.ListSeriesReply(
-            series=(
-                self._view(each, only_serving=False) for each in found if each.series.head.epoch
-            )
+            series=(self._view(each) for each in found if each.series.head.epoch)
         )
 
     async def Pin(self, request: pb.PinVersionRequest, context: Context) -> pb.SeriesView:
         actor = await self._existing(request.series)
         pins = not request.unpin
         await actor.ask(lambda call: PinRequested(call=call, number=request.number, pins=pins))
-        return self._view(actor, only_serving=False)
+        return self._view(actor)
 
     async def Rollback(self, request: pb.RollbackRequest, context: Context) -> pb.VersionRecord:
         actor = await self._existing(request.series)
         return _version(await actor.ask(partial(_rollback, request.to)))
 
-    def _view(self, actor: SeriesActor, *, only_serving: bool) -> pb.SeriesView:
-        return messages.view_of(
-            actor.series, self._stores.addresses, self._clock(), only_serving=only_serving
-        )
+    def _view(self, actor: SeriesActor) -> pb.SeriesView:
+        view = messages.view_of(actor.series, self._stores.addresses)
+        view.readers.extend(messages.readers_of(actor.series, self._clock()))
+        return view
 
 
 def _rollback(to: int, call: Call) -> Event:

@@ -249,7 +249,7 @@ class ShardController:
         self._last[assignments.job] = assignments
 
     async def _finished(self, job: str) -> Compare | None:
-        """Condition that the job stays over; None if it may go on."""
+        """Condition that the job stays over; None if it may continue."""
         state = await self._store.get(keys.job_state(job))
         if state is None or state_from_json(job, state.value).may_go_on:
             return None

@@ -34,7 +34,7 @@ class SnapshotPolicy:
     every_s: Annotated[float, _option("--snapshot-every-s", "SECONDS")] = 0.0
     """Take a snapshot of every job this often. 0: only on request."""
     num_kept: Annotated[int, _option("--snapshot-keep", "N")] = 3
-    """How many complete snapshots of a job are kept; older ones are removed."""
+    """Number of complete snapshots of a job that are kept; older ones are removed."""
     roots: Annotated[
         Sequence[str], _option("--snapshot-root", "URL"), Parameter(converter=_absolute)
     ] = ()

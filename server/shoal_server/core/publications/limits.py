@@ -12,6 +12,10 @@ MAX_READERS = 4096
 """Maximum of one series."""
 MAX_LEASES = 16
 """Maximum of one reader."""
+MAX_CHILDREN = 2
+"""Maximum of relays that fetch a version from one relay at a time: each gets half its bandwidth."""
+MAX_RELAYS = 512
+"""Maximum of relays of one version. Further readers fetch from servers, and relay nothing."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16

@@ -53,6 +53,7 @@ from shoal_server.core.publications.records import (
     SeriesHead,
     StoredSeries,
 )
+from shoal_server.core.publications.relays import RelayTrees
 
 Effects = Iterator[Effect]
 Wish = Callable[[float], Effects]
@@ -98,6 +99,7 @@ class PublishedSeries:
         self.stored = stored
         """The series as stored in etcd."""
         self.readers = Readers()
+        self._relays = RelayTrees()
         # Leases granted by the leader before are not known here. They may be on any version found
         # in the store, and all of them have ended by this time.
         self._found = frozenset(stored.head.kept)
@@ -159,6 +161,16 @@ class PublishedSeries:
         dropping = self._change.drops if self._change is not None else frozenset()
         kept = [number for number in self.head.kept if number not in dropping]
         return self.readers.report(report, kept, now_s)
+
+    def source_addresses(self, reader: str, now_s: float) -> dict[int, str]:
+        """Address of the relay from which a reader is to fetch each version that it holds a lease
+        on; empty: from the servers. Call it after the reader's report."""
+        sources = self._relays.sources(reader, self.readers.known, now_s)
+        known = self.readers.known
+        return {
+            number: known[source].report.serves_at if source in known else ""
+            for number, source in sources.items()
+        }
 
     def differs(self, reader: Reader) -> bool:
         """True if the reader's bytes differ from those of the version that it reports as

@@ -7,7 +7,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValueStore
 
 KEPT_S = 2 * DEAD_AFTER_S
-"""How long the record is kept; a server without a lease counts as dead earlier anyway."""
+"""Time that the record is kept; a server without a lease counts as dead earlier anyway."""
 
 
 async def note(store: KeyValueStore, ended: Holder) -> None:

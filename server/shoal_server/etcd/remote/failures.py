@@ -1,6 +1,6 @@
 """Classification of failed calls to etcd: the remedy, and if the request may have run.
 
-etcd tells its errors apart by text more than by status code (three unlike errors are UNAVAILABLE),
+etcd's errors differ by text more than by status code (three unlike errors are UNAVAILABLE),
 so the table below is keyed by both. The texts have been stable since etcd 3.2; an unknown text is
 classified by its code.
 """

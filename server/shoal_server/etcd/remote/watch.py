@@ -227,7 +227,7 @@ async def _check_history(
 ) -> None:
     """Raise CorruptError if etcd's revision is below one that this watch has delivered.
 
-    A single member may lag; a linearizable read tells that from an etcd that lost its data.
+    A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """
     told = tracker.next - 1
     if revision >= told:

@@ -29,7 +29,7 @@ class PeerTimeouts:
     """Servers that hear nothing from each other for this long continue without each other. A killed
     one is noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
-    """How long to try to open a broken stream again before the peer counts as dead."""
+    """Time for opening a broken stream again, after which the peer counts as dead."""
     full_s: Annotated[float, INTERNAL] = 4.0
     """A peer that had no memory for a copy is not asked again for this long; each time twice as
     long, up to eight times."""

@@ -60,7 +60,7 @@ def new_decoder(
     decoder = make(codec, sizes)
     if codec.num_bytes != decoder.num_bytes or not codec.num_bytes < plain_bytes:
         raise ShapeMismatch(
-            f"the compressed gradient for shard {shard_id} does not fit its blocks in length",
+            f"the compressed gradient for shard {shard_id} has another length than its blocks need",
             seen=f"{codec.num_bytes} bytes of {codec.kind}",
             expected=f"{decoder.num_bytes} bytes, and fewer than the {plain_bytes} without it",
             fix="Compare shape and dtype with the job's shard map; send a gradient uncompressed if "

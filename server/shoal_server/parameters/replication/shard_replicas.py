@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from shoal_proto.routes import Route
+from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
@@ -26,7 +27,6 @@ from shoal_server.core.shards.assignments import (
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.parameters.bulk.offers import BulkOffers
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory

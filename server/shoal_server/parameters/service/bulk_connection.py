@@ -17,6 +17,7 @@ from shoal_proto.pieces import OnlyPiece, ReadPiece
 from shoal_proto.segments.digests import num_chunks
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.status import to_detail
+from shoal_proto.tls.bulk_offers import PermittedUse, Purpose
 from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
@@ -24,7 +25,6 @@ from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
 from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
 from shoal_server.parameters.bulk.arena_slots import PLACE_BYTES
 from shoal_server.parameters.bulk.late_frames import LateFrames
-from shoal_server.parameters.bulk.offers import PermittedUse, Purpose
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
 from shoal_server.parameters.replication.wire.frames import Arriving

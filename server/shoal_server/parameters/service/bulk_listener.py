@@ -12,9 +12,9 @@ import structlog
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 from shoal_proto.errors import AddressInUse, MalformedMessage, Overloaded, ShoalError
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse
 from shoal_server.parameters.bulk.arena import SharedArena
 from shoal_server.parameters.bulk.encryption import encrypted
-from shoal_server.parameters.bulk.offers import BulkOffers, PermittedUse
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.service.bulk_connection import BulkServerConnection, BulkServices
 from shoal_server.parameters.shard.memory import Memory

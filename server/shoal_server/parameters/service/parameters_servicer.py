@@ -11,6 +11,7 @@ from functools import partial
 from shoal_proto import routes
 from shoal_proto.errors import ShoalError
 from shoal_proto.pieces import OnlyPiece
+from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.traces import tracing
 from shoal_proto.v1.parameters_pb2 import (
     CreateHeader,
@@ -31,7 +32,6 @@ from shoal_proto.v1.parameters_pb2 import (
     ShardVersion,
 )
 from shoal_proto.v1.shards_pb2 import Shard
-from shoal_server.parameters.bulk.offers import BulkOffers, Purpose
 from shoal_server.parameters.cluster.fence import Fence
 from shoal_server.parameters.codecs.codec import CODECS
 from shoal_server.parameters.optimizers.checks import check_spec

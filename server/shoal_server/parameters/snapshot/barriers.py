@@ -335,7 +335,7 @@ def _torn(job: str, torn: Sequence[StepId]) -> SnapshotFailed:
     named = ", ".join(f"push {step.sequence} of {step.session}" for step in torn[:3])
     return SnapshotFailed(
         f"some pushes of job {job} did not end in time",
-        seen=f"{len(torn)} of which a part is missing: {named}",
+        seen=f"{len(torn)} with a missing part: {named}",
         expected="pushes that reach all shards of their step",
         fix="Take another snapshot.",
     )

@@ -19,8 +19,8 @@ Mask = NDArray[np.bool_]
 SKETCH_ROWS = 4
 SKETCH_WIDTH = 2**16
 AGEING_PUSHES = SKETCH_WIDTH
-"""After so many pushes of ids without a row all counts are halved: old pushes count less, and the
-sketch never fills up. At this number, one id in 200 is counted two too high."""
+"""Number of pushes of ids without a row after which all counts are halved: old pushes count less,
+and the sketch never fills up. At this number, one id in 200 is counted two too high."""
 MAX_COUNT = 2**16 - 1
 
 

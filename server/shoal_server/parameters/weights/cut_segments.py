@@ -1,9 +1,9 @@
-"""Segments of published weights made of shards as a cut has taken them.
+"""Segments of published weights, made from shards as of a cut.
 
-Of a shard of parameters a segment has the values; of a shard of a table ids, births and values of
-its rows. A row is at the position that it has in the shard, and the number of positions grows in
-steps: from version to version the same rows lie at the same bytes, so that the difference between
-two versions is as small as what changed.
+A segment has the values of a shard of parameters, or the ids, births and values of the rows of a
+shard of a table. A row keeps the position that it has in the shard, and the number of positions
+grows in steps: so the same rows lie at the same bytes in version after version, and the difference
+between two versions has only the changed rows.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ from shoal_server.parameters.tables.row_cut import BIRTHS, IDS
 
 MIN_ROWS = 64
 STEPS_A_DOUBLING = 8
-"""Numbers of positions between one power of two and the next: an eighth of a segment at most has
-no rows."""
+"""Number of steps between one power of two and the next: at most an eighth of a segment has no
+rows."""
 ID_BYTES = 8
 
 
@@ -33,19 +33,19 @@ class PlannedSegment:
 
     num_bytes: int
     described: pb.CutSegment
-    """Description that lacks the segment's digest."""
+    """Description without the segment's digest."""
     fill: Callable[[memoryview], None]
     """Writes the shard into the segment's memory, which is zero before. Waits for the shard's lock:
-    not for the event loop."""
+    do not call it on the event loop."""
 
 
 def planned(cut: ShardCut) -> PlannedSegment:
-    """The segment of a shard as of a cut, which stays open until it is filled."""
+    """Plan the segment of a shard as of a cut. Keep the cut open until the segment is filled."""
     return _of_parameters(cut) if cut.kind == DenseBody.kind else _of_rows(cut)
 
 
 def num_positions(num_rows: int) -> int:
-    """The positions that a segment has for so many rows."""
+    """Return the number of positions in a segment of `num_rows` rows."""
     if num_rows <= MIN_ROWS:
         return MIN_ROWS
     step: int = 2 ** (num_rows - 1).bit_length() // (2 * STEPS_A_DOUBLING)
@@ -105,7 +105,7 @@ def _of_rows(cut: ShardCut) -> PlannedSegment:
         for index in range(len(chunks)):
             views, place = chunks.views(index, cut.chunk(first + index)), chunks.rows(index)
             is_live = views[BIRTHS] > 0
-            # What a row that was evicted has left behind is not published.
+            # Data of evicted rows are not published.
             ids[place] = (views[IDS] * is_live).numpy()
             births[place] = (views[BIRTHS] * is_live).numpy()
             values[place] = torch.where(is_live.unsqueeze(1), views[VALUES], 0)

@@ -1,4 +1,4 @@
-"""Differences between segments that are held here, made on demand and kept for a while."""
+"""Differences between segments on this server, made on demand and kept for a while."""
 
 import asyncio
 import time
@@ -18,10 +18,10 @@ from shoal_server.parameters.shard.memory import Memory
 log = structlog.get_logger(__name__)
 
 MAX_CHANGED = 0.2
-"""Share of changed elements from which on the whole is sent: a difference would take longer to make
-than it saves."""
+"""Share of changed elements above which the whole segment is sent: making a difference would take
+longer than it saves."""
 MAX_SIZE = 0.5
-"""Of the whole: a larger difference is not worth its making."""
+"""Size of the largest difference that is worth sending, as a share of the whole segment."""
 KEPT_S = 60.0
 MAX_KEPT = 64
 
@@ -30,7 +30,7 @@ Elements = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class _Key:
-    """The segments, by digest, and the elements as the reader has named them."""
+    """Key of a difference: the two segments by digest, and the elements as named by the reader."""
 
     series: str
     base: bytes
@@ -41,14 +41,14 @@ class _Key:
 @dataclass(slots=True)
 class _CachedDifference:
     difference: Segment | None
-    """None: the whole is to be sent."""
+    """None: the whole segment is to be sent."""
     claim: ExitStack
     used_s: float
 
 
 class WeightDifferences:
-    """Lives on the event loop; differences are made on `threads`. Readers that ask for the same one
-    get the same one."""
+    """Differences of all series. Lives on the event loop; differences are made on `threads`.
+    Requests for the same difference get the same object."""
 
     def __init__(
         self, memory: Memory, threads: Executor, now_s: Callable[[], float] = time.monotonic
@@ -60,14 +60,14 @@ class WeightDifferences:
         self._being_made: dict[_Key, asyncio.Future[_CachedDifference]] = {}
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """A difference that was made lately, by its digest."""
+        """Return a kept difference, by its digest; None if there is none."""
         made = (kept.difference for key, kept in self._kept.items() if key.series == series)
         return next((each for each in made if each is not None and each.digest == digest), None)
 
     async def between(
         self, series: str, base: Segment, target: Segment, elements: Sequence[tuple[int, int]]
     ) -> Segment | None:
-        """The difference that makes `target` of `base`; None if the whole had better be sent.
+        """Return the difference from `base` to `target`; None if the whole is to be sent instead.
 
         Raises InvalidSpec for elements that do not make up the segments.
         """
@@ -88,13 +88,13 @@ class WeightDifferences:
         return kept.difference
 
     def sweep(self) -> None:
-        """Give up what nobody has asked for lately."""
+        """Drop the differences that were not requested lately."""
         for key, kept in list(self._kept.items()):
             if self._now_s() - kept.used_s >= KEPT_S:
                 self._drop(key)
 
     def close(self) -> None:
-        """Give everything up."""
+        """Drop all differences."""
         for key in list(self._kept):
             self._drop(key)
 

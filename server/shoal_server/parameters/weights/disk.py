@@ -1,4 +1,4 @@
-"""Segments on this server's own disk, for versions that are to survive the end of all servers."""
+"""Segments on this server's own disk, for versions that must survive the end of all servers."""
 
 import os
 from collections.abc import Iterator
@@ -17,21 +17,21 @@ DRAFT = ".draft"
 
 
 class WeightDisk:
-    """A file for each segment: `JOB/NAME/DIGEST`. Whole or absent, whenever its writer is killed;
-    no other user of the machine reads them. Blocks."""
+    """Files of segments, `JOB/NAME/DIGEST`. A file is whole or absent, whenever its writer is
+    killed; only this user can read it. Blocks."""
 
     def __init__(self, directory: Path) -> None:
-        """Takes over what an earlier process left there. Raises OSError."""
+        """Takes over the segments that an earlier process left there. Raises OSError."""
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._written = {self._path(*each) for each in self._found()}
 
     def holds(self, series: str, digest: bytes) -> bool:
-        """True if the segment is on disk, synchronized."""
+        """True if the segment is on disk, after `fsync`."""
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Bring a segment to disk. Raises OSError; then nothing of it is left."""
+        """Write a segment to disk. Raises OSError, and then leaves nothing of it."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -52,8 +52,8 @@ class WeightDisk:
         self._written.add(path)
 
     def read(self, series: str, digest: bytes) -> Segment | None:
-        """A segment from disk, verified; None if it is not there. One whose bytes have changed is
-        removed. Raises OSError, or Overloaded if there is no memory for it."""
+        """Read a segment from disk, and verify it; None if it is not there, or its bytes have
+        changed: then it is removed. Raises OSError, or Overloaded if there is no memory for it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)
@@ -82,7 +82,7 @@ class WeightDisk:
         path.unlink(missing_ok=True)
 
     def all(self) -> list[tuple[str, bytes]]:
-        """Series and digests of the segments on disk."""
+        """Return series and digest of each segment on disk."""
         return [each for each in self._found() if self.holds(*each)]
 
     def _found(self) -> Iterator[tuple[str, bytes]]:
@@ -104,7 +104,7 @@ def _read_into(descriptor: int, buffer: memoryview) -> None:
         while at < len(chunk):
             count = os.preadv(descriptor, [chunk[at:]], start + at)
             if not count:
-                # Shorter than it was a moment ago: its digest will tell.
+                # The file has become shorter: the digest will not match.
                 return
             at += count
 

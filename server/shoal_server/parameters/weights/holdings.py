@@ -1,4 +1,4 @@
-"""The segments in this server's memory: let in, verified, counted, and freed."""
+"""The segments in this server's memory: admitted, verified, counted, and freed."""
 
 import asyncio
 import time
@@ -21,7 +21,7 @@ from shoal_server.parameters.weights.segment_transport import SegmentTransport
 from shoal_server.parameters.weights.store import HeldSegment, Position, SegmentOrigin, SegmentStore
 
 STALLED_S = 30.0
-"""The longest that a publisher may take to send the next chunk."""
+"""Longest time that a publisher may take to send the next chunk."""
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,8 @@ T = TypeVar("T")
 
 
 class WeightHoldings:
-    """Lives on the event loop. Segments are digested on `threads`."""
+    """The segments that this server holds. Lives on the event loop; segments are digested on
+    `threads`."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class WeightHoldings:
         self._claims: dict[tuple[str, bytes], ExitStack] = {}
 
     def get(self, series: str, digest: bytes) -> Segment:
-        """A segment that is held. Raises Unavailable for another one."""
+        """Return a held segment. Raises Unavailable if it is not held."""
         segment = self.find(series, digest)
         if segment is None:
             raise Unavailable(
@@ -59,14 +60,14 @@ class WeightHoldings:
         return segment
 
     def find(self, series: str, digest: bytes) -> Segment | None:
-        """A segment, if it is held."""
+        """Return a segment if it is held, else None."""
         return self._store.get(series, digest)
 
     def holds(self, series: str, digest: bytes) -> bool:
         return self._store.get(series, digest) is not None
 
     def held(self) -> Iterable[HeldSegment]:
-        """All segments that are held."""
+        """Return all held segments."""
         return self._store.held()
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
@@ -85,11 +86,11 @@ class WeightHoldings:
         origin: SegmentOrigin,
         way: SegmentTransport,
     ) -> Segment:
-        """Take a segment in, as a descriptor if that can be, and hold it once it is verified.
+        """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
+        memory is reserved meanwhile.
 
         Raises what `admit` raises, Overloaded if the server has no memory for it, ChecksumMismatch
-        if it is another one, and Unavailable if nothing comes for STALLED_S: room is kept for it
-        meanwhile.
+        if it has another digest, and Unavailable if nothing is received for STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
             if way.is_local:
@@ -98,15 +99,15 @@ class WeightHoldings:
             else:
                 segment = await self._from_chunks(num_bytes, way)
             self._check(segment, digest)
-            # The series may have gone on to a later epoch meanwhile.
+            # The series may have reached a later epoch meanwhile.
             self._store.admit(series, digest, origin)
             return self._hold(series, segment, origin, claim)
 
     async def copy(
         self, series: str, digest: bytes, num_bytes: int, source: StoreServer
     ) -> Segment:
-        """Hold a segment of another server here too. Raises what that server raises, Unavailable,
-        or Overloaded."""
+        """Copy a segment from another server. Raises what that server raises, Unavailable, or
+        Overloaded."""
         return await self.take(
             series, num_bytes, partial(self._peers.fetch, source, series, digest)
         )
@@ -114,7 +115,7 @@ class WeightHoldings:
     async def take(
         self, series: str, num_bytes: int, get: Callable[[], Awaitable[Segment]]
     ) -> Segment:
-        """Hold the verified segment that `get` gives. Raises what it raises, or Overloaded."""
+        """Hold the verified segment that `get` returns. Raises what `get` raises, or Overloaded."""
         with self._claimed(num_bytes) as claim:
             return self._hold(series, await get(), None, claim)
 
@@ -154,19 +155,19 @@ class WeightHoldings:
         self._free(series, self._store.abandon(series, rank, epoch, frozenset(publications)))
 
     def sweep(self) -> None:
-        """Free what no version has named for the grace period."""
+        """Free the segments that no version has named for the grace period."""
         for held in self._store.sweep(self._now_s()):
             self._free(held.series, [held.segment])
 
     def close(self) -> None:
-        """Hold nothing any more. Readers that have mapped a segment keep it."""
+        """Free all segments. Readers that have mapped a segment keep it."""
         for claim in self._claims.values():
             claim.close()
         self._claims.clear()
         for held in self._store.held():
             held.segment.close()
 
-    # --- within ---
+    # --- internal ---
 
     def _claimed(self, num_bytes: int) -> ExitStack:
         stack = ExitStack()
@@ -177,7 +178,7 @@ class WeightHoldings:
         self, series: str, segment: Segment, origin: SegmentOrigin | None, claim: ExitStack
     ) -> Segment:
         if not self._store.insert(series, segment, origin, self._now_s()):
-            # Another call brought it meanwhile.
+            # Another call has added the same segment meanwhile.
             segment.close()
             return self.get(series, segment.digest)
         self._claims[series, segment.digest] = claim.pop_all()
@@ -187,7 +188,7 @@ class WeightHoldings:
         return segment
 
     def _free(self, series: str, segments: Iterable[Segment]) -> None:
-        """Hold these no more. A connection that is sending one keeps it until it is done."""
+        """Release the memory of segments. A connection that is sending one keeps it until then."""
         gone = list(segments)
         for segment in gone:
             log.info(
@@ -198,8 +199,8 @@ class WeightHoldings:
             )
             self._claims.pop((series, segment.digest)).close()
         if gone:
-            # The kernel takes its time over gigabytes: the last reference goes on a thread, once
-            # the callers have given up theirs.
+            # Freeing gigabytes takes the kernel a while: drop the last references on a thread, once
+            # the callers have dropped theirs.
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, gone.clear)
 
@@ -226,8 +227,8 @@ class WeightHoldings:
                     digests.append(digest)
             await asyncio.gather(*ready)
             of_chunks = b"".join(await asyncio.gather(*digests))
-            # A thread that has digested a chunk refers to it for a moment still, and what refers to
-            # the buffer keeps it from being sealed.
+            # A thread may refer to a digested chunk for another moment, and a buffer with
+            # references cannot be sealed.
             for chunk in arrived:
                 chunk.release()
             return await self._in_thread(partial(writer.seal, of_chunks))

@@ -1,4 +1,4 @@
-"""Segments to and from other parameter servers. Their transfer blocks, on threads of its own."""
+"""Transfer of segments to and from other parameter servers, on threads, as it blocks."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 
 OPEN_S = 3.0
 TRANSFER_S = 3600.0
-"""The most that one segment may take. A server that falls silent is given up much earlier."""
+"""Longest transfer of one segment. A silent server is given up much earlier."""
 
 T = TypeVar("T")
 
 
 class WeightPeers:
-    """Lives on the event loop."""
+    """The client of other servers' segments. Lives on the event loop."""
 
     def __init__(self, threads: Executor) -> None:
         self._threads = threads
@@ -41,8 +41,8 @@ class WeightPeers:
     async def pass_on(
         self, to: StoreServer, request: PutSegmentRequest, segment: Segment
     ) -> PutSegmentReply:
-        """Hand a segment to another server, which passes it on to the rest of the chain. Raises
-        what that server raises, or Unavailable."""
+        """Send a segment to another server, which forwards it to the rest of the chain. Raises what
+        that server raises, or Unavailable."""
 
         def put(connection: SegmentConnection) -> PutSegmentReply:
             return connection.put(request, segment, TRANSFER_S)
@@ -50,7 +50,7 @@ class WeightPeers:
         return await self._on_connection(to, request.series, put)
 
     async def fetch(self, source: StoreServer, series: str, digest: bytes) -> Segment:
-        """A segment that another server holds. Raises what that server raises, or Unavailable."""
+        """Fetch a segment from another server. Raises what that server raises, or Unavailable."""
 
         def fetch(connection: SegmentConnection) -> Segment:
             staged = StagedSegment(digest)

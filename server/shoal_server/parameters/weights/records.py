@@ -1,4 +1,4 @@
-"""Series' records in etcd, followed: which segments they name, and which of them are to be here."""
+"""Mirror of the series' records in etcd: the segments that they name, and those wanted here."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -18,10 +18,8 @@ Record = SeriesHead | PublishedVersion
 
 
 class SeriesRecords:
-    """Records of series as of the newest event seen; they stay while etcd is away.
-
-    Used on the event loop only.
-    """
+    """Records of series as of the newest event seen; kept while etcd is unreachable. Lives on the
+    event loop."""
 
     def __init__(
         self, store: KeyValueStore, holdings: WeightHoldings, upkeep: WeightUpkeep
@@ -55,7 +53,7 @@ class SeriesRecords:
         return self._mirror.is_in_sync
 
     async def refresh(self, series: str) -> None:
-        """Take in the records of a series as they are now. Raises what etcd raises."""
+        """Read the records of a series anew. Raises what etcd raises."""
         found = await self._store.range(keys.series_head(series).removesuffix(HEAD))
         self._mirror.note_all(found.items)
 
@@ -100,7 +98,7 @@ def _parsed(item: MirroredKey) -> Record | None:
 
 
 def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]:
-    """The newest publication that each segment came of, by digest."""
+    """Return the newest publication of each segment, by digest."""
     found: dict[bytes, Position] = {}
     for version in versions:
         position = version.epoch, version.publication
@@ -110,8 +108,8 @@ def _positions(versions: Iterable[PublishedVersion]) -> Mapping[bytes, Position]
 
 
 def _segments(versions: Iterable[PublishedVersion]) -> Mapping[bytes, PublishedSegment]:
-    """The segments by digest. Versions with the same bytes share segments, and may name different
-    holders: a segment has the holders of all."""
+    """Return the segments by digest. Versions with the same bytes share segments, and may name
+    different holders: a segment gets the holders of all its versions."""
     found: dict[bytes, PublishedSegment] = {}
     for version in versions:
         for segment in version.segments:

@@ -15,12 +15,12 @@ class SegmentTransport(Protocol):
         ...
 
     async def receive_descriptor(self) -> int:
-        """The descriptor that the caller sends; to be closed. Raises MalformedMessage."""
+        """Receive the descriptor that the caller sends; to be closed. Raises MalformedMessage."""
         ...
 
     def receive_chunks(self, writer: SegmentWriter) -> AsyncGenerator[memoryview, None]:
-        """The chunks that the caller sends, in order, where they lie in the writer. Raises
-        MalformedMessage."""
+        """Receive chunks into the writer, and yield each as its part of the writer's memory, in
+        order. Raises MalformedMessage."""
         ...
 
     def end(self) -> None:

@@ -14,13 +14,14 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_proto.segments.digests import DIGEST_BYTES, num_chunks
+from shoal_proto.segments.digests import DIGEST_BYTES
 from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.transfer import asked_chunks
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
 from shoal_proto.tls.names import CertificateRole
 from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer
-from shoal_server.parameters.bulk.offers import BulkOffers, PermittedUse, Purpose
 from shoal_server.parameters.weights.cut_segments import PlannedSegment
 from shoal_server.parameters.weights.differences import WeightDifferences
 from shoal_server.parameters.weights.holdings import WeightHoldings
@@ -39,13 +40,13 @@ PUBLISHING = frozenset({CertificateRole.WORKER, CertificateRole.OPERATOR, Certif
 
 SWEEP_EACH_S = 1.0
 STALLED_S = 30.0
-"""The longest that one chunk may take."""
+"""Longest time for sending one chunk."""
 
 Replies = AsyncGenerator[Sequence[Message | bytes], None]
 
 
 class WeightsServicer(WeightStoreServicer):
-    """Lives on the event loop."""
+    """Serves segments. Lives on the event loop."""
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class WeightsServicer(WeightStoreServicer):
         self._offers = offers
 
     async def sweep_for_ever(self) -> None:
-        """Free what nobody needs any more."""
+        """Free segments and differences that are no longer needed."""
         while True:
             await asyncio.sleep(SWEEP_EACH_S)
             self._holdings.sweep()
@@ -105,7 +106,7 @@ class WeightsServicer(WeightStoreServicer):
         base = self._holdings.find(series, request.base)
         target = self._holdings.get(series, _checked_digest(request.target))
         if base is None:
-            # Dropped meanwhile: the reader fetches the whole.
+            # The base was dropped meanwhile: the reader fetches the whole segment.
             return pb.DifferenceReply()
         elements = [(each.element_bytes, each.num_bytes) for each in request.elements]
         difference = await self._differences.between(series, base, target, elements)
@@ -118,9 +119,9 @@ class WeightsServicer(WeightStoreServicer):
     async def put(
         self, request: pb.PutSegmentRequest, use: PermittedUse, way: SegmentTransport
     ) -> Replies:
-        """Take a segment in, and pass it on along the chain.
+        """Receive a segment, and forward it along the chain.
 
-        The last reply names the servers that hold it: fewer than were asked for if one of the chain
+        The last reply names the servers that hold it: fewer than requested if a server of the chain
         failed.
         """
         _check_use(request.series, use)
@@ -152,9 +153,10 @@ class WeightsServicer(WeightStoreServicer):
     async def keep_cut(
         self, request: pb.PutSegmentRequest, planned: PlannedSegment
     ) -> pb.CutSegment:
-        """Hold a shard's segment here and along the chain of the request, which lacks its digest.
+        """Make a shard's segment, and hold it here and along the chain of `request`, in which the
+        segment's digest is not set yet.
 
-        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not take it.
+        Raises StaleEpoch, Overloaded, and Unavailable if a server of the chain does not hold it.
         """
         series = request.series
         origin = SegmentOrigin(
@@ -181,8 +183,8 @@ class WeightsServicer(WeightStoreServicer):
         return found
 
     async def _admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Raises StaleEpoch and Overloaded as of the newest record: what was committed a moment ago
-        may not have arrived here."""
+        """Raise StaleEpoch or Overloaded by the newest record: a version committed a moment ago may
+        not be known here yet."""
         try:
             self._holdings.admit(series, digest, origin)
         except Overloaded:
@@ -190,8 +192,8 @@ class WeightsServicer(WeightStoreServicer):
             self._holdings.admit(series, digest, origin)
 
     async def _passed_on(self, request: pb.PutSegmentRequest, segment: Segment) -> Sequence[str]:
-        """The servers of the chain that hold the segment now. Raises what one of them refuses it
-        with, and Overloaded."""
+        """Forward a segment along the chain; return the servers that hold it now. Raises the
+        refusal of one of them, or Overloaded."""
         if not request.chain:
             return ()
         following = pb.PutSegmentRequest()
@@ -210,7 +212,7 @@ class WeightsServicer(WeightStoreServicer):
     async def fetch(
         self, request: pb.FetchSegmentRequest, use: PermittedUse, way: SegmentTransport
     ) -> Replies:
-        """Give a segment or a difference out: as a descriptor if that can be, else its chunks."""
+        """Send a segment or a difference: as a descriptor if possible, else its chunks."""
         _check_use(request.series, use)
         digest = _checked_digest(request.digest)
         difference = self._differences.find(request.series, digest)
@@ -227,14 +229,14 @@ class WeightsServicer(WeightStoreServicer):
         if as_descriptor:
             await way.send_descriptor(segment)
             return
-        for wanted in _ranges(request, segment.num_bytes):
+        for wanted in asked_chunks(request, segment.num_bytes):
             for index in wanted:
                 await _sent(index, segment, way)
 
 
 async def _sent(index: int, segment: Segment, way: SegmentTransport) -> None:
-    """Send a chunk. Raises Unavailable for a reader that takes nothing for STALLED_S: it would keep
-    the memory of a segment that is dropped."""
+    """Send a chunk. Raises Unavailable if the reader reads nothing for STALLED_S: it would keep the
+    memory of a dropped segment."""
     try:
         async with asyncio.timeout(STALLED_S):
             await way.send_chunk(index, segment)
@@ -245,22 +247,8 @@ async def _sent(index: int, segment: Segment, way: SegmentTransport) -> None:
             seen=f"chunk {index} not taken within {STALLED_S:g} s",
             expected="8 MiB in that time",
         ) from None
-    # Others have their turn on the event loop.
+    # Let other tasks run on the event loop.
     await asyncio.sleep(0)
-
-
-def _ranges(request: pb.FetchSegmentRequest, num_bytes: int) -> Sequence[range]:
-    """The chunks that are asked for. Raises InvalidSpec for others than the segment has."""
-    last = num_chunks(num_bytes)
-    asked = [range(each.start, each.stop) for each in request.chunks] or [range(last)]
-    rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
-    if rising != sorted(rising):
-        raise InvalidSpec(
-            "chunks that the segment does not have, or in another order",
-            seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
-            expected=f"rising numbers up to {last}",
-        )
-    return asked
 
 
 def _check_use(series: str, use: PermittedUse) -> None:

@@ -1,7 +1,8 @@
-"""The segments that this server holds, and which of them may go. Decides; does no I/O.
+"""The segments that this server holds, and which of them to free. Decides; does no I/O.
 
-A segment stays while a version of its series names it. One that no version has named yet may still
-become part of one: it stays for a grace period. The caller frees what is given back.
+A segment is held while a version of its series names it. A segment that no version has named yet
+may still become part of a version: it is held for a grace period. The caller frees the segments
+that are returned.
 """
 
 from collections import defaultdict
@@ -12,12 +13,12 @@ from shoal_proto.errors import Overloaded, StaleEpoch
 from shoal_proto.segments.sealed import Segment
 
 GRACE_S = 120.0
-"""How long a segment is held that no version names: longer than any publication takes to be
-committed, or to be given up."""
+"""Time for which a segment is held that no version names: longer than any publication takes to be
+committed or abandoned."""
 MAX_UNDECIDED = 2
-"""Segments of one rank that no version names yet: of the publication on its way, and of one before
-it that may lack the part of a rank for ever. With those of the versions that are kept, that bounds
-what a series takes."""
+"""Most segments of one rank that no version names yet: of the publication in progress, and of one
+before it that may never be complete. Together with the kept versions, this bounds the memory of a
+series."""
 
 
 Position = tuple[int, int]
@@ -45,11 +46,11 @@ class HeldSegment:
     series: str
     segment: Segment
     origin: SegmentOrigin | None
-    """None: it was copied here on the coordinator's order."""
+    """None: the segment was copied here at the coordinator's request."""
     needed_s: float
     """Time of the last put or naming, in seconds."""
     was_named: bool = False
-    """True once a version has named it that came of its origin, or of a later publication."""
+    """True once it was named by a version of its origin's publication, or of a later one."""
 
 
 @dataclass(slots=True)
@@ -69,16 +70,16 @@ class SegmentStore:
         self._series: dict[str, _Series] = defaultdict(_Series)
 
     def get(self, series: str, digest: bytes) -> Segment | None:
-        """The segment, if it is held."""
+        """Return the segment if it is held, else None."""
         known = self._series.get(series)
         held = known.held.get(digest) if known is not None else None
         return None if held is None else held.segment
 
     def admit(self, series: str, digest: bytes, origin: SegmentOrigin) -> None:
-        """Let a segment come in for a publication.
+        """Admit a segment for a publication.
 
-        Raises StaleEpoch if the series has gone on to a later epoch, and Overloaded if too many
-        publications of the rank are undecided.
+        Raises StaleEpoch if the series has a later epoch, and Overloaded if too many publications
+        of the rank are undecided.
         """
         known = self._series.get(series)
         if known is None:
@@ -126,7 +127,7 @@ class SegmentStore:
     def renew(
         self, series: str, digest: bytes, origin: SegmentOrigin, now_s: float
     ) -> Segment | None:
-        """The segment if it is held, then for longer, and for this publication."""
+        """Return the segment if it is held, and hold it for longer, for this publication."""
         segment = self.get(series, digest)
         if segment is not None:
             self.insert(series, segment, origin, now_s)
@@ -135,12 +136,12 @@ class SegmentStore:
     def follow(
         self, series: str, newest: Position, named: Mapping[bytes, Position], now_s: float
     ) -> list[Segment]:
-        """Take in a series as its records have it; the segments that are not held any more.
+        """Update a series from its records; return the segments that are not held any more.
 
         `newest`: the series' epoch, and the newest publication that was committed in it. `named`:
-        the digests that its versions name, each with the newest publication that it came of.
+        the digests that its versions name, each with the newest publication of that digest.
 
-        A segment goes at once if it was named and is not any more, or cannot be named any more:
+        A segment is released at once if it is no longer named, or cannot be named any more:
         publications are committed in order.
         """
         known = self._series[series]
@@ -156,9 +157,10 @@ class SegmentStore:
         return gone
 
     def forget(self, series: str) -> list[Segment]:
-        """Take in that a series has no records any more; the segments that are not held any more.
+        """Note that a series has no records any more; return the segments that are not held any
+        more.
 
-        A segment of a series that never had a record stays for its grace period.
+        A segment that was never named is held for its grace period.
         """
         known = self._series.pop(series, None)
         if known is None:
@@ -171,7 +173,7 @@ class SegmentStore:
     def abandon(
         self, series: str, rank: int, epoch: int, publications: frozenset[int]
     ) -> list[Segment]:
-        """Give up what a rank put for publications that it knows to be refused; the segments that
+        """Release a rank's segments for publications that it knows to be refused; return those that
         are not held any more."""
         known = self._series.get(series)
         gone: list[Segment] = []
@@ -187,7 +189,7 @@ class SegmentStore:
         return gone
 
     def sweep(self, now_s: float) -> list[HeldSegment]:
-        """Give up what no version has named for the grace period; what is not held any more."""
+        """Release and return the segments that no version has named for the grace period."""
         gone = []
         for series, known in list(self._series.items()):
             for digest, held in list(known.held.items()):
@@ -198,12 +200,12 @@ class SegmentStore:
         return gone
 
     def held(self) -> Iterator[HeldSegment]:
-        """All segments that are held."""
+        """Yield all held segments."""
         for known in self._series.values():
             yield from known.held.values()
 
 
 def _is_named(held: HeldSegment, named: Mapping[bytes, Position]) -> bool:
-    """True if a version names it that came of its origin, or of a later publication."""
+    """True if a version of its origin's publication, or of a later one, names the segment."""
     position = named.get(held.segment.digest)
     return position is not None and (held.origin is None or held.origin.position <= position)

@@ -1,5 +1,5 @@
-"""Segments brought to where the records want them: into this server's memory, if it was restarted
-or takes the place of one that was lost, and onto its disk."""
+"""Upkeep of segments: brings those that the records want on this server into its memory, after a
+restart or in place of a lost server, and onto its disk."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class WeightUpkeep:
-    """Lives on the event loop. Works on one segment at a time: readers come first."""
+    """Restores and stores segments, one at a time: readers come first. Lives on the event loop."""
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class WeightUpkeep:
         self._threads = threads
         self._disk = disk
         self._wanted: dict[str, Mapping[bytes, records.PublishedSegment]] = {}
-        """By series and digest: the segments that a record wants here."""
+        """Segments that a record wants here, by series and digest."""
         self._may_remove = False
         self._wake = asyncio.Event()
 
     def follow(self, series: str, segments: Mapping[bytes, records.PublishedSegment]) -> None:
-        """Take in the segments that the records of a series name."""
+        """Set the segments that the records of a series name."""
         mine = {d: s for d, s in segments.items() if self._server_id in s.holders}
         self._wanted[series] = mine
         if not mine:
@@ -92,7 +92,7 @@ class WeightUpkeep:
         return [(series, digest) for series, found in self._wanted.items() for digest in found]
 
     async def _held(self, series: str, digest: bytes) -> bool:
-        """True if the segment is in memory now, or need not be any more."""
+        """Bring a segment into memory. True if it is there now, or need not be any more."""
         failure: ShoalError = Unavailable("no other server of the record is there")
         segment = self._wanted.get(series, {}).get(digest)
         if segment is None or await self._restored(series, segment):
@@ -115,7 +115,7 @@ class WeightUpkeep:
         return False
 
     async def _restored(self, series: str, wanted: records.PublishedSegment) -> bool:
-        """True if the segment was on disk, and is in memory now."""
+        """Read a segment from disk into memory. True if that was done."""
         disk = self._disk
         if disk is None or not disk.holds(series, wanted.digest):
             return False
@@ -140,7 +140,7 @@ class WeightUpkeep:
         return True
 
     async def _on_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """True if the segment is on disk now, or need not be."""
+        """Write a segment to disk. True if it is there now, or need not be."""
         segment = self._holdings.find(series, digest)
         if segment is None or digest not in self._wanted.get(series, {}):
             return True
@@ -154,7 +154,7 @@ class WeightUpkeep:
         return True
 
     async def _off_disk(self, disk: WeightDisk, series: str, digest: bytes) -> bool:
-        """True unless a segment that no version names is on disk still."""
+        """Remove a segment from disk if no version names it. False if that failed."""
         if digest in self._wanted.get(series, {}) or not self._may_remove:
             return True
         try:

@@ -1,4 +1,4 @@
-"""The endpoints by which the page logs in and out, and those by which operators act."""
+"""Endpoints for the page's login, and for actions of operators."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Protocol
@@ -19,8 +19,8 @@ MAX_REASON = 1000
 JobName = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Name of the job.")]
 MemberId = Annotated[str, Path(max_length=MAX_NAME_LENGTH, description="Id of the member.")]
 REFUSED: dict[int | str, dict[str, Any]] = {
-    400: {"model": ErrorBody, "description": "The job is in no state for it."},
-    401: {"model": ErrorBody, "description": "No token, or one that is not known."},
+    400: {"model": ErrorBody, "description": "The job's state does not allow it."},
+    401: {"model": ErrorBody, "description": "No token, or an unknown one."},
     403: {"model": ErrorBody, "description": "Not an operator, or a page of another site."},
     404: {"model": ErrorBody, "description": "No such job or member."},
     408: {"model": ErrorBody, "description": "The body did not come in time."},
@@ -42,11 +42,11 @@ class Operations(Protocol):
         ...
 
     async def retry(self, job: str, who: CallerProof) -> object:
-        """Let a job be joined again that failed, was stopped or is lost."""
+        """Allow members to join a job again that failed, was stopped or is lost."""
         ...
 
     async def snapshot(self, job: str, who: CallerProof) -> object:
-        """Take a snapshot of a job's parameters, where the coordinator is told to keep them."""
+        """Take a snapshot of a job's parameters at the coordinator's --snapshot-url."""
         ...
 
     async def drain(self, job: str, member_id: str, reason: str, who: CallerProof) -> object:
@@ -63,16 +63,16 @@ class Login:
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
     token: Annotated[str, MinLen(1), MaxLen(MAX_TOKEN_LENGTH)]
-    """As `shoal token create` printed it."""
+    """Token that `shoal token create` printed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """Why an operator acts."""
+    """Reason that an operator gives for an action."""
 
     __pydantic_config__: ClassVar[ConfigDict] = _CONFIG
     reason: Annotated[str, MaxLen(MAX_REASON)] = ""
-    """In words, for the job's events."""
+    """Text for the job's events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +81,13 @@ class SessionView:
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(use_attribute_docstrings=True)
     name: str
-    """Of the token; empty where none is asked for."""
+    """Name of the token; empty if the server asks for none."""
     role: str
-    """viewer or operator; empty: the holder of no token."""
+    """viewer or operator; empty without a token."""
     asks_for_token: bool
-    """Whether this server lets nobody in without one."""
+    """True if this server requires a token."""
     may_act: bool = False
-    """Whether it lets who asks stop jobs, drain members and take snapshots."""
+    """True if the caller may stop jobs, drain members and take snapshots."""
 
 
 def router(guard: Guard, operations: Operations | None) -> APIRouter:
@@ -142,20 +142,20 @@ def _add_operations(api: APIRouter, operations: Operations, who: CallerProof) ->
 
     @api.post("/jobs/{job}/stop", summary="Stop a job", **options)
     async def stop(job: JobName, reason: Reason) -> None:
-        """Have its members end at a step boundary."""
+        """Have the job's members end at a step boundary."""
         await operations.stop(job, reason.reason, who)
 
-    @api.post("/jobs/{job}/retry", summary="Let a job be joined again", **options)
+    @api.post("/jobs/{job}/retry", summary="Allow joins again", **options)
     async def retry(job: JobName) -> None:
-        """Let a job be joined again that failed, was stopped or is lost."""
+        """Allow members to join a job again that failed, was stopped or is lost."""
         await operations.retry(job, who)
 
     @api.post("/jobs/{job}/snapshot", summary="Take a snapshot", **options)
     async def snapshot(job: JobName) -> None:
-        """Save all parameters of a job as of one moment; answered once it is complete."""
+        """Save all parameters of a job as of one moment; answered once the snapshot is complete."""
         await operations.snapshot(job, who)
 
     @api.post("/jobs/{job}/members/{member}/drain", summary="Drain a member", **options)
     async def drain(job: JobName, member: MemberId, reason: Reason) -> None:
-        """Let it finish its step, hand over and leave."""
+        """Have the member finish its step, hand over and leave."""
         await operations.drain(job, member, reason.reason, who)

@@ -17,7 +17,7 @@ from shoal_server.status.http.errors import answer
 log = structlog.get_logger(__name__)
 
 HOLDER = "shoal_holder"
-"""Where a request's scope has its holder."""
+"""Key of a request's scope under which its holder is kept."""
 OPEN = frozenset(
     {
         "/",
@@ -33,21 +33,21 @@ OPEN = frozenset(
         "/api/v1/session",
     }
 )
-"""Which tell nothing of any job: the page's own files, with its form to log in, and the probes."""
+"""Paths that reveal nothing about jobs: the page's own files, with its login form, and probes."""
 REPORT = re.compile("/api/v1/jobs/[^/]+/members/[^/]+/health")
-"""Posted by workers, which show the secret of their process in it."""
+"""Path of health reports, in which workers prove themselves by the secret of their process."""
 READING = ("GET", "HEAD", "OPTIONS")
 _JOB = re.compile("/api/v1/jobs/([^/]+)")
 NOBODY = TokenHolder(name="", role=HttpRole.OPERATOR, digest="")
-"""Whoever reaches a server that asks for no tokens."""
+"""Holder of all requests to a server that asks for no proof."""
 OWN_USER = TokenHolder(name="this machine's user", role=HttpRole.OPERATOR, digest="")
-"""Who connects as the user that this process runs as, or as root, where that is asked for."""
+"""Holder of requests from processes of this process's user or of root, if users are checked."""
 
 
 class Guard:
-    """`tokens`: None lets everybody do everything, as is right where only holders of a certificate
-    reach the port; but with `own_user` nobody but who connects as this process' user, or as
-    root."""
+    """Finds the holder of a request. Without `tokens` and `own_user` every caller may do
+    everything, as is right if only holders of a certificate reach the port. With `own_user`,
+    processes of this process's user and of root may; others need a token."""
 
     def __init__(self, tokens: Tokens | None = None, *, own_user: bool = False) -> None:
         self.tokens = tokens
@@ -80,7 +80,7 @@ def header(scope: Scope, name: bytes) -> str:
 
 
 def session_of(scope: Scope) -> str:
-    """The secret in the cookie; empty: there is none."""
+    """The secret in the session's cookie; empty without one."""
     try:
         cookies = SimpleCookie(header(scope, b"cookie"))
     except CookieError:
@@ -89,7 +89,7 @@ def session_of(scope: Scope) -> str:
 
 
 class AccessControl:
-    """Answers 401 to strangers, 403 to who may not do that, and to pages of other sites."""
+    """Answers 401 to unknown callers, and 403 to roles that may not act and other sites' pages."""
 
     def __init__(self, app: ASGIApp, guard: Guard) -> None:
         self._app = app
@@ -129,11 +129,11 @@ class AccessControl:
         self, scope: Scope, holder: TokenHolder | None, *, acts: bool
     ) -> tuple[AccessDenied, int] | None:
         path, method = scope["path"], scope["method"]
-        # A browser says whose page asks. A cookie or a loopback address proves nothing of that.
+        # A browser names the page's origin, which neither cookie nor loopback address proves.
         origin = header(scope, b"origin")
         if acts and origin and _netloc(origin) != header(scope, b"host"):
             expected = "a page of this server, or no browser"
-            return AccessDenied("that page may not act", seen=origin, expected=expected), 403
+            return AccessDenied("that site may not act", seen=origin, expected=expected), 403
         if path in OPEN or REPORT.fullmatch(path) or holder is NOBODY:
             return None
         if holder is None:
@@ -145,7 +145,7 @@ class AccessControl:
 
 
 def _netloc(origin: str) -> str:
-    """HOST:PORT of an Origin header; empty: it is no URL of a page."""
+    """HOST:PORT of an Origin header; empty if it is no URL."""
     try:
         return urlsplit(origin).netloc
     except ValueError:

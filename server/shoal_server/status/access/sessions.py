@@ -1,4 +1,4 @@
-"""Sessions of the page: who has shown a token once need not show it again for some hours."""
+"""Sessions of the page: after a login with a token, a cookie replaces the token for some hours."""
 
 import hashlib
 import secrets
@@ -11,14 +11,14 @@ from shoal_server.status.access.tokens import TokenHolder, Tokens
 
 VALID_S = 12 * 3600
 MAX_SESSIONS = 1024
-"""The oldest ends for a new one."""
+"""Maximum number of sessions; a further one ends the oldest."""
 COOKIE = "shoal_session"
 
 
 @dataclass(frozen=True)
 class _Session:
     digest: str
-    """Of the token that it began with."""
+    """Hash of the token with which the session began."""
     valid_until_s: float
 
 
@@ -31,7 +31,7 @@ class Sessions:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     def begin(self, holder: TokenHolder) -> str:
-        """The secret of a new one, for a cookie."""
+        """Begin a session; return its secret, for a cookie."""
         while len(self._sessions) >= MAX_SESSIONS:
             self._sessions.popitem(last=False)
         secret = secrets.token_urlsafe(32)
@@ -51,12 +51,12 @@ class Sessions:
 
 
 def _key(secret: str) -> str:
-    # Looked up by a hash, so that the time of a look-up tells nothing of the secret.
+    # Looked up by a hash, so that the time of a look-up reveals nothing of the secret.
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 def cookie(secret: str, *, is_https: bool) -> str:
-    """The header that sets it; an empty secret takes it away."""
+    """Set-Cookie header for a session; an empty secret deletes the cookie."""
     age_s = VALID_S if secret else 0
     parts = [f"{COOKIE}={secret}", "Path=/", "HttpOnly", "SameSite=Strict", f"Max-Age={age_s}"]
     return "; ".join([*parts, "Secure"] if is_https else parts)

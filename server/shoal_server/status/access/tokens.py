@@ -1,7 +1,7 @@
 """Tokens for the HTTP API, each with a name and a role, in a file that has only their hashes.
 
-A line a token: NAME ROLE SHA256. A token has 256 bits of chance in it, so a plain hash is enough:
-nobody tries them all.
+One line per token: NAME ROLE SHA256. A token has 256 random bits, too many to try, so a plain hash
+is enough.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.names import NAME_RULE, is_name
 
 PREFIX = "shoal_"
-"""By which scanners of source and logs find one."""
+"""Prefix by which scanners of source and logs recognise a token."""
 NUM_BYTES = 32
 MAX_TOKENS = 1024
 MAX_TOKEN_LENGTH = 256
@@ -32,7 +32,7 @@ class HttpRole(Enum):
     VIEWER = "viewer"
     """Read."""
     OPERATOR = "operator"
-    """Read, and act: drain members, stop jobs and let them go on."""
+    """Read, and act: drain members, stop and retry jobs, take snapshots."""
 
     def may_act(self) -> bool:
         return self is HttpRole.OPERATOR
@@ -57,9 +57,9 @@ def new_token() -> str:
 
 
 def add(path: Path, name: str, role: HttpRole) -> str:
-    """A new token, whose hash is in the file from now on; the file is made if there is none.
+    """Make a token, add its hash to the file, which is created if it is missing, and return it.
 
-    Raises InvalidSpec for a bad name, one that is there already, or a file that others may read.
+    Raises InvalidSpec for a bad or existing name, or a file that other users may read.
     """
     if not is_name(name):
         raise InvalidSpec("bad name of a token", seen=repr(name), expected=NAME_RULE)
@@ -69,7 +69,7 @@ def add(path: Path, name: str, role: HttpRole) -> str:
             f"{path} has a token of that name",
             seen=name,
             expected="another name",
-            fix=f"Take its line out of {path} to create it again.",
+            fix=f"Remove its line from {path} to create it again.",
         )
     if len(holders) >= MAX_TOKENS:
         raise InvalidSpec(
@@ -112,9 +112,9 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
     roles = {role.value: role for role in HttpRole}
     is_good = len(parts) == 3 and is_name(parts[0]) and parts[1] in roles
     if not is_good or not _HASH.fullmatch(parts[2]):
-        # A line may have a token in it that was put there by mistake: it is not shown.
+        # The line is not shown: it may have a token that was put there by mistake.
         raise InvalidSpec(
-            f"line {number} of {path} is no token's",
+            f"line {number} of {path} does not describe a token",
             seen=f"{len(parts)} fields",
             expected=f"NAME ROLE SHA256, with a role of {' or '.join(roles)}",
         )
@@ -122,7 +122,7 @@ def _holder(path: Path, number: int, line: str) -> TokenHolder:
 
 
 class Tokens:
-    """Tokens of one file, which is read anew when it has changed: removing a line ends its token,
+    """Tokens of one file, which is read again when it has changed: removing a line ends its token
     and the sessions that began with it."""
 
     def __init__(self, path: Path) -> None:
@@ -132,16 +132,16 @@ class Tokens:
         self._holders = read(path)
 
     def holder(self, token: str) -> TokenHolder | None:
-        """Holder of a token; None if unknown. Raises InvalidSpec if the file is invalid by now."""
+        """Holder of a token; None if unknown. Raises InvalidSpec if the changed file is invalid."""
         if len(token) > MAX_TOKEN_LENGTH:
             return None
         return self.of_digest(digest_of(token))
 
     def of_digest(self, digest: str) -> TokenHolder | None:
-        """The same by its hash."""
+        """Holder of the token with this hash. Raises as `holder` does."""
         self._refresh()
         found = None
-        # All of them, so that the time tells nothing of how much was right.
+        # Compares with all of them, so that the time does not reveal a match.
         for each in self._holders:
             if hmac.compare_digest(each.digest, digest):
                 found = each

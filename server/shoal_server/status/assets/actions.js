@@ -1,4 +1,4 @@
-// What a reader may do with a job, each after a question, and what is known of one member.
+// Actions on a job, each after a confirmation, and the dialog of one member.
 "use strict";
 
 const OVER = new Set(["finished", "failed", "stopped", "lost"]);
@@ -6,7 +6,7 @@ const asking = { may_act: false, act: null };
 const dialog = document.getElementById("ask");
 const memberDialog = document.getElementById("member");
 
-// The buttons in the head of a job; none for those who may only look.
+// The buttons in the head of a job; none for a reader that may not act.
 function jobActions(state) {
   if (!asking.may_act) return null;
   const { summary } = state.job.detail;
@@ -88,7 +88,7 @@ function memberFacts({ member, health }) {
   ];
 }
 
-// --- who clicks where ---
+// --- clicks ---
 
 document.addEventListener("click", (event) => {
   const button = event.target.closest("button");

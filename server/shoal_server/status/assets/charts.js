@@ -1,5 +1,5 @@
-// A job's figures over time, as small charts: what /api/v1/jobs/JOB/history says, asked for every few
-// seconds. Colours and sizes are the style sheet's.
+// Small charts of a job's figures over time, from /api/v1/jobs/JOB/history, which is fetched every few
+// seconds. Colours and sizes are in the style sheet.
 "use strict";
 
 const HISTORY_EACH_MS = 5000;
@@ -8,7 +8,7 @@ const MAX_MARKS = 40;
 
 const charted = { job: "", asked_ms: 0, history: null };
 
-// What is known of the job by now; asks for what is new.
+// The job's newest known history; fetches it again when that is due.
 function historyOf(job) {
   if (charted.job !== job) Object.assign(charted, { job, asked_ms: 0, history: null });
   if (Date.now() - charted.asked_ms > HISTORY_EACH_MS) {
@@ -21,7 +21,7 @@ function historyOf(job) {
   return charted.history;
 }
 
-// Of each line the runs without a gap, as one path; alone standing points as dots.
+// One path for a line: a subpath for each run without a gap, a dot for a single point.
 function pathOf(values, x, y) {
   let path = "";
   values.forEach((value, i) => {
@@ -42,7 +42,7 @@ function chart(title, lines, series, changes, write, spanned) {
   const last = series.unix_s.at(-1) + series.interval_s;
   const across = (unix_s) => ((unix_s - first) / (last - first || 1)) * width;
   const x = (i) => across(series.unix_s[i] + series.interval_s / 2);
-  // What hardly changes is to look so: the scale spans a tenth of the value at least.
+  // The scale spans at least a tenth of the value, so that small changes look small.
   const span = Math.max(high - low, 0.1 * Math.abs(high)) || 1;
   const bottom = (low + high - span) / 2;
   const y = (value) => 3 + (height - 6) * (1 - (value - bottom) / span);
@@ -95,7 +95,7 @@ function charts(job) {
     h("div", { class: "charts" }, drawn));
 }
 
-// What the script logged under one name, over steps.
+// Chart of the values that the script logged under one name, over steps.
 function loggedChart(logged) {
   const { steps, values, interval_steps } = logged;
   if (values.length < 2) return null;

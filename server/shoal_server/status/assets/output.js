@@ -1,4 +1,4 @@
-// What a member prints, in its dialog: asked for once a second while that is open, and no longer.
+// Output of a member in its dialog, fetched once a second while the dialog is open.
 "use strict";
 
 const ASK_EACH_MS = 1000;
@@ -20,7 +20,7 @@ function followOutput(job, memberId) {
   askForOutput(path);
 }
 
-// One question after the other, until the dialog is closed or shows another member.
+// One request after the other, until the dialog is closed or shows another member.
 async function askForOutput(path) {
   let goesOn = true;
   try {
@@ -55,7 +55,7 @@ async function earlierOutput() {
   pre.scrollTop = pre.scrollHeight - below;
 }
 
-// What was answered; null: nothing, which was told, or it is not of interest any more.
+// The answer to a request; null after an error, which is shown, or if the dialog has moved on.
 async function askedOutput(path, query) {
   const answer = await fetch(path + query);
   const found = await answer.json();

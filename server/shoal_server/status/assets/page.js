@@ -1,5 +1,5 @@
-// The live page. It shows what /api/v1/stream says and keeps nothing of its own. All text goes
-// into the document as text nodes, so no name or error of anybody is ever read as HTML.
+// The live page. It shows the state from /api/v1/stream and keeps none of its own. All text goes
+// into the document as text nodes, so that no name or error is ever parsed as HTML.
 "use strict";
 
 const STALE_AFTER_MS = 4000;
@@ -71,7 +71,7 @@ const fill = (id, ...children) =>
 // --- words and numbers ---
 
 const isNumber = (value) => typeof value === "number" && Number.isFinite(value);
-// Without Intl: to load its data takes as long as all else that the first paint does.
+// Without Intl, whose data takes as long to load as the rest of the first paint.
 const count = (value) => (isNumber(value) ? value.toFixed(0).replace(/\B(?=(\d{3})+$)/g, ",") : "–");
 
 function compact(value) {
@@ -117,11 +117,11 @@ function ago(unix_s, now_s) {
 
 // --- parts of the page ---
 
-// A job's state for people: its phases before it trains have no names of their own.
+// A job's state as it is shown: the phases before training have common names.
 const SHOWN_PHASES = { collect: "waiting", prepare: "starting", committed: "starting", aborted: "starting" };
 const shownState = (job) => job.state === "running" ? SHOWN_PHASES[job.phase] || job.phase : job.state;
 
-// Every word of the filter is in the job's name, state or phase.
+// True if every word of the filter is in the job's name or state.
 function matches(job, filter) {
   const text = `${job.job} ${job.state} ${shownState(job)}`.toLowerCase();
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
@@ -172,7 +172,7 @@ function progress({ course }) {
     h("p", { class: "legend" }, `${percent} done${left}`));
 }
 
-// What would be gone on from if everything were lost now.
+// The state from which the job would continue if all members were lost now.
 function saved({ summary, course }, now_s) {
   const told = [
     isNumber(course.checkpoint_step)
@@ -242,8 +242,8 @@ function memberRow({ member, health, losses }, now_s, shows) {
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
 }
 
-// A narrow screen shows a member as a card: the label stands in it, and the roles keep the table a
-// table to those who listen to it.
+// On a narrow screen a member is a card with labels; the roles keep the table a table for screen
+// readers.
 const cell = (label, kind, ...content) =>
   h("td", { class: kind, role: "cell", "data-label": label }, content);
 
@@ -251,7 +251,7 @@ function members(page_job, now_s) {
   const job = page_job.detail;
   const column = (name, numeric) =>
     h("th", { scope: "col", role: "columnheader", class: numeric ? "num" : null }, name);
-  // Only asynchronous members have the one, and only those with a bound the other.
+  // Only asynchronous members have a staleness, and only those with a staleness bound have rounds.
   const shows = {
     staleness: job.members.some((m) => m.health && isNumber(m.health.staleness_steps)),
     rounds: job.members.some((m) => isNumber(m.member.clock)),
@@ -275,7 +275,7 @@ function members(page_job, now_s) {
       h("button", { type: "button", "data-members": hidden > 0 ? "all" : "few" }, hidden > 0 ? `Show all ${count(job.summary.num_members)}` : "Show fewer")));
 }
 
-// What a change cost, where it is known.
+// The cost of a change, if it is known.
 function cost(change) {
   if (!change) return null;
   const paused = isNumber(change.paused_s) ? `paused ${significant(change.paused_s)} s` : "";
@@ -496,7 +496,7 @@ function heard(message) {
   }
   connection("live", "Live");
   page.state = state;
-  // What the reader may do is part of what is shown, and asked at the same time: see login.js.
+  // Shown once it is known what the reader may do, which login.js asks at the same time.
   if (page.knows_reader) show(state);
 }
 
@@ -507,7 +507,7 @@ function watch() {
   } else if (!page.heard_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
     connection("connecting", "Connecting");
   }
-  // The browser gives up on a stream that was refused; we do not.
+  // The browser does not open a refused stream again: the page does.
   if (page.stream && page.stream.readyState === EventSource.CLOSED) listen();
 }
 

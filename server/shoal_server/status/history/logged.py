@@ -13,7 +13,7 @@ MAX_POINTS = 180
 @dataclass(kw_only=True)
 class _Point:
     number: int
-    """It begins so many intervals after step 0."""
+    """Number of intervals between step 0 and its start."""
     total: float
     count: int
 
@@ -23,13 +23,13 @@ class LoggedSeries:
 
     def __init__(self) -> None:
         self.step = -1
-        """Of the newest value."""
+        """Step of the newest value; -1 before the first."""
         self.value = math.nan
         self._interval = 1
         self._points: list[_Point] = []
 
     def add(self, step: int, value: float) -> None:
-        """Take in a value. Of a step that is taken again the first one counts."""
+        """Add a value. If a step is taken again, its first value counts."""
         if step <= self.step:
             return
         self.step, self.value = step, value
@@ -89,6 +89,6 @@ class LoggedValues:
         return tuple(each.view(name) for name, each in self._by_name.items())
 
     def restore(self, views: Iterable[LoggedView]) -> None:
-        """Go on from what another leader kept, with what came since."""
+        """Continue the series that an earlier leader stored, with the values since."""
         since, self._by_name = self._by_name, {v.name: LoggedSeries.kept(v) for v in views}
         self.add({name: (each.step, each.value) for name, each in since.items()})

@@ -1,4 +1,4 @@
-"""The history of a job as the API shows it and as it is kept, as plain data."""
+"""The history of a job as plain data, for the API and for storage."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,20 +15,20 @@ class ChangeView:
 
     generation: int
     unix_s: float
-    """When it came to run."""
+    """Time at which the generation began to run."""
     cause: str
-    """Who was lost, left or came, with the cause, and how many go on."""
+    """Members that were lost, left or joined, with the cause, and how many continue."""
     line: str
-    """The whole story in one line."""
+    """The whole change in one line."""
     num_members: int
     lost: tuple[str, ...] = ()
     left: tuple[str, ...] = ()
     joined: tuple[str, ...] = ()
     paused_s: float | None = None
-    """For how long those who train on took no step, beyond what a step usually takes, as they say;
-    null where nobody has said."""
+    """Seconds in which the members that continue took no step, beyond the usual time of a step, as
+    they report; null if none has reported."""
     down_s: float = 0.0
-    """For how long no generation ran; 0 where the one before trained on meanwhile."""
+    """Seconds in which no generation ran; 0 if the former generation trained on meanwhile."""
     steps_lost: int = 0
     """Steps that had been committed and were taken again."""
 
@@ -45,13 +45,13 @@ class LoggedView:
     name: str
     newest_step: int
     newest: float
-    """NaN and infinity are told as text."""
+    """Newest value; NaN and infinity are given as text."""
     interval_steps: int
-    """Steps of each interval. It doubles when there are more than 180 of them."""
+    """Steps of each interval, doubled when there are more than 180 intervals."""
     steps: tuple[int, ...] = ()
-    """At which each interval with values begins."""
+    """First step of each interval that has values."""
     values: tuple[float, ...] = ()
-    """Mean of those that were told: the newest of each second or so."""
+    """Mean of the reported values in each interval; about one a second is reported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,22 +64,22 @@ class SeriesView:
     }
 
     interval_s: float
-    """Length of each interval. It doubles when there are more than 180 of them."""
+    """Length of each interval, doubled when there are more than 180 intervals."""
     unix_s: tuple[float, ...] = ()
-    """When each begins."""
+    """Start of each interval."""
     generation: tuple[int, ...] = ()
-    """The newest that ran in it."""
+    """Newest generation that ran in the interval."""
     step: tuple[int, ...] = ()
-    """The highest."""
+    """Highest step."""
     loss: tuple[float | None, ...] = ()
     """Mean over members."""
     samples_per_s: tuple[float | None, ...] = ()
-    """Of all members together."""
+    """Sum over members."""
     step_s: tuple[float | None, ...] = ()
     """Seconds that a step takes; median over members."""
     slowest_step_s: tuple[float | None, ...] = ()
-    """The longest of a member."""
+    """Longest step time of a member."""
     staleness: tuple[float | None, ...] = ()
     """Updates of others between pull and push; mean over members."""
     step_s_by_rank: tuple[tuple[float | None, ...], ...] = ()
-    """Of each of the first 8 ranks: seconds that a step takes."""
+    """Seconds that a step takes, for each of the first 8 ranks."""

@@ -1,6 +1,6 @@
-"""Figures of a job over time, in a bounded number of intervals: when there are too many, each two
-become one of twice the length. So a job of a minute is kept by the second and one of a month by the
-hours, in the same space.
+"""Figures of a job over time, in a bounded number of intervals: if there are too many, each two are
+joined to one of twice the length. So a job of a minute has values for seconds and a job of a month
+for hours, in the same space.
 """
 
 import math
@@ -24,13 +24,13 @@ class Reading:
     losses: Sequence[float] = ()
     samples_per_s: Sequence[float] = ()
     step_s: Mapping[int, float] = field(default_factory=dict)
-    """By rank."""
+    """Seconds that a step takes, by rank."""
     staleness: Sequence[float] = ()
 
 
 @dataclass(kw_only=True)
 class _Mean:
-    """The mean of what was added; None of nothing."""
+    """Weighted mean of the added values; None if there are none."""
 
     total: float = 0.0
     weight: float = 0.0
@@ -54,7 +54,7 @@ class _Point:
     """Values of one interval."""
 
     number: int
-    """It begins so many intervals after time 0."""
+    """Number of intervals between time 0 and its start."""
     generation: int = 0
     step: int = 0
     loss: _Mean = field(default_factory=_Mean)
@@ -105,7 +105,7 @@ class Series:
         self._points: list[_Point] = []
 
     def add(self, reading: Reading, unix_s: float) -> None:
-        """Take in what is so now."""
+        """Add a reading to the current interval."""
         number = int(unix_s // self._interval_s)
         if self._points and number < self._points[-1].number:
             number = self._points[-1].number  # the clock was set back
@@ -148,7 +148,7 @@ class Series:
         return (points[-1].step - first.step) / seconds if seconds > 0 else None
 
     def restore(self, view: SeriesView) -> None:
-        """Go on from what was kept, with what came since."""
+        """Continue a stored series, with the values since."""
         since, self._points, before_s = self._points, [], self._interval_s
         self._interval_s = max(view.interval_s, FIRST_INTERVAL_S)
         for i, unix_s in enumerate(view.unix_s):

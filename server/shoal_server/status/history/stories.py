@@ -1,9 +1,9 @@
-"""The line that tells how a generation followed another, put together from two sides.
+"""Changes from one generation to the next, each in one line that has two sources.
 
-The coordinator knows who went and why, and when the generation ran. For how long nobody trained,
-those who train on know: from the last step that they committed before to the first one after. They
-say it with their health; with the first of them the line is told. Where none of them says anything
-within a while, it is told without.
+The coordinator knows which members went and why, and when the generation ran. Only the members that
+continue know how long training paused: from the last step committed before the change to the first
+one after. They report that with their health. The line is logged at the first such report, or
+without any after TOLD_WITHIN_S.
 """
 
 from collections import deque
@@ -33,27 +33,27 @@ class ChangeTotals:
     """Total cost of all changes of a job."""
 
     num_lost: int = 0
-    """Members that went without leave."""
+    """Members that were lost."""
     steps_lost: int = 0
     recoveries: Durations = field(default_factory=Durations)
-    """From the last step before a change to the first one after, of each."""
+    """Time from the last step before each change to the first one after."""
 
 
 class ChangeReports:
-    """The newest changes of one job. What each method returns is to be told now, in this order."""
+    """The newest changes of one job. Each method returns the changes to log now, in order."""
 
     def __init__(self) -> None:
         self.changes: deque[ChangeView] = deque(maxlen=MAX_CHANGES)
         self._awaited: tuple[ChangeSummary, ChangeView] | None = None
-        """The newest, until it is told."""
+        """Newest change until it is logged; None after that."""
         self._stayed: frozenset[str] = frozenset()
         self.totals = ChangeTotals()
         self.extra_s = 0.0
-        """Seconds that members did not train because of changes while a generation ran: the pauses
-        beyond the times that none did."""
+        """Seconds of pauses while a generation ran: reported pauses less the times in which none
+        did."""
 
     def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
-        """A generation has come to run."""
+        """Add the change to a generation that runs now."""
         told = self.end()
         change = _change(story, unix_s)
         self.totals.num_lost += len(story.lost)
@@ -64,7 +64,7 @@ class ChangeReports:
         return [*told, *([] if story.synchronous and story.stayed else self.end())]
 
     def paused(self, pause: ChangeReport) -> Sequence[ChangeView]:
-        """A member says for how long it did not train. The longest of all counts."""
+        """Add a member's report of its pause. The longest pause counts."""
         known = self.changes[-1] if self.changes else None
         if known is None or known.generation != pause.generation:
             return []
@@ -87,7 +87,7 @@ class ChangeReports:
         return self.end()
 
     def due(self, now_unix_s: float) -> Sequence[ChangeView]:
-        """Changes that are due to be told now, even if some members have not reported."""
+        """Changes to log now even without a member's report."""
         if self._awaited is None or now_unix_s < self._awaited[1].unix_s + TOLD_WITHIN_S:
             return []
         return self.end()
@@ -98,7 +98,7 @@ class ChangeReports:
         return [] if awaited is None else [awaited[1]]
 
     def restore(self, changes: Sequence[ChangeView], extra_s: float) -> None:
-        """Add older changes, which another leader kept."""
+        """Add older changes, which an earlier leader stored."""
         known = {each.generation for each in self.changes}
         older = [each for each in changes if each.generation not in known]
         self.changes = deque([*older, *self.changes], maxlen=MAX_CHANGES)
@@ -122,7 +122,7 @@ def _change(story: ChangeSummary, unix_s: float) -> ChangeView:
 
 
 def _line(change: ChangeView, stayed: Sequence[str] | frozenset[str]) -> str:
-    """ "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost" """
+    """One line: "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"."""
     parts = [f"generation {change.generation}: {change.cause}"]
     if change.paused_s is not None:
         parts.append(f"paused {seconds(change.paused_s)}")

@@ -1,1 +1,1 @@
-"""HTTP as strangers may send it: bounded connections, times and hosts, before the API sees it."""
+"""HTTP below the API: bounds on connections, bodies and times, allowed hosts, errors as JSON."""

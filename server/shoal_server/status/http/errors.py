@@ -87,7 +87,7 @@ class ErrorBody(BaseModel):
 def answer(
     error: ShoalError, status: int | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """The HTTP answer that tells of an error."""
+    """HTTP answer for an error."""
     if status is None:
         status = next(code for kind, code in _STATUSES if isinstance(error, kind))
     body = ErrorBody(
@@ -101,8 +101,8 @@ def answer(
 
 
 def install(app: FastAPI, body_s: float) -> None:
-    """Make the app answer every failure in this form, and refuse bodies above 64 KiB, and those
-    that have not come after `body_s` seconds."""
+    """Make the app answer every failure with an ErrorBody, and refuse bodies above 64 KiB or not
+    complete after `body_s` seconds."""
 
     @app.exception_handler(ShoalError)
     async def refused(request: Request, error: ShoalError) -> JSONResponse:
@@ -115,7 +115,7 @@ def install(app: FastAPI, body_s: float) -> None:
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> JSONResponse:
         if error.status_code == 400:
-            # So FastAPI says that it cannot decode a body.
+            # FastAPI's status for a body that it cannot decode.
             return answer(_no_json(request.url.path, error.detail))
         if error.status_code == 404:
             what = f"there is nothing at {request.url.path}"
@@ -158,7 +158,7 @@ def _no_json(path: str, reason: str) -> MalformedMessage:
 
 
 def _rule(error: Mapping[str, Any]) -> str:
-    # pydantic speaks of a dataclass as of a call.
+    # pydantic reports an unknown field of a dataclass like an argument of a call.
     unknown = error["type"] == "unexpected_keyword_argument"
     return "no field of that name" if unknown else str(error["msg"])
 
@@ -170,7 +170,7 @@ def _brief(value: object) -> str:
 
 class BodyLimit:
     """Answers 413 as soon as a body grows beyond 64 KiB, before anything holds it in memory, and
-    408 for one that has not come in time."""
+    408 for a body that is not complete in time."""
 
     def __init__(self, app: ASGIApp, within_s: float) -> None:
         self._app = app
@@ -186,7 +186,7 @@ class BodyLimit:
         async def limited() -> Message:
             nonlocal seen_bytes, is_whole
             if is_whole:
-                # What comes behind it is that the client hangs up.
+                # After the body comes only the client's disconnect.
                 return await receive()
             try:
                 async with asyncio.timeout_at(due_s):
@@ -207,7 +207,7 @@ class BodyLimit:
         def refused(status: int, what: str) -> Message:
             if not has_begun:
                 raise HTTPException(status, what)
-            # It is answered already, and cannot be answered otherwise.
+            # An answer has begun, and cannot be replaced by a refusal.
             return {"type": "http.disconnect"}
 
         await self._app(scope, limited, sending)

@@ -1,9 +1,9 @@
 """The Host header: a page of another origin must not read this API through the reader's browser.
 
-A name of an attacker's own may lead to 127.0.0.1 (DNS rebinding); the browser then takes what is
-served there for that attacker's site. It still says in Host whom it means. What nobody outside can
-make lead elsewhere is allowed: addresses, names without a dot, names of this machine and of the
-cluster it is in. Others are named with --http-host.
+An attacker's name may resolve to 127.0.0.1 (DNS rebinding); the browser then treats this server as
+the attacker's site, but still sends the attacker's name in Host. Allowed are hosts that no outsider
+can make resolve elsewhere: addresses, names without a dot, names of this machine and of its
+cluster. Further names are given with --http-host.
 """
 
 import socket
@@ -17,13 +17,14 @@ from shoal_proto.errors import AccessDenied
 from shoal_server.status.http.errors import answer
 
 PRIVATE_SUFFIXES = (".localhost", ".svc", ".svc.cluster.local", ".internal")
-"""Reserved, or known inside of one cluster alone."""
+"""Suffixes that are reserved, or resolved inside one cluster only."""
 ANY = "*"
 
 
 @dataclass(frozen=True)
 class AllowedHosts:
-    """`named`: what an operator names, and the host that is announced; `*`: any."""
+    """Hosts by which this server may be reached. `named`: hosts that an operator names, and the
+    advertised host; `*`: any."""
 
     named: Sequence[str] = ()
 
@@ -52,7 +53,7 @@ def _is_private(name: str) -> bool:
 
 
 class HostCheck:
-    """Answers 421 where the Host header names another site."""
+    """Answers 421 if the Host header names another site."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedHosts) -> None:
         self._app = app

@@ -1,8 +1,9 @@
-"""HTTP/1.1 connections that end when their client is silent, slow, or does not read, and know whose
-certificate it showed.
+"""HTTP/1.1 connections that end if their client is silent, slow or does not read, and that know the
+client's certificate.
 
-uvicorn bounds the time between two requests of a connection. Here are two more: until the head of a
-request is whole, and while nobody takes what is sent. `errors.BodyLimit` has that of bodies.
+uvicorn limits the time between two requests of a connection. This module adds two limits: for the
+head of a request, and for a client that does not read the answer. `errors.BodyLimit` has the limit
+for bodies.
 """
 
 import asyncio
@@ -18,7 +19,7 @@ from shoal_server.serving.admission.config import HttpLimits
 from shoal_server.serving.admission.connections import ConnectionCounts
 
 CALLER = "shoal_caller"
-"""Where the state of a request has who is at the other end, as its certificate says."""
+"""Key of a request's state under which the caller named by its certificate is kept."""
 
 
 def caller_in(scope: Scope) -> Caller | None:
@@ -38,7 +39,7 @@ class BoundedProtocol(H11Protocol):
         self._head: asyncio.TimerHandle | None = None
         self._stall: asyncio.TimerHandle | None = None
         self.lost = asyncio.Event()
-        """Set once it is closed."""
+        """Set once the connection is closed."""
 
     # uvicorn narrows the type of asyncio's transports in the same way.
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -72,8 +73,8 @@ class BoundedProtocol(H11Protocol):
             self._stall = None
 
     def _watch_head(self) -> None:
-        """The time runs from a connection's start, or the first byte of a further request, until
-        the head is whole."""
+        """Start or stop the timer of a request's head. It runs from a connection's start, or the
+        first byte of a further request, until the head is complete."""
         is_answering = self.cycle is not None and not self.cycle.response_complete
         if is_answering and self._head is not None:
             self._head.cancel()
@@ -98,7 +99,7 @@ class BoundedProtocol(H11Protocol):
 
 
 def raw_answer(status: int, error: ShoalError) -> bytes:
-    """A whole answer, for who has not asked anything yet."""
+    """A complete HTTP answer, for a connection that has not sent a request."""
     body = json.dumps(
         {
             "kind": type(error).__name__,

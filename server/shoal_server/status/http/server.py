@@ -18,7 +18,7 @@ from shoal_server.status.http.protocol import BoundedProtocol, raw_answer
 log = structlog.get_logger(__name__)
 
 SEND_BUFFER_BYTES = 256 * 1024
-"""In the kernel: who does not read is noticed once so much lies there."""
+"""Buffer in the kernel: a client that does not read is noticed once this is full."""
 ACCEPT_AGAIN_S = 0.5
 
 
@@ -108,7 +108,7 @@ def _refuse(connected: socket.socket, why: str, *, is_plain: bool) -> None:
         if not is_plain:
             return
         try:
-            # The first bytes on a fresh connection always find room.
+            # The buffer of a fresh connection always takes the first bytes.
             connected.send(raw_answer(503, Overloaded(why, fix="Ask again a little later.")))
         except OSError as error:
             log.debug("refusal_not_told", reason=str(error))

@@ -1,4 +1,4 @@
-"""Streams of server-sent events: at most so many, at most so many of a peer."""
+"""Streams of server-sent events, limited in total and for each peer."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ class LiveStreams:
         return self._by_peer.total()
 
     def refusal(self, peer: str) -> Overloaded | None:
-        """Why that peer may open no further one."""
+        """Error for a peer that may not open a further stream; None if it may."""
         most, most_of_peer = self.limits.live_pages, self.limits.live_pages_per_peer
         if self.num_open >= most:
             what, seen, expected = "too many live pages are open", self.num_open, most
@@ -50,7 +50,7 @@ class LiveStreams:
 
 
 class LiveResponse(StreamingResponse):
-    """A stream that is counted as long as it is sent, where it is decided whether it may be."""
+    """A stream that is counted while it is sent; it is refused if there are too many."""
 
     def __init__(self, streams: LiveStreams, content: AsyncIterator[bytes]) -> None:
         super().__init__(

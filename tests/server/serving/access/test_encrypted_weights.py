@@ -4,7 +4,7 @@ import os
 import socket
 import ssl
 import uuid
-from contextlib import closing
+from contextlib import ExitStack, closing
 
 import pytest
 from support.clusters.tls_world import TlsWorld
@@ -13,7 +13,7 @@ from shoal_client.weights.publisher import SeriesPublisher
 from shoal_client.weights.reader import SeriesReader
 from shoal_client.weights.stores import WeightStores
 from shoal_proto import CHUNK_BYTES
-from shoal_proto.errors import AccessDenied
+from shoal_proto.errors import AccessDenied, CertificateRefused
 from shoal_proto.segments import transfer
 from shoal_proto.segments.sealed import Segment, SegmentWriter
 from shoal_proto.segments.transfer import StagedSegment
@@ -60,8 +60,8 @@ def test_a_reader_gets_its_series(
     """By a socket to another machine the bytes are encrypted, in both directions."""
     reached: list[socket.socket] = []
 
-    def noted(connected: socket.socket) -> socket.socket:
-        reached.append(secured(connected))
+    def noted(connected: socket.socket, name: str) -> socket.socket:
+        reached.append(secured(connected, name))
         return reached[-1]
 
     monkeypatch.setattr(transfer, "secured", noted)
@@ -110,3 +110,54 @@ def test_a_reader_puts_nothing(world: TlsWorld) -> None:
         pytest.raises(AccessDenied),
     ):
         stores.put(server, request, segment, LIMIT_S)
+
+
+def relaying(world: TlsWorld, series: str, name: str) -> SeriesReader:
+    return SeriesReader(
+        [world.cluster.coordinator], series, name, may_be_local=False, relay_at="127.0.0.1"
+    )
+
+
+def test_a_relay_serves_readers_of_its_series_alone(
+    world: TlsWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within TLS, in both directions."""
+    series = "svc/relayed"
+    data = published(world, series)
+    digest = sealed(data).digest
+    reached: list[socket.socket] = []
+
+    def noted(connected: socket.socket, name: str) -> socket.socket:
+        reached.append(secured(connected, name))
+        return reached[-1]
+
+    monkeypatch.setattr(transfer, "secured", noted)
+    with ExitStack() as stack:
+        own = Caller(CertificateRole.READER, "reads-relayed", series=series)
+        with identity.using(world.issued(own)):
+            relay = stack.enter_context(closing(relaying(world, series, "relay")))
+            record = relay.wait(0, LIMIT_S)
+            relay.fetch(record)
+            relay.report(record.number, record.digest)
+            with closing(relaying(world, series, "child")) as child:
+                (segment,) = child.fetch(record)
+                assert segment.view() == data
+                assert child.relayed_bytes == len(data)
+        assert {type(each) for each in reached} == {ssl.SSLSocket}
+        assert relay._relay is not None
+        server = pb.StoreServer(id="relay", address=relay._relay.address)
+        other = Caller(CertificateRole.READER, "reads-open", series="svc/open")
+        with (
+            identity.using(world.issued(other)),
+            closing(WeightStores(series, may_be_local=False, of_relays=True)) as stores,
+            pytest.raises(AccessDenied, match="its own series"),
+        ):
+            stores.fetch([server], StagedSegment(digest), LIMIT_S)
+
+
+def test_a_relay_needs_a_readers_certificate(world: TlsWorld) -> None:
+    with (
+        identity.using(world.files(CertificateRole.WORKER)),
+        pytest.raises(CertificateRefused, match="a reader's certificate"),
+    ):
+        relaying(world, "svc/relayed", "refused")

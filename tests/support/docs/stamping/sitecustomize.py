@@ -78,4 +78,5 @@ def get_code(self: Any, fullname: str) -> CodeType | None:
 
 if NAMED:
     SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
-    socket.socket = _Remote  # type: ignore[misc]
+    if _found["is_apart"]:
+        socket.socket = _Remote  # type: ignore[misc]

@@ -1,9 +1,9 @@
-"""Communicators on a device, made while the trainer can be let through.
+"""Creation of communicators on a device, in which the trainer's wait can be aborted.
 
-NCCL makes a communicator with the first operation of a group, in a call that returns once all ranks
-are in it. Nothing ends that call: until it returns, torch has no communicator to abort, and in the
-non-blocking form torch holds the communicator's lock meanwhile (`NCCLComm::waitReady`), for which
-an abort waits. So a thread makes the call, and the trainer waits for the thread.
+NCCL creates a communicator with the first operation of a group, in a call that returns once all
+ranks are in it. Nothing ends that call: until it returns, torch has no communicator to abort. In
+the non-blocking form torch holds the communicator's lock meanwhile (`NCCLComm::waitReady`), and an
+abort waits for that lock. So a thread makes the call, and the trainer waits for the thread.
 """
 
 import threading
@@ -20,12 +20,12 @@ from shoal.torch_private.c10d import takes_batches
 def add_subgroups(
     groups: Iterable[dist.ProcessGroup], whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Collective: count these groups, made within another, to that one's waiters, and connect them
-    on the device.
+    """Register subgroups with the waiters of the whole group, and connect them on the device.
+    Collective.
 
-    A group is connected before its ranks send each other messages in batches: the first batch of a
-    group that is not connected takes all ranks of the group. Raises RuntimeError if a group could
-    not be connected, or if it was given up with the waiters of the whole.
+    A group is connected before its ranks send each other messages in batches: the first batch of an
+    unconnected group needs all its ranks. Raises RuntimeError if a group could not be connected, or
+    if the waiters of the whole group are aborted.
     """
     for group in groups:
         add_subgroup(group, whole)
@@ -34,16 +34,16 @@ def add_subgroups(
 
 
 def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWaiter) -> None:
-    """Collective: make the communicator of the group on this device. Raises RuntimeError if that
-    failed, and as soon as the waiter is aborted; the thread that makes it is left behind then."""
+    """Create the group's communicator on this device. Collective. Raises RuntimeError if that
+    fails, or as soon as the waiter is aborted; the creating thread then stays blocked."""
     _connect_by(lambda: group.allreduce([torch.zeros(1, device=device)]), device, waiter)
 
 
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Collective: make the connections that carry messages between a rank of the group and the next
-    rank, if the group's communicator does not include them. Raises as `add_subgroups`."""
+    """Create the connections for messages between each rank of the group and the next one, if the
+    group's communicator does not include them. Collective; raises as `add_subgroups`."""
     if not takes_batches(group, device):
         return
     rank, waiter = group.rank(), AbortableWaiter(whole)
@@ -70,7 +70,7 @@ def _connect_by(
     reason = completion.wait()
     waiter.forget()
     if reason:
-        # A class that every backend recognises as a failure of the group.
+        # Every backend recognises this class as a failure of the group.
         raise dist.DistBackendError(reason)
 
 

@@ -1,4 +1,4 @@
-"""Small collectives of bytes: every rank gets the message of every rank, or all just meet."""
+"""Small collectives: an all-gather of bytes, and a barrier before an error is raised."""
 
 from collections.abc import Callable
 from hashlib import blake2b
@@ -13,16 +13,16 @@ from shoal_proto.errors import MalformedMessage
 log = structlog.get_logger(__name__)
 
 FIRST_BYTES = 16 * 1024
-"""A message up to this long takes one collective, a longer one two."""
+"""Messages up to this size take one collective, longer ones two."""
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 _LENGTH_BYTES = 8
 _DIGEST_BYTES = 16
 
 
 def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """The messages of all ranks, by rank. Collective.
+    """Return the messages of all ranks, by rank. Collective.
 
-    Raises MalformedMessage, on all ranks, if one is longer than MAX_MESSAGE_BYTES.
+    Raises MalformedMessage, on all ranks, if a message is longer than MAX_MESSAGE_BYTES.
     """
     first = len(message).to_bytes(_LENGTH_BYTES, "big") + message
     received = _gather(first, FIRST_BYTES, group)
@@ -43,7 +43,7 @@ def gather(message: bytes, group: dist.ProcessGroup) -> list[bytes]:
 
 
 def gather_if_different(message: bytes, group: dist.ProcessGroup) -> list[bytes] | None:
-    """The messages of all ranks as `gather`; None if they are equal, which takes a digest only."""
+    """Return the messages as `gather`; None if all are equal, which only takes their digests."""
     digest = blake2b(message, digest_size=_DIGEST_BYTES).digest()
     digests = _gather(digest, _DIGEST_BYTES, group)
     return None if len(set(digests)) == 1 else gather(message, group)
@@ -68,14 +68,14 @@ def meet_after_collective(group: dist.ProcessGroup) -> None:
 
 
 def meet_before_leaving(meet: Callable[[], object], if_cut: type[Exception]) -> None:
-    """Return once every rank has what it received last, after one more meeting of all.
+    """Return once every rank has the result of the last collective, by one more barrier.
 
-    Call it before an error is raised on all ranks alike. A rank that raises leaves, and that cuts
-    the group: a rank that has not received the reason yet would see a loss, and train on without
-    the others. `if_cut`: what `meet` raises if a rank has left.
+    Call it before an error is raised on all ranks alike. A rank that raises leaves, which cuts the
+    group: a rank that has not received the reason yet would see the loss of a member, and train on
+    without the others. `meet`: the barrier. `if_cut`: the error that `meet` raises if a rank left.
     """
     try:
         meet()
     except if_cut as error:
-        # A rank that left came through this meeting before, so all ranks have the result.
+        # A rank leaves only after this barrier, so all ranks have the result.
         log.info("last_meeting_ended_by_a_leaver", reason=str(error)[:200])

@@ -1,8 +1,8 @@
-"""Sends and receives from which a cut frees the trainer, even if Gloo does not end them.
+"""Sends and receives whose waits end with a cut, even if Gloo does not end them.
 
-Gloo never reports the failure of a message that is written to a connection which was just reset
+Gloo never reports the failure of a message that is written to a connection just after its reset
 (seen: `SendWork.wait` until the group's limit, once in a hundred cuts). Such a message has no
-future with a callback either. So another thread waits in the trainer's stead.
+future with a callback either. So another thread waits for Gloo, and the trainer for that thread.
 """
 
 import queue
@@ -21,33 +21,33 @@ from shoal.torch_private.c10d import batched, takes_batches
 
 
 class P2PMessage(Protocol):
-    """A message under way."""
+    """A message in progress."""
 
     def wait(self) -> Any: ...
 
 
 class AbortableP2P:
-    """The messages of one rank in one group. One thread at a time waits for them.
+    """Messages of one rank in one group. One thread at a time waits for them.
 
-    torch's pipelining can send and receive through it as if it were the group.
+    It can stand in for the process group in which torch's pipelining sends and receives.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self.group = group
         self._waiter = AbortableWaiter(group)
-        # On a GPU a wait is an order on the stream of the thread that waits, and ends at once.
+        # On a GPU a wait is queued on the stream of the waiting thread, and returns at once.
         self._takes_turns = device.type == "cpu"
         self._device = device
         self.takes_batches = takes_batches(group, device)
-        """True if messages of one rank wait for each other unless they are posted as one batch."""
+        """True if a rank's messages wait for each other unless they are posted as a batch."""
         self._orders: _Orders = queue.SimpleQueue()
         self._has_thread = False
-        # An owner that forgets `close` leaves no thread behind.
+        # The thread ends even if the owner does not call `close`.
         weakref.finalize(self, self._orders.put, None)
 
     @property
     def group_name(self) -> str:
-        """The group's name. torch's pipelining (since 2.14) tells groups apart by it."""
+        """The group's name, by which torch's pipelining (since 2.14) tells groups apart."""
         name: str = self.group.group_name
         return name
 
@@ -60,9 +60,9 @@ class AbortableP2P:
         return self._sent(self.group.recv(tensors, source, tag))
 
     def exchange(self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = ()) -> None:
-        """Send and receive all of these, each with the rank it goes to or comes from.
+        """Send and receive tensors, each given with its destination or source rank.
 
-        Raises RuntimeError if one failed, also because of a cut.
+        Raises RuntimeError if a message fails, also because of a cut.
         """
         if sends or receives:
             self.begin(sends, receives).wait()
@@ -70,11 +70,10 @@ class AbortableP2P:
     def begin(
         self, sends: Sequence[tuple[Tensor, int]], receives: "Receives" = (), tag: int = 0
     ) -> P2PMessage:
-        """Begin to send and receive all of these. The result is one message to wait for; it fails
-        if any of them fails.
+        """Begin to send and receive; returns one message to wait for, which fails if any fails.
 
-        None of them waits for another. Over NCCL, two ranks that send to each other one message at
-        a time would wait for ever once a message is longer than its buffers.
+        No message waits for another. Over NCCL, two ranks that send to each other without a batch
+        would wait for ever once a message is longer than NCCL's buffers.
         """
 
         def begin() -> list[P2PMessage]:
@@ -93,7 +92,8 @@ class AbortableP2P:
         self._waiter.wait(dist.broadcast(tensor, group=self.group, group_src=source, async_op=True))
 
     def close(self) -> None:
-        """End the waiting thread: no message is waited for any more. Quick; may be called twice."""
+        """End the waiting thread; no message may be waited for afterwards. Quick; may be called
+        twice."""
         if self._has_thread:
             self._orders.put(None)
             self._has_thread = False
@@ -113,12 +113,12 @@ class AbortableP2P:
         reason = completion.wait()
         self._waiter.forget()
         if reason:
-            # A class that every backend recognises as a failure of the group.
+            # Every backend recognises this class as a failure of the group.
             raise dist.DistBackendError(reason)
 
 
 def _stand_in(orders: "_Orders") -> None:
-    """Wait for one message after the other. Keeps nothing: it would keep the group."""
+    """Wait for one message after the other. Keeps no reference, as it would keep the group."""
     while (order := orders.get()) is not None:
         work, end = order
         try:
@@ -135,7 +135,7 @@ Receives = Sequence[tuple[Tensor, int]]
 
 
 class _All:
-    """Messages that are waited for as one."""
+    """Several messages as one."""
 
     def __init__(self, messages: Sequence[P2PMessage]) -> None:
         self._messages = messages
@@ -154,5 +154,5 @@ class _Message:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    """The same memory in numbers that every backend knows."""
+    """View complex numbers as pairs of real ones, as not every backend knows them."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

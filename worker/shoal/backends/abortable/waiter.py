@@ -1,4 +1,4 @@
-"""Waits of a trainer for its collectives, which end when another thread aborts them."""
+"""Waits of a trainer for its collectives; another thread can abort these waits."""
 
 import threading
 import weakref
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.backends.process_group.transports import can_be_cut
 
 Completion = torch.futures.Future[str]
-"""Ends a wait: set to the reason if the awaited work failed, else to ""."""
+"""Future that ends a wait: its value is the reason if the awaited work failed, else ""."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class OngoingCollective:
     def wait(self) -> None:
         """Return when the collective has ended. Raises RuntimeError if it failed or was aborted.
 
-        NCCL's work completes before its result is there. Only after `work.wait()` does the stream
-        of this thread compute with the result.
+        NCCL's work completes before its result is computed. Only `work.wait()` makes the stream of
+        this thread wait for the result.
         """
         reason = self.completion.wait()
         if reason:
@@ -35,15 +35,15 @@ class OngoingCollective:
 
 
 class AbortableWaiter:
-    """Waits for the work of a group, with completions of our own in between.
+    """Waiter for the work of a group, by completions that `abort` can set.
 
-    A write to a connection that was just reset can leave Gloo waiting for as long as a collective
-    may take, with nothing left to shut down. `abort` ends these waits, and the trainer goes on
-    without that thread.
+    A write to a connection just after its reset can leave Gloo waiting until a collective's time
+    limit, with no connection left to shut down. `abort` frees the trainer from that wait; Gloo's
+    thread goes on waiting.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, for_good: bool = False) -> None:
-        """`for_good`: what is begun after an abort is aborted as well."""
+        """`for_good`: waits that begin after an abort are aborted too."""
         self._for_good = for_good
         self._aborted = ""
         self._lock = threading.Lock()
@@ -54,13 +54,13 @@ class AbortableWaiter:
             self.attach(group)
 
     def attach(self, group: dist.ProcessGroup) -> None:
-        """Be among those that `waiters_of` finds for this group."""
+        """Register this waiter, so that `waiters_of` finds it for this group."""
         whole = _whole(group)
         with _lock:
             _by_group.setdefault(whole, weakref.WeakSet()).add(self)
 
     def wait(self, work: dist.Work | None) -> None:
-        """Return when the collective has ended; raises RuntimeError if it failed."""
+        """Wait for the collective. Raises RuntimeError if it failed or was aborted."""
         assert work is not None, "asked for asynchronously, by a rank of the group"
         underway = self.begin(work)
         try:
@@ -69,8 +69,7 @@ class AbortableWaiter:
             self.forget()
 
     def begin(self, work: dist.Work) -> "OngoingCollective":
-        """Return the collective as something to wait for later, after others of the same
-        trainer."""
+        """Return the collective for a later wait, so that others may begin meanwhile."""
         return OngoingCollective(work, self.completion_of(work))
 
     @property
@@ -85,7 +84,7 @@ class AbortableWaiter:
     def abort(self, reason: str) -> None:
         """End all waits for Gloo. Any thread."""
         if self._for_good:
-            # First: the loop below does not see what another thread begins from now on.
+            # First: the loop below does not see waits that another thread begins meanwhile.
             self._aborted = f"given up between two collectives: {reason}"
         for completion in list(self._pending):
             self.complete(completion, f"gloo did not end what it did before the cut: {reason}")
@@ -99,30 +98,30 @@ class AbortableWaiter:
         return completion
 
     def completion_of(self, work: dist.Work) -> Completion:
-        """Return a completion that is set when the collective has ended, well or not."""
+        """Return a completion that is set when the collective has ended, with success or not."""
         completion = self.new_completion()
         work.get_future().add_done_callback(partial(self._finished, completion))
         return completion
 
     def _finished(self, completion: Completion, future: torch.futures.Future[Any]) -> None:
-        """Gloo's thread is done with a collective."""
+        """Set the completion; called by Gloo's thread when a collective has ended."""
         try:
             future.value()
             reason = ""
         except RuntimeError as error:
-            # Empty would say that it went well.
+            # An empty reason would mean success.
             reason = str(error) or "a collective failed without a reason"
         self.complete(completion, reason)
 
     def complete(self, completion: Completion, reason: str) -> None:
-        """End the wait for this completion. `reason`: why the work failed, or "". Any thread."""
+        """Set the completion, which ends its wait. `reason`: of a failure, or "". Any thread."""
         with self._lock:
             if not completion.done():
                 self.num_ended += 1
                 completion.set_result(reason)
 
     def forget(self) -> None:
-        """Drop all completions: their waits are over."""
+        """Discard all completions, whose waits are over."""
         self._pending.clear()
 
 
@@ -135,10 +134,10 @@ _wholes: weakref.WeakKeyDictionary[Any, "weakref.ref[Any]"] = weakref.WeakKeyDic
 
 
 def wait_abortable(work: dist.Work | None, group: dist.ProcessGroup) -> None:
-    """Return when a collective of the group has ended, which was begun with `async_op=True`.
+    """Wait for a collective of the group that was begun with `async_op=True`.
 
-    Raises RuntimeError if it failed, or if it was given up with the group's waiters. For the
-    trainer's thread.
+    Raises RuntimeError if it failed, or if the group's waiters are aborted. For the trainer's
+    thread.
     """
     assert work is not None, "asked for asynchronously, by a rank of the group"
     if not can_be_cut(group):
@@ -161,7 +160,7 @@ def waiters_of(group: dist.ProcessGroup) -> list[AbortableWaiter]:
 
 
 def add_subgroup(group: dist.ProcessGroup, whole: dist.ProcessGroup) -> None:
-    """Let the waiters of a group that was made within another be found with that one's."""
+    """Make `waiters_of(whole)` include the waiters of a group that was made within `whole`."""
     if group is not whole:
         with _lock:
             _wholes[group] = weakref.ref(whole)

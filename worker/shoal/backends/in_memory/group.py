@@ -1,8 +1,7 @@
 """Ranks that are threads of one process: torch.distributed without processes or sockets.
 
-For tests and notebooks. `shoal.backends.in_memory.run` is the way in; `in_memory_seat` does the
-same for members of a session. `in_memory_meeting` is what they share, `in_memory_worlds` what torch
-knows of each.
+For tests and notebooks. `run` starts such ranks, `seat` is the backend for members of a session.
+`meeting` has the state that ranks share, `worlds` torch's own state for each rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +23,8 @@ PLUGIN = "shoal_in_memory"
 
 
 class InMemoryGroup(CollectiveGroup):
-    """One rank's view of a group. An asynchronous operation is carried out when the last rank asks
-    for it, on that rank's thread; until then its tensors belong to the operation."""
+    """One rank's view of a group. The last rank that calls an operation carries it out for all, on
+    its thread. Until then the operation owns the tensors."""
 
     def __init__(self, meeting: Meeting, rank: int, name: str, timeout_s: float) -> None:
         super().__init__(rank, len(meeting.ranks), name, timeout_s)
@@ -140,7 +139,7 @@ class _Posted(Pending):
 
 
 class _Receive(Pending):
-    """A message to come. It is taken when it is waited for."""
+    """A receive. The message is taken when the receive is waited for."""
 
     def __init__(
         self, meeting: Meeting, tensor: Tensor, route: tuple[int | None, int, int], timeout_s: float
@@ -195,7 +194,7 @@ def _said(op: Any) -> str:
 
 
 def open_world(hub: Hub, rank: int) -> None:
-    """Make this thread a rank of the hub's job, with torch.distributed initialised."""
+    """Make this thread a rank of the hub's job, and initialise torch.distributed in it."""
     bind(
         RankWorld(hub, rank),
         lambda: dist.init_process_group(

@@ -1,9 +1,8 @@
 """Collectives and messages between ranks that are threads of one process.
 
-A `Hub` is all that the ranks of one job share; a `Meeting` is one group of them. The last rank to
-arrive computes for all, in the order of ranks, so a result does not depend on the order of arrival.
-Every wait ends at its deadline; it ends at once when the job fails or when a rank that it needs has
-ended.
+A `Hub` is the state that the ranks of one job share; a `Meeting` is one group of them. The last
+rank to arrive computes for all, in the order of ranks, so results do not depend on the order of
+arrival. Every wait ends at its deadline, or at once if the job fails or a needed rank has ended.
 """
 
 import threading
@@ -17,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 MAX_UNDELIVERED = 1024
-"""A rank that sends more messages to another than this waits until some were received."""
+"""Number of undelivered messages from one rank to another, at which a further send waits."""
 
 Complete = Callable[[list[Any]], None]
-"""Computes a collective from what the ranks handed in, by rank."""
+"""Computes a collective from the ranks' inputs, by rank."""
 
 
 class Hub:
@@ -31,24 +30,24 @@ class Hub:
         self.timeout_s = timeout_s
         self.changed = threading.Condition()
         self.failure = ""
-        """Why the job failed; empty while it has not."""
+        """Reason why the job failed; empty while it has not."""
         self.ended: set[int] = set()
         self._forming: dict[tuple[str, tuple[int, ...]], list[Meeting]] = {}
 
     def fail(self, reason: str) -> None:
-        """Make every wait of every rank raise, under way or yet to come. The first reason stays."""
+        """Make every wait of every rank raise, now and later. The first reason is kept."""
         with self.changed:
             self.failure = self.failure or reason
             self.changed.notify_all()
 
     def end(self, rank: int) -> None:
-        """Mark this rank as ended: it takes part in nothing any more, and waits for it end."""
+        """Mark this rank as ended, which ends waits for it."""
         with self.changed:
             self.ended.add(rank)
             self.changed.notify_all()
 
     def meeting(self, name: str, ranks: Sequence[int], rank: int) -> "Meeting":
-        """The group of this name, the same object for each of its ranks. Waits for nobody."""
+        """Return the group of this name, the same object for each of its ranks. Does not wait."""
         key = (name, tuple(ranks))
         with self.changed:
             forming = self._forming.setdefault(key, [])
@@ -71,7 +70,7 @@ class Hub:
         what: str,
         timeout_s: float,
     ) -> None:
-        """Return once `done`; `needed` are the ranks of the job that it still takes."""
+        """Return once `done`. `needed`: ranks of the job that have not done their part yet."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while not done():
@@ -89,7 +88,7 @@ class Hub:
 
 
 class _Call:
-    """One collective: each rank's input, then if and how it ended."""
+    """One collective: each rank's input, then its outcome."""
 
     def __init__(self) -> None:
         self.posted: dict[int, tuple[str, Any]] = {}
@@ -115,7 +114,7 @@ class Meeting:
     # --- collectives ---
 
     def post(self, rank: int, kind: str, given: Any, complete: Complete) -> _Call:
-        """Hand in a rank's part of its next collective. The last one computes."""
+        """Add a rank's input to its next collective. The last rank computes the result."""
         with self.hub.changed:
             if self.hub.failure:
                 raise dist.DistBackendError(f"{kind} failed: {self.hub.failure}")
@@ -162,7 +161,7 @@ class Meeting:
     # --- messages ---
 
     def send(self, source: int, to: int, tag: int, tensor: Tensor) -> None:
-        """Leave a copy for the receiver."""
+        """Store a copy for the receiver. Waits if too many are undelivered."""
         route = (source, to, tag)
         self.hub.wait(
             lambda: self._undelivered[source, to] < MAX_UNDELIVERED,
@@ -179,7 +178,8 @@ class Meeting:
             self.hub.changed.notify_all()
 
     def expect(self, source: int, to: int, tag: int) -> int:
-        """The number of the next message on this route: receives complete in the order posted."""
+        """Return the number of the next message on this route: receives complete in the order in
+        which they were posted."""
         with self.hub.changed:
             number = self._expected[source, to, tag]
             self._expected[source, to, tag] += 1
@@ -189,7 +189,7 @@ class Meeting:
         return (source, to, tag, number) in self._mail
 
     def receive(self, letter: tuple[int, int, int, int], tensor: Tensor, timeout_s: float) -> None:
-        """Fill the tensor with the message. Raises if it is of another size or kind."""
+        """Fill the tensor with the message. Raises if its size or dtype differs."""
         source, to, _, _ = letter
         what = f"recv from rank {self.ranks[source]}"
         self.hub.wait(lambda: letter in self._mail, lambda: [self.ranks[source]], what, timeout_s)
@@ -206,7 +206,7 @@ class Meeting:
             tensor.copy_(message.view(tensor.shape))
 
     def any_source(self, to: int, tag: int, timeout_s: float) -> int:
-        """The first rank from which a message waits that nobody expects yet."""
+        """Wait for a message that no receive expects yet; return its source rank."""
 
         def waiting() -> int | None:
             for source in range(len(self.ranks)):
@@ -214,7 +214,7 @@ class Meeting:
                     return source
             return None
 
-        # Any one that is there could still send: only if all others ended, nobody does.
+        # Any rank could still send a message, so no particular rank is needed.
         self.hub.wait(lambda: waiting() is not None, list, "recv from any rank", timeout_s)
         with self.hub.changed:
             source = waiting()
@@ -223,6 +223,6 @@ class Meeting:
 
 
 def named(ranks: Collection[int]) -> str:
-    """E.g. "rank 1" or "ranks 1, 3"."""
+    """Text such as "rank 1" or "ranks 1, 3"."""
     listed = ", ".join(str(rank) for rank in sorted(ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {listed}" if ranks else ""

@@ -30,8 +30,8 @@ def run_in_memory(
     note that names the rank. Raises DeadlineExceeded if a rank then does not end within
     `timeout_s`, because it waits for something other than a rank.
 
-    The ranks share what torch keeps once per process, above all its random generator. Make a model
-    that must be the same on all ranks beforehand, and copy it in each rank.
+    The ranks share torch's state of the process, above all its random generator. If a model has to
+    be the same on all ranks, make it beforehand, and copy it in each rank.
     """
     world_size = as_index("world_size", world_size)
     timeout_s = as_number("timeout_s", timeout_s)
@@ -66,7 +66,7 @@ class _Run:
             for thread in self._threads:
                 thread.start()
             self._await_end()
-        except BaseException as error:  # an interrupt, say, must not leave ranks behind
+        except BaseException as error:  # even an interrupt must end the ranks
             self._hub.fail(f"the run was ended by {type(error).__name__}")
             raise
         if self._errors:
@@ -76,7 +76,7 @@ class _Run:
         return self._results
 
     def _await_end(self) -> None:
-        """Return when all ranks have ended; a failure gives them limited time to do so."""
+        """Return when all ranks have ended; after a failure within limited time."""
         hub = self._hub
         with hub.changed:
             hub.changed.wait_for(lambda: hub.failure or self._num_running() == 0)
@@ -97,7 +97,7 @@ class _Run:
         try:
             open_world(self._hub, rank)
             try:
-                # On a GPU, backward would else run hooks on threads that belong to no rank.
+                # On a GPU, backward would otherwise run hooks on threads that are not ranks.
                 with torch.autograd.set_multithreading_enabled(False):
                     self._results[rank] = self._body(*self._arguments)
             finally:

@@ -20,7 +20,7 @@ from shoal_proto.errors import GenerationBroken
 
 _TOKEN = "in-memory"
 _hubs: MutableMapping[str, Hub] = WeakValueDictionary()
-"""Hubs by token. Rank 0 keeps its own alive until it retires."""
+"""Hubs by token. Rank 0 keeps its hub alive until it retires."""
 
 
 class InMemoryBackend:
@@ -75,7 +75,7 @@ class InMemorySeat:
             hub.fail(self._reason)
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises by itself."""
+        """Do nothing: an operation that a cut has ended raises."""
 
     def retire(self) -> None:
         with self._lock:

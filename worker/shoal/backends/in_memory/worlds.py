@@ -3,8 +3,8 @@
 torch keeps its groups in two registries of the process: a table in Python and one in C++. While any
 thread is a rank of an in-memory job, the Python table is a proxy: a rank's thread sees its own
 table, and every other thread sees torch's. The C++ table is switched to torch's mode of one table
-per thread. DTensor's caches for a mesh must not pass from one rank to another, so meshes are told
-apart by their world. All is restored when the last such thread is done.
+per thread. DTensor's caches for a mesh must not be shared by ranks, so meshes of different worlds
+compare unequal. All this is undone when the last such thread ends.
 """
 
 import itertools
@@ -22,7 +22,7 @@ from shoal_proto.errors import InvalidSpec
 
 
 class RankWorld:
-    """torch's tables as one rank sees them. The fields are those of torch's own."""
+    """One rank's tables of groups, with the fields of torch's own."""
 
     pg_config_info = c10d.pg_config_info
 
@@ -30,7 +30,7 @@ class RankWorld:
         self.hub = hub
         self.rank = rank
         self.number = next(_numbers)
-        """Unique among the worlds of this process, past ones included."""
+        """Unique number among the present and past worlds of this process."""
         self.default_pg: dist.ProcessGroup | None = None
         self.group_count = 0
         self.pg_map: dict[Any, Any] = {}
@@ -50,10 +50,10 @@ class _ThreadWorld(threading.local):
 
 
 class _WorldOfThread:
-    """Replaces torch's table of groups.
+    """Replacement of torch's table of groups.
 
-    A thread that is no rank sees torch's own table and the groups of all ranks. So a thread that a
-    rank started (to write a checkpoint, say) can use the groups that it was given.
+    A thread that is not a rank sees torch's own table and the groups of all ranks: so a thread that
+    a rank has started, to write a checkpoint for example, can use the rank's groups.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +66,7 @@ class _WorldOfThread:
 
 
 class _MeshWorld:
-    """Replaces the mark by which torch tells equal meshes of its own test threads apart."""
+    """Replacement of the attribute by which torch distinguishes equal meshes of test threads."""
 
     def __get__(self, mesh: Any, owner: type) -> Any:
         return self if mesh is None else mesh.__dict__["_thread_id"]
@@ -84,7 +84,7 @@ _BY_GROUP = ("pg_map", "pg_names", "pg_group_ranks", "pg_backend_config", "pg_to
 
 
 def own_world() -> RankWorld | None:
-    """The world that this thread is bound to."""
+    """Return the world that this thread is bound to, or None."""
     return _own.world
 
 
@@ -102,7 +102,7 @@ def bind(world: RankWorld, initialise: Callable[[], None]) -> None:
             _install()
         _bound.append(world)
         _own.world = world
-        # torch wraps the hook of the process once more at each call, and never takes one off.
+        # torch wraps the process' hook again at each call, and never removes the wrapper.
         hook = sys.excepthook
         try:
             initialise()

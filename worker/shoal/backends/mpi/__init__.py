@@ -1,1 +1,1 @@
-"""Ranks that mpiexec started, over mpi4py."""
+"""Groups of ranks that mpiexec started, over mpi4py."""

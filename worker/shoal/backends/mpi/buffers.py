@@ -1,4 +1,4 @@
-"""Tensors as MPI can read and write them: flat memory of octets, or of numbers to reduce."""
+"""Tensors in the form that MPI reads and writes: flat memory of bytes, or of numbers to reduce."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,12 +31,12 @@ _TYPES = {
     torch.uint8: MPI.UINT8_T,
     torch.bool: MPI.UINT8_T,
 }
-# MPI has no such numbers: they are reduced in single precision.
+# MPI has no such numbers: these are reduced in single precision.
 _HALVES = (torch.float16, torch.bfloat16)
 
 
 class StagedTensor:
-    """A tensor as MPI can reduce it, and the way back."""
+    """Copy of a tensor that MPI can reduce; `deliver` writes the result back."""
 
     def __init__(self, tensor: Tensor, op: Any, size: int) -> None:
         if op not in _OPS or (tensor.dtype not in _TYPES and tensor.dtype not in _HALVES):
@@ -60,7 +60,7 @@ class StagedTensor:
 
 
 def deliver(staged: Sequence[StagedTensor]) -> None:
-    """Write the results of reductions to the tensors that were handed in."""
+    """Write the results of reductions to the caller's tensors."""
     for each in staged:
         each.deliver()
 
@@ -74,12 +74,12 @@ def _checked(tensor: Tensor) -> Tensor:
 
 
 def octets(tensor: Tensor) -> list[Any]:
-    """The memory of a contiguous tensor of any dtype, as bytes for MPI."""
+    """Describe to MPI the memory of a contiguous tensor of any dtype, as bytes."""
     return [_checked(tensor).view(-1).view(torch.uint8).numpy(), MPI.BYTE]
 
 
 def vector(whole: Tensor, parts: Sequence[Tensor]) -> list[Any]:
-    """Describe to MPI the parts that follow each other in the memory of `whole`."""
+    """Describe to MPI the parts that lie one after the other in the memory of `whole`."""
     memory, kind = octets(whole)
     return [memory, [part.numel() * part.element_size() for part in parts], kind]
 
@@ -92,7 +92,7 @@ def joined(parts: Sequence[Tensor], *, fill: bool) -> Tensor:
 
 
 def split(whole: Tensor, parts: Sequence[Tensor]) -> None:
-    """Write what `joined` made memory for to the parts."""
+    """Copy memory that `joined` made back to the parts."""
     pieces = torch.split(whole, [part.numel() for part in parts])
     copy([p.view(part.shape) for p, part in zip(pieces, parts, strict=True)], parts)
 
@@ -103,7 +103,7 @@ def split_all(wholes: Sequence[Tensor], lists: Sequence[Sequence[Tensor]]) -> No
 
 
 def copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Write what came into contiguous memory to those tensors that have none."""
+    """Copy results to the targets that were not contiguous, and so had copies."""
     for source, target in zip(sources, targets, strict=True):
         if source is not target:
             target.copy_(source)

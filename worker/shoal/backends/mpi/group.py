@@ -1,7 +1,7 @@
-"""torch.distributed over MPI, by mpi4py: ranks are those that `mpiexec` started.
+"""torch.distributed over MPI, by mpi4py, among the ranks that `mpiexec` started.
 
-`mpiexec -n 4 python train.py`, and in the script `shoal.distribute(model, optimizer)`; or
-`shoal.init_mpi()` for torch.distributed alone. CPU tensors; ranks are fixed for the job's life.
+Run `mpiexec -n 4 python train.py`, with `shoal.distribute(model, optimizer)` in the script, or
+`shoal.init_mpi()` for torch.distributed alone. CPU tensors only; the ranks of a job are fixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -160,7 +160,7 @@ class MpiGroup(CollectiveGroup):
         deliver: Callable[[], None],
         memory: Any = None,
     ) -> "_Requested":
-        # `deliver` holds what MPI writes to, `memory` what it reads.
+        # `deliver` refers to the memory that MPI writes, `memory` to that which it reads.
         flight = self._world.launch(requests, (deliver, memory))
         return _Requested(self, what, tensors, flight, deliver)
 
@@ -191,7 +191,7 @@ class _Requested(Pending):
 
 
 class _Received(_Requested):
-    """Receive of a message. It checks the length: MPI would accept a shorter message as well."""
+    """Receive of a message. Checks its length, as MPI would accept a shorter message."""
 
     def __init__(self, group: MpiGroup, flight: Flight, taken: Tensor, tensor: Tensor) -> None:
         super().__init__(group, "recv", [tensor], flight, self._take)

@@ -1,9 +1,9 @@
 """Control messages between the ranks of an MPI job, and waits with deadlines.
 
-Plain MPI waits for ever, and a rank that ends alone makes the launcher kill the rest. So every
-operation is non-blocking and polled under a deadline. A rank that fails says so on a separate
+Plain MPI waits for ever, and if one rank ends, the launcher kills the others. So every operation is
+non-blocking and polled under a deadline. A rank that fails sends its reason on a separate
 communicator, which every wait polls too. At the end of a failed job the ranks wait a moment for
-each other, so that each has raised its error before the launcher ends them all.
+each other, so that each has raised its error before the launcher kills them.
 """
 
 import atexit
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 GOODBYE_S = 5.0
-"""Time for which a failed job's ranks wait for each other before the first one ends all."""
+"""Time for which a failed job's ranks wait for each other before one of them aborts the job."""
 MAX_REASON_BYTES = 2048
 _FAILED, _GONE = 1, 2
 _SPINS = 200
@@ -27,7 +27,7 @@ _PAUSE_MAX_S = 0.001
 
 
 class Flight:
-    """Requests under way, and the memory that MPI reads or writes until they are complete."""
+    """Requests in progress, and the memory that MPI reads or writes until they are complete."""
 
     def __init__(self, requests: list[MPI.Request], memory: Any) -> None:
         self.statuses = [MPI.Status() for _ in requests]
@@ -49,7 +49,7 @@ class Flight:
 
 
 class MpiWorld:
-    """MPI.COMM_WORLD with deadlines. One for the process."""
+    """MPI.COMM_WORLD with deadlines. One object for the process."""
 
     def __init__(self, timeout_s: float) -> None:
         self.timeout_s = timeout_s
@@ -67,7 +67,8 @@ class MpiWorld:
         atexit.register(self._leave)
 
     def wait(self, flight: Flight, what: str, timeout_s: float) -> None:
-        """Return when it has landed. Raises DistBackendError if the job fails meanwhile."""
+        """Wait until the requests are complete. Raises DistBackendError if the job fails
+        meanwhile."""
         deadline_s = time.monotonic() + timeout_s
         tests, pause_s = 0, 1e-5
         while not flight.landed():
@@ -79,7 +80,7 @@ class MpiWorld:
                 continue
             tests += 1
             if tests > _SPINS:
-                # MPI has nothing that a thread could block on with a deadline.
+                # MPI has no blocking wait with a deadline.
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_MAX_S)
         if flight.error is not None:
@@ -87,7 +88,7 @@ class MpiWorld:
             raise dist.DistBackendError(f"{what} failed: {flight.error}") from flight.error
 
     def launch(self, requests: list[MPI.Request], memory: Any) -> Flight:
-        """Hold the memory until the requests are complete, whether anybody waits or not."""
+        """Keep the memory until the requests are complete, even if no caller waits for them."""
         flight = Flight(requests, memory)
         with self._lock:
             self._flights = [each for each in self._flights if not each.landed()]
@@ -95,7 +96,7 @@ class MpiWorld:
         return flight
 
     def fail(self, reason: str) -> None:
-        """Make every wait of every rank raise. The first reason stays."""
+        """Make every wait of every rank raise. The first reason is kept."""
         self._listen()
         if self.failure:
             return
@@ -103,9 +104,9 @@ class MpiWorld:
         self._tell_all(_FAILED, reason.encode()[:MAX_REASON_BYTES])
 
     def subset(self, ranks: Sequence[int], name: str) -> MPI.Intracomm:
-        """A communicator of these ranks; called by each of them, and by no other."""
+        """Create a communicator of these ranks; called by each of them, and by no other."""
         tag = zlib.crc32(name.encode()) % 32768
-        # Making one blocks, without a deadline: first see that everybody is there.
+        # Its creation blocks without a deadline: first wait until all of the ranks are there.
         nothing = bytearray(0)
         others = [rank for rank in ranks if rank != self.rank]
         requests = [self._setup.Irecv([nothing, MPI.BYTE], rank, tag) for rank in others]
@@ -138,11 +139,11 @@ class MpiWorld:
         self.fail(f"rank {self.rank} raised {kind.__name__}: {error}")
 
     def _leave(self) -> None:
-        """Run at exit: a rank of a failed job must not wait for others in MPI's finalisation."""
+        """End a failed job at exit: MPI's finalisation would wait for the other ranks."""
         self._listen()
         if not self.failure:
             return  # mpi4py finalises
-        # First: as soon as all are gone, one of them ends the others.
+        # First: once all have said that they are gone, one of them kills the others.
         sys.stdout.flush()
         sys.stderr.flush()
         self._tell_all(_GONE, b"")

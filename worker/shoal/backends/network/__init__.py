@@ -1,1 +1,1 @@
-"""Groups over the network, Gloo and NCCL, that a lost peer cannot hold up."""
+"""Groups over the network, by Gloo and NCCL, whose operations end when a peer is lost."""

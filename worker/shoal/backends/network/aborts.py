@@ -1,8 +1,8 @@
-"""Aborts of a generation's groups on a device, none of which waits for another.
+"""Concurrent aborts of a generation's groups on a device.
 
-`ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and raises then. An
+`ProcessGroupNCCL::abort` waits for its communicators up to the group's limit, and then raises. The
 abort of one group may wait, in cudaFree, for a kernel of another group that waits for a lost peer
-(pytorch issue 119797). So each abort has a thread, and all groups' kernels are ended at once.
+(pytorch issue 119797). So each abort has a thread, and the kernels of all groups end together.
 """
 
 import threading
@@ -21,10 +21,10 @@ class Aborts:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._begun: list[tuple[Any, threading.Thread]] = []
-        """Backends are kept, so that no later one has the same `id`."""
+        """Aborted backends, kept so that no later one gets the same `id`, and their threads."""
 
     def begin(self, backends: Iterable[Any]) -> None:
-        """Abort each of these that is not aborted yet. Waits for none."""
+        """Begin to abort those that are not aborted yet. Does not wait."""
         with self._lock:
             known = {id(backend) for backend, _ in self._begun}
             for backend in backends:
@@ -38,7 +38,7 @@ class Aborts:
                 thread.start()
 
     def wait(self, limit_s: float) -> bool:
-        """True if all that were begun have ended, at the latest after this time."""
+        """Wait for all aborts, at most `limit_s`; return True if they have ended."""
         give_up_s = time.monotonic() + limit_s
         with self._lock:
             threads = [thread for _, thread in self._begun]

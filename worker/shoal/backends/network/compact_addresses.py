@@ -1,8 +1,8 @@
-"""Compact form of the addresses that Gloo's ranks announce: no longer for thousands of ranks.
+"""Compact form of the addresses that Gloo's ranks announce, whose size does not grow with ranks.
 
 A rank announces its listener and, for each of N peers, the number of their connection: 8 N bytes,
-in which most numbers are one more than the number before. Written as runs of equal differences they
-take a few bytes. Any other value is kept unchanged, after one byte that says so.
+in which most numbers are one more than the previous one. As runs of equal differences they take a
+few bytes. Any other value is kept unchanged. The first byte of the result tells the form.
 """
 
 import struct
@@ -18,12 +18,12 @@ Array = npt.NDArray[Any]
 _WORD_BYTES = 8
 _AS_IT_IS, _AS_RUNS = b"\0", b"\1"
 _REST = struct.Struct("<B")
-"""Number of bytes before the first whole word, counted from the end."""
+"""Number of bytes before the first word: words are aligned to the end of the value."""
 _RUNS = np.dtype([("difference", "<i8"), ("count", "<u4")])
 _EDGE_WORDS = 32
 """Number of words kept at both ends of a run: more than a socket's address has."""
 MAX_WORDS = 1 << 20
-"""Longest value, in words: that of a million ranks."""
+"""Limit of a value, in words: that of a million ranks."""
 
 
 def compact(value: bytes) -> bytes:
@@ -57,7 +57,7 @@ def expand(told: bytes) -> bytes:
 
 
 def without_runs(value: bytes) -> bytes:
-    """Cut the middle out of each long run of equal differences, which are the pairs' numbers.
+    """Remove the middle of each long run of equal differences: these are connection numbers.
 
     Everything else in the value, such as the address of a listener, stays in one piece.
     """

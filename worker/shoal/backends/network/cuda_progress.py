@@ -1,4 +1,4 @@
-"""Progress of a GPU, as a thread beside the trainer sees it."""
+"""Progress of a GPU, as seen by a thread other than the trainer's."""
 
 import threading
 from collections.abc import Callable
@@ -16,28 +16,28 @@ class DeviceEvent(Protocol):
     """A point in the work of a device."""
 
     def query(self) -> bool:
-        """True if the device has come to it. Raises RuntimeError if the device has failed."""
+        """True if the device has reached this point. Raises RuntimeError if it has failed."""
 
 
 class DeviceProgress:
-    """Checks from time to time if a device advances in the trainer's work. For one thread.
+    """Check, from time to time, if a device advances in the trainer's work. For one thread.
 
     A collective that waits for a lost peer never ends. A trainer that waits for the device then
-    hangs anywhere, as in the script's own `loss.item()`, with its processor busy. The device hangs
-    in that case, whereas a script that hangs by itself leaves it idle.
+    hangs at any call, such as the script's own `loss.item()`, with its processor busy. The device
+    is stuck in that case; a script that hangs by itself leaves it idle.
     """
 
     def __init__(self, record: Callable[[], DeviceEvent | None]) -> None:
-        """`record` returns an event after all work that the trainer gave the device so far, or None
-        if none can be recorded now."""
+        """`record` returns an event after all work that the trainer has queued so far, or None if
+        no event can be recorded now."""
         self._record = record
         self._event: DeviceEvent | None = None
         self._since_s = 0.0
         self._is_failed = False
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Time of the check since which the device has not finished the work that it had then; None
-        if it has finished."""
+        """Return the time of the check whose work the device has not finished yet; None if it has
+        finished."""
         if self._is_failed:
             return None
         try:
@@ -50,7 +50,7 @@ class DeviceProgress:
                     self._event, self._since_s = self._record(), now_s
                     return None
         except RuntimeError as error:
-            # The trainer learns of the failure from its own next call.
+            # The trainer's own next call raises the failure.
             self._is_failed, self._event = True, None
             log.warning("device_not_watched", reason=str(error)[:300])
             return None
@@ -58,7 +58,7 @@ class DeviceProgress:
 
 
 class _Capturing:
-    """Keeps captures of CUDA graphs, and what would spoil them, apart."""
+    """Exclusion of captures of CUDA graphs and calls that would invalidate them."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -74,7 +74,8 @@ class _Capturing:
             self._num_captures = max(self._num_captures + change, 0)
 
     def excluded(self) -> "_Excluded":
-        """Return a block in which no capture begins. Its value is False if one is in progress."""
+        """Return a context in which no capture begins. Its value is False if a capture is in
+        progress."""
         return _Excluded(self)
 
 
@@ -94,7 +95,7 @@ _capturing = _Capturing()
 
 
 def cuda_progress(device: torch.device) -> DeviceProgress:
-    """Progress of the default stream of this trainer's GPU."""
+    """Return the progress of the default stream of the trainer's GPU."""
     _capturing.watch()
 
     def record() -> DeviceEvent:

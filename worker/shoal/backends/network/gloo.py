@@ -1,10 +1,11 @@
-"""Gloo groups that can be cut: collectives on CPU that a lost peer cannot hold up.
+"""Gloo groups that can be cut: collectives on the CPU that end when a peer is lost.
 
-Gloo has no way to abort. Only neighbours notice a peer that dies, nobody notices before the timeout
-one that stops, and a group with an operation that hangs cannot be destroyed. So a cut shuts down
-the group's own connections: waiting operations raise within milliseconds, and the failure of each
-member runs on through the ring. A group that still connects may have no connection to shut down. If
-this member waits for a peer to connect to it, it connects to its own listener and hangs up.
+Gloo cannot abort an operation. A peer that dies is noticed by its neighbours only, a peer that
+stops by nobody before the timeout, and a group with an operation that hangs cannot be destroyed. So
+a cut shuts down the group's own connections: waiting operations raise within milliseconds, and each
+member's failure spreads through the ring. A group that is still connecting may have no connection
+to shut down. If this member waits for a peer to connect to it, the cut connects to the member's own
+listener and hangs up.
 """
 
 import socket
@@ -32,18 +33,18 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 log = structlog.get_logger(__name__)
 
-# Gloo's errors have no class of their own. Most begin with the place in its source.
+# Gloo's errors have no class of their own. Most begin with a path in its source.
 _FAILURE_MARKS = ("gloo", "pair closure", "closed by peer", "connection reset", "timed out waiting")
 
 
 class GlooBackend:
-    """See the module."""
+    """Backend "gloo" of sessions; see the module."""
 
     name = "gloo"
     is_watched = True
 
     def __init__(self, *, reconfigures: bool = False) -> None:
-        """`reconfigures`: the group of a generation is that of the one before, connected anew."""
+        """`reconfigures`: each generation reconnects the group of the previous one."""
         self._live = LiveGloo() if reconfigures else None
 
     def group(self, seat: Seat, store: Store) -> "GlooGroup":
@@ -65,8 +66,8 @@ class GlooGroup:
     def __init__(
         self, seat: Seat, store: Store, live: LiveGloo | None = None, *, beside: str = ""
     ) -> None:
-        """`beside`: another backend that torch makes for the group, such as "cuda:nccl". The caller
-        that asks for it ends its operations."""
+        """`beside`: a further backend that torch makes for the group, such as "cuda:nccl", whose
+        operations the caller has to end."""
         self._backend = f"cpu:{PLUGIN},{beside}" if beside else PLUGIN
         self._seat = seat
         self._live = live
@@ -88,7 +89,7 @@ class GlooGroup:
             if gloo is None:
                 gloo = self._connect(seat.rank, seat.world_size, self._store)
             _ready.append((self, gloo))
-            # torch wraps the hook once more at each call, and never takes one off.
+            # torch wraps the hook again at each call, and never removes the wrapper.
             hook = sys.excepthook
             try:
                 dist.init_process_group(
@@ -101,7 +102,7 @@ class GlooGroup:
             finally:
                 _ready.clear()
                 sys.excepthook = hook
-                # Set also if torch failed after that: `retire` then forgets the group.
+                # Set even if torch failed afterwards: `retire` then removes the group.
                 self._is_default = dist.is_initialized()
         finally:
             with self._lock:
@@ -132,7 +133,7 @@ class GlooGroup:
             )
 
     def check(self) -> None:
-        """Do nothing: an operation that a cut has ended raises by itself."""
+        """Do nothing: an operation that a cut has ended raises."""
 
     def retire(self) -> None:
         self.retire_group(dist.destroy_process_group)
@@ -141,8 +142,8 @@ class GlooGroup:
         self, forget: Callable[[], None], also: Iterable[dist.ProcessGroup] = ()
     ) -> None:
         """Retire the group: `forget` removes groups from torch, `also` is freed with Gloo's."""
-        # Reached while torch still holds the group: DDP's reducer must never be the last to do so,
-        # it would wait for Gloo's threads with the interpreter locked.
+        # Keep references before torch drops the group: if DDP's reducer had the last one, it would
+        # wait for Gloo's threads with the interpreter locked.
         groups, self._groups = [*self._groups, *also], []
         if self._is_default:
             self._is_default = False
@@ -156,8 +157,8 @@ class GlooGroup:
             self._live.drop()
 
     def _reconnect(self) -> Any | None:
-        """Return the group of the generation before, connected to the members of this one. None, on
-        all members alike, if they have to make a new one."""
+        """Return the previous generation's group, connected to the members of this one. None, on
+        all members alike, if they have to make a new group."""
         if self._live is None:
             return None
         started_s = time.perf_counter()
@@ -172,7 +173,7 @@ class GlooGroup:
     def _connect(self, rank: int, world_size: int, store: Store) -> Any:
         seat = self._seat
         make: Any = ProcessGroupGloo
-        # Sends and receives keep this timeout, so it cannot be that of connecting.
+        # Sends and receives keep this timeout, so it cannot be the one for connecting.
         options = gloo_options(seat.address, timeout_s=seat.collective_s)
         addresses = AddressStore(store, rank, world_size)
         with self._within_limit():
@@ -183,7 +184,7 @@ class GlooGroup:
 
     @contextmanager
     def _within_limit(self) -> Iterator[None]:
-        """Cut the group if what connects it within takes longer than a bring-up may."""
+        """Return a context for connecting, which cuts the group after a bring-up's time limit."""
         seat = self._seat
         late = f"its members were not connected within {seat.bring_up_s:g} s"
         timer = threading.Timer(seat.bring_up_s, self.cut, (late,))
@@ -207,9 +208,9 @@ class GlooGroup:
             )
 
     def _hang_up_on_itself(self) -> None:
-        """Connect to this member's own listener in the name of each peer, and close.
+        """Connect to this member's own listener as if from each peer, and close.
 
-        A connection opens with the number of the pair it is for; Gloo numbers them by rank.
+        A connection begins with the number of its pair; Gloo numbers pairs by rank.
         """
         for address in listening(self._store.announced):
             for rank in range(self._seat.world_size):
@@ -222,7 +223,7 @@ class GlooGroup:
 
 
 _ready: list[tuple[GlooGroup, Any]] = []
-"""The group that is opened, and Gloo's, connected: `init_process_group` would else make one."""
+"""The group that is being opened, and its connected Gloo group for `init_process_group`."""
 _current: list[GlooGroup] = []
 
 

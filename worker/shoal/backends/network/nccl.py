@@ -1,7 +1,7 @@
 """NCCL groups: collectives between GPUs, cut by aborting their communicators.
 
 Tensors on the host go over Gloo in the same group: state between members, copies at peers, votes.
-That part is a `GlooGroup` as it is on CPUs. So a cut is both: NCCL's aborts, and the end of Gloo's
+That part is a `GlooGroup`, as on CPUs. So a cut aborts NCCL's communicators and ends Gloo's
 connections.
 """
 
@@ -28,30 +28,30 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 log = structlog.get_logger(__name__)
 
 ABORTED_S = 10.0
-"""The next generation's bring-up waits for so long for the aborts of this one's communicators."""
+"""Time for which the next bring-up waits for the aborts of this generation's communicators."""
 _ID_BYTES = 64
 _FAILURE_MARKS = ("nccl", "communicator was aborted", "watchdog")
 
 
 class StreamedDevice(Protocol):
-    """A device whose collectives are put on a stream, and can be aborted there."""
+    """A device whose collectives are queued on a stream, and can be aborted there."""
 
     kind: str
-    """Torch's name of the device: "cuda"."""
+    """torch's name of the device: "cuda"."""
     transport: str
-    """torch's backend for it."""
+    """torch's backend for the device: "nccl"."""
 
     def identity(self) -> str:
-        """Identity of the device: two ranks on one device have the same, others do not."""
+        """Return an identity of the device, equal for two ranks exactly if they have one device."""
 
     def connect(self, group: dist.ProcessGroup, waiter: AbortableWaiter) -> None:
-        """Make the group's communicator; see `communicators.connect`."""
+        """Create the group's communicator; see `communicators.connect`."""
 
     def synchronise(self) -> None:
-        """Return once all that was given to the device has ended."""
+        """Wait for all work that was queued on the device."""
 
     def fault(self) -> str:
-        """An error that torch has aborted a group for; empty: none."""
+        """Return the error for which torch has aborted a group; empty if there is none."""
 
 
 class Cuda:
@@ -66,7 +66,7 @@ class Cuda:
         connect(group, torch.device("cuda", torch.cuda.current_device()), waiter)
 
     def synchronise(self) -> None:
-        # All streams: a script may have had a collective on one of its own.
+        # All streams: a script may have run a collective on a stream of its own.
         torch.cuda.synchronize()
 
     def fault(self) -> str:
@@ -91,7 +91,7 @@ class NcclBackend:
         self._progress: DeviceProgress | None = None
 
     def group(self, seat: Seat, store: Store) -> "NcclGroup":
-        # The trainer calls: what is current for it is the device to watch.
+        # Called by the trainer: its current device is the one to watch.
         device = torch.device("cuda", torch.cuda.current_device())
         self._progress = self._progress or cuda_progress(device)
         return NcclGroup(seat, store)
@@ -132,16 +132,17 @@ class NcclGroup:
         return group
 
     def cut(self, reason: str) -> None:
-        # In this order: an abort ends collectives well, and `check` must know of it by then.
+        # First: an aborted collective ends without an error, and `check` must know the reason.
         self._reason = self._reason or reason or "the group was cut"
         self._connecting.abort(self._reason)
         self._host.cut(self._reason)
-        # Groups of meshes too: waits in them have to end as well.
+        # All groups, also those of meshes: waits in them have to end too.
         self._aborts.begin(backends_on(self._kind))
 
     def check(self) -> None:
-        """An abort ends a collective well, with the half of what it was to bring (torchft, pull
-        request 147). Each abort, of `cut` or of torch's watchdog, is known before it does that."""
+        """Raise GenerationBroken if a collective was aborted, by `cut` or by torch's watchdog. An
+        aborted collective ends without an error, with an incomplete result (torchft, pull request
+        147); its reason is set before that."""
         self._device.synchronise()
         if fault := self._reason or self._device.fault():
             raise GenerationBroken(
@@ -152,7 +153,7 @@ class NcclGroup:
         if not (self._reason or self._device.fault()):
             self._host.retire_group(dist.destroy_process_group, list(all_groups()))
             return
-        # Also groups that were made after the cut, or of which torch's watchdog has aborted one.
+        # Also groups made after the cut, and all groups if torch's watchdog has aborted one.
         self._aborts.begin(backends_on(self._kind))
         if not self._aborts.wait(ABORTED_S):
             log.warning(
@@ -162,14 +163,14 @@ class NcclGroup:
                 consequence="its communicators keep their memory until the process ends",
             )
             retired.keep_for_ever(all_groups())
-        # To destroy them would wait for operations that never end.
+        # Destroying the groups would wait for operations that never end.
         self._host.retire_group(forget_groups, list(all_groups()))
 
     def keep_for_ever(self) -> None:
         self._host.keep_for_ever()
 
     def _check_unshared(self, group: dist.ProcessGroup) -> None:
-        """Raise InvalidSpec, on all ranks, if ranks share a GPU: NCCL would fail in each
+        """Raise InvalidSpec, on all ranks, if two ranks have one GPU: NCCL would fail in each
         generation."""
         if group.size() == 1:
             return

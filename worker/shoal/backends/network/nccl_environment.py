@@ -1,7 +1,7 @@
-"""Variables of the environment by which torch decides what an error of NCCL does to the process.
+"""Environment variables that decide what an error of NCCL does to the process.
 
 Images and launchers export some of them (torchrun: TORCH_NCCL_ASYNC_ERROR_HANDLING=1), for jobs
-that end with the first error. A member goes on in the next generation.
+that end with the first error. A member has to survive the error, for the next generation.
 """
 
 import re
@@ -14,21 +14,21 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 REQUIRED: Mapping[str, str] = {
-    # CleanUpOnly: a collective that failed or ran out of time has its communicator aborted. The
-    # others (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
+    # CleanUpOnly: torch aborts the communicator of a collective that failed or timed out. The other
+    # modes (ErrorHandlingMode in torch's ProcessGroupNCCL.hpp) end the process, or do nothing.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",
-    # The monitor ends a process whose watchdog gave no sign for some minutes: one that was stopped
-    # or suspended, or whose abort hangs. Heartbeats find these.
+    # The monitor ends a process whose watchdog was silent for some minutes: it was stopped or
+    # suspended, or an abort hangs. Heartbeats detect these cases.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    # The trainer waits for an abort, and longer if it writes a dump first.
+    # A dump before an abort would make the trainer wait longer.
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # A report of all ranks before an abort, through the store; it needs an ending process.
+    # A report of all ranks through the store before an abort; made for a process that ends.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A device assertion on the first NaN, after which the process cannot use its GPU: one gradient
-    # that is not finite, as AMP meets them, would be the end of it.
+    # A device assertion on the first NaN, after which the process cannot use its GPU. With AMP a
+    # gradient that is not finite is normal.
     "TORCH_NCCL_NAN_CHECK": "0",
-    # An error would reach all ranks through the store; its coordinator reports losses itself.
+    # Errors are sent to all ranks through the store; here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
 }
 """Values that let a member survive an error of NCCL."""
@@ -36,10 +36,10 @@ _OLD_NAMES: Mapping[str, str] = {
     "NCCL_ASYNC_ERROR_HANDLING": "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     "NCCL_DESYNC_DEBUG": "TORCH_NCCL_DESYNC_DEBUG",
 }
-"""Names that torch reads as well."""
+"""Older names of the variables, which torch reads too."""
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
 _NUMBER = re.compile(r"\s*[+-]?\d")
-"""The beginning of what C++ reads as one."""
+"""The beginning of a text that C++ reads as a number."""
 _OFF = ("0", "false", "f", "no", "n")
 _ON = ("1", "true", "t", "yes", "y")
 _SWITCHES = (
@@ -64,19 +64,19 @@ _NUMBERS = (
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Other variables that torch reads when it makes a group. An invalid or empty value makes it raise
-in each generation, as an error of NCCL, which would look like the loss of a peer."""
+"""Numbers that torch reads when it makes a group, as it reads `_SWITCHES`. An invalid or empty
+value raises an error of NCCL in each generation, which would look like the loss of a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
-    """Set what must be set for groups that are made from here on; warn once of what was replaced.
+    """Set the required variables for groups made from now on; warn of values that are replaced.
 
-    Raises InvalidSpec if waits are blocking: each would hold the trainer, and no abort ends it; and
-    for a value that torch cannot read.
+    Raises InvalidSpec if waits are set to block, as no abort could end the trainer's wait, and for
+    a value that torch cannot read.
     """
     for name in (*_BLOCKING, *_SWITCHES, *_NUMBERS):
         if not environment.get(name, "empty").strip():
-            # Images set a variable to an empty value to unset it.
+            # An empty value is how images unset a variable.
             del environment[name]
     _check_readable(environment)
     for name in _BLOCKING:

@@ -1,4 +1,4 @@
-"""Assignment of a GPU to this worker if several workers of a host see the same GPUs."""
+"""Choice of this worker's GPU if several workers of a host see the same GPUs."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from shoal_proto.errors import InvalidSpec
 
 SHARES_GPU = "NCCL_MULTI_RANK_GPU_ENABLE"
-"""A variable of NCCL 2.30 and newer; 1: several ranks may have one GPU."""
+"""Variable of NCCL 2.30 and newer; 1: several ranks may share a GPU."""
 _HIDES_GPUS = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
@@ -22,7 +22,7 @@ class LocalRank:
     world_size: int = 1
 
     def gpu(self, num_visible: int) -> int | None:
-        """Index of this worker's GPU among `num_visible`; None if there is not one for each worker.
+        """Return the index of this worker's GPU among `num_visible`; None if there are too few.
 
         A worker that sees a single GPU uses it: the launcher or scheduler has hidden the others.
         """
@@ -33,9 +33,9 @@ class LocalRank:
     def check(
         self, index: int, num_visible: int, environment: Mapping[str, str] = os.environ
     ) -> None:
-        """Raise InvalidSpec if the GPU of this index, which holds the model, is not this worker's.
+        """Raise InvalidSpec if the model is on a GPU, of this index, that is not this worker's.
 
-        A single GPU that no variable has selected is that of all workers of the host.
+        A single GPU that no variable has selected is shared by all workers of the host.
         """
         own = self.gpu(num_visible)
         is_hidden = any(environment.get(name) for name in _HIDES_GPUS)
@@ -67,8 +67,8 @@ def shares_gpu(environment: Mapping[str, str]) -> bool:
 
 
 def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.environ) -> None:
-    """Raise InvalidSpec if two of the ranks have one GPU, which NCCL does not take. `gpus`: an
-    identity of each rank's, by rank."""
+    """Raise InvalidSpec if two ranks have one GPU, which NCCL does not support. `gpus`: the
+    identity of each rank's GPU, by rank."""
     by_gpu: dict[str, list[int]] = {}
     for rank, gpu in enumerate(gpus):
         by_gpu.setdefault(gpu, []).append(rank)
@@ -85,10 +85,10 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 @contextmanager
 def own_gpu_used(place: LocalRank) -> Iterator[None]:
-    """Make "cuda" mean this worker's GPU within the block. Does nothing with one GPU or none.
+    """Return a context in which "cuda" means this worker's GPU. Does nothing with one GPU or none.
 
-    The setting remains after the block, for a script that evaluates what it has trained, but is
-    restored after an error.
+    The setting remains after the block, for a script that evaluates its model, but is undone after
+    an error.
     """
     if not torch.cuda.is_available() or (num_visible := torch.cuda.device_count()) < 2:
         yield
@@ -104,7 +104,7 @@ def own_gpu_used(place: LocalRank) -> Iterator[None]:
 
 
 def check_gpu(place: LocalRank, device: torch.device) -> None:
-    """Check the device of a model as `LocalRank.check` does, and make NCCL use that device."""
+    """Check the device of a model as `LocalRank.check`, and make it the current one for NCCL."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index

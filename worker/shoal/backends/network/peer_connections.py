@@ -1,9 +1,9 @@
 """Check if the other ranks of a Gloo group are still connected.
 
-A collective whose peer has hung up ends with an error, as a rule within milliseconds. But a write
-to a connection that was just reset can leave Gloo waiting for as long as a collective may take,
-with nothing left to shut down. The end of a generation frees its trainer from that wait. A separate
-thread that waits, for a checkpoint say, checks the connections instead.
+A collective whose peer has hung up ends with an error, usually within milliseconds. But a write to
+a connection just after its reset can leave Gloo waiting until a collective's time limit, with no
+connection left to shut down. The end of a generation frees the trainer from that wait. Another
+thread that waits, such as one that writes a checkpoint, checks the connections instead.
 """
 
 import threading
@@ -23,19 +23,19 @@ from shoal_proto.errors import GenerationBroken
 
 LOOK_EVERY_S = 0.5
 STUCK_AFTER_S = 5.0
-"""A collective one of whose ranks has hung up has failed by then, or it does not end."""
+"""Time by which a collective has failed after a rank has hung up, unless it is stuck."""
 
 _stores: weakref.WeakKeyDictionary[Any, AddressStore] = weakref.WeakKeyDictionary()
 """Stores by Gloo group of this process, with the addresses that the group's ranks announced."""
 
 
 def connected_by(gloo: Any, addresses: AddressStore) -> None:
-    """The ranks of this Gloo group have found each other there."""
+    """Note the store in which the ranks of this Gloo group have found each other."""
     _stores[gloo] = addresses
 
 
 class PeerConnections:
-    """The connections of one group of a session, on Gloo. For the thread that waits for its
+    """Connections of one Gloo group of a session. For the thread that waits for the group's
     collectives."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -44,8 +44,8 @@ class PeerConnections:
         self._lost_s: float | None = None
 
     def wait(self, work: dist.Work) -> None:
-        """Return when the collective has ended; raises RuntimeError if it failed, and
-        GenerationBroken if it does not end though a rank has hung up."""
+        """Wait for the collective. Raises RuntimeError if it failed, and GenerationBroken if it
+        does not end although a rank has hung up."""
         ended = threading.Event()
         work.get_future().add_done_callback(_setting(ended))
         while not ended.wait(LOOK_EVERY_S):
@@ -67,5 +67,5 @@ class PeerConnections:
 
 
 def _setting(ended: threading.Event) -> Callable[[Any], None]:
-    """Return a callback that sets the event. The collective keeps no other reference."""
+    """Return a callback that sets the event, and refers to nothing else."""
     return lambda _: ended.set()

@@ -1,13 +1,12 @@
-"""One Gloo group that goes from generation to generation, by torch's own `reconfigure`.
+"""One Gloo group that is reconnected in each generation, by torch's own `reconfigure`.
 
-torch leaves members, order and number of a group open; here the agreed generation defines them.
-Each member writes its handle to the store of the generation. With the handles of all ranks, by
-rank, the group connects anew. Each member reports success in the store as well, and the generation
-uses the group only if all members succeeded. Otherwise all of them make a new group.
+The agreed generation defines the group's members, their order and its number. Each member writes
+its handle to the generation's store. With the handles of all ranks the group reconnects. Then each
+member reports its outcome in the store, and the generation uses the group only if all members
+succeeded. Otherwise all of them make a new group.
 
 torch's handle for Gloo is the rank and the number of the group's last generation. It is unique
-among the members of a generation as long as a member that begins, or begins anew, uses its rank in
-it.
+among the members of a generation if a new group begins with its member's rank in that generation.
 """
 
 import weakref
@@ -29,23 +28,24 @@ from shoal_proto.errors import GenerationBroken, ShoalError
 log = structlog.get_logger(__name__)
 
 RECONFIGURE_S = 15.0
-"""All members are present when it begins; all give it up after this time."""
+"""Time limit of a reconfiguration; all members are present when it begins."""
 MAX_REASON_CHARS = 300
 _READY, _FAILED = b"ready", b"failed: "
 
 
 class LiveGloo:
-    """The Gloo group of one process. Methods are for the trainer; one group uses it at a time."""
+    """The reconfigurable Gloo group of one process. For the trainer; one `GlooGroup` uses it at a
+    time."""
 
     def __init__(self) -> None:
         self._store = _CurrentStore(HashStore())
         self._live: list[ReconfigurableGloo] = []
-        """One group or none; the code that frees it empties the list."""
-        # Freeing joins its threads: never the trainer, nor the end of the process.
+        """One group or none; `_free` empties the list."""
+        # Freeing joins the group's threads, so neither the trainer nor the exit may do it.
         weakref.finalize(self, _free, self._live)
 
     def connect(self, seat: Seat, store: Store) -> Any | None:
-        """Gloo's group, connected for this seat; None on all members alike if one could not.
+        """Return Gloo's group, connected for this seat; None, on all members, if one member failed.
 
         Raises GenerationBroken if the store is aborted meanwhile.
         """
@@ -71,13 +71,13 @@ class LiveGloo:
         return self._live[0].gloo
 
     def drop(self) -> None:
-        """Begin anew in the next generation: something in this one's group may never end."""
+        """Drop the group, in which an operation may never end; the next generation makes one."""
         _free(self._live)
 
     def _handle(self, seat: Seat) -> str:
         address, timeout_s = seat.address, seat.collective_s
         if self._live:
-            # With a listener for each generation, a cut can tell which connections belong to it.
+            # A new listener for each generation shows a cut which connections belong to it.
             self._live[0].renew(address=address, timeout_s=timeout_s)
         else:
             made = ReconfigurableGloo(
@@ -87,7 +87,7 @@ class LiveGloo:
         return self._live[0].handle()
 
     def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_GroupMessages") -> bytes:
-        """Reconfigure the group. Returns the failure; empty if there was none."""
+        """Reconfigure the group; return the failure, empty if there was none."""
         try:
             self._live[0].reconfigure(
                 seat.generation,
@@ -98,7 +98,7 @@ class LiveGloo:
             raise
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
-            # Ranks that wait for this rank's address must not wait until the limit.
+            # Otherwise ranks would wait for this rank's address until the limit.
             told.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""
@@ -132,7 +132,7 @@ class _GroupMessages:
         self._store.set(key, value)  # type: ignore[arg-type]  # torch takes bytes too
 
     def exchange(self, what: str, value: bytes) -> list[bytes]:
-        """Publish `value`; return those of all ranks, by rank, once all have published theirs."""
+        """Publish `value`; return the values of all ranks, by rank, once all are published."""
         keys = [f"live/{what}/{rank}" for rank in range(self._seat.world_size)]
         self.set(keys[self._seat.rank], value)
         return [bytes(each) for each in self._store.multi_get(keys)]
@@ -152,7 +152,7 @@ class _Addresses(AddressStore):
 
 
 class _CurrentStore(AnnouncingStore):
-    """The one store that a group keeps. It forwards to the store of the present generation."""
+    """Store of a group for all generations, which forwards to the present generation's store."""
 
     def move_to(self, store: Any) -> None:
         self._inner = store

@@ -1,8 +1,8 @@
 """Gloo groups of past generations, kept until no operation runs in them and they are freed.
 
-Freeing a group waits for its threads, and a thread for its current operation. An operation that was
+Freeing a group waits for its threads, and so for their current operations. An operation that was
 cut in the middle of a write may never end, and nothing reports that. So neither the trainer nor the
-end of the process frees a group. A separate thread frees each group; it waits with the interpreter
+exit of the process frees a group. A separate thread frees each group: it waits with the interpreter
 unlocked, for 10 ms or for ever.
 """
 
@@ -18,9 +18,9 @@ import structlog
 log = structlog.get_logger(__name__)
 
 RETIRED_S = 1.0
-"""By then an old group's threads are idle, and its peers have finished their operations."""
+"""Time after which an old group's threads are idle, and its peers have finished with it."""
 EXIT_S = 2.0
-"""Time for which the end of the process waits for operations that do not end."""
+"""Time for which the exit of the process waits for operations that do not end."""
 
 _hurry = threading.Event()
 _threads: list[threading.Thread] = []
@@ -34,14 +34,14 @@ def retire(groups: list[Any]) -> None:
 
 
 def keep_for_ever(groups: Iterable[Any]) -> None:
-    """Never free these groups: an operation in them does not end, and freeing would wait for it.
-    Costs memory and a thread, in a rare accident."""
+    """Never free these groups, as freeing would wait for an operation that does not end. Rare;
+    costs memory and a thread."""
     for group in groups:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def free_now(limit_s: float) -> bool:
-    """Free all remaining groups without a delay. True if that succeeded within this time."""
+    """Free all remaining groups without delay; return True if that succeeded within `limit_s`."""
     waiting = [each for each in _threads if each.is_alive()]
     if not waiting:
         return True
@@ -59,7 +59,7 @@ def _free(groups: list[Any]) -> None:
 
 
 def _at_exit() -> None:
-    # Otherwise the interpreter frees them last of all, and waits for them without a limit.
+    # Otherwise the interpreter would free them at its end, and wait without a limit.
     if not free_now(EXIT_S):
         log.warning("groups_not_freed", reason=f"an operation did not end within {EXIT_S:g} s")
 

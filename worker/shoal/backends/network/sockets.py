@@ -1,9 +1,9 @@
-"""Search for the sockets of this process that carry a group's connections, made on demand.
+"""Search for the sockets of this process that carry a group's connections.
 
 A connection belongs to a group exactly if one of its two ends is a listener that a member of the
-group announced. No state is kept that could become stale: a descriptor is inspected only through a
-duplicate. The duplicate stays the same socket even if the owner closes its number and the kernel
-gives the number to another one.
+group announced. No list of sockets is kept, which could become stale. A descriptor is inspected
+only through a duplicate: that stays the same socket even if the owner closes its descriptor and the
+kernel reuses the number.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ _ESTABLISHED = 1
 
 
 def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
-    """An end of a connection as the kernel's `sockaddr` has it: family, port, address."""
+    """Encode an end of a connection as the kernel's `sockaddr`: family, port, address."""
     head = struct.pack("=H", family) + struct.pack(">H", address[1])
     if family == socket.AF_INET:
         return head + socket.inet_pton(family, address[0])
@@ -28,9 +28,9 @@ def socket_address_bytes(family: int, address: tuple[str, int]) -> bytes:
 
 
 def shut_connections(announced: Callable[[bytes], bool]) -> int:
-    """Shut down every connection with an end for which `announced` holds; return how many.
+    """Shut down every connection with an `announced` end; return their number.
 
-    Both ends' owners then see the connection closed. Listening sockets are left alone.
+    Both sides then see the connection closed. Listening sockets are not touched.
     """
     count = 0
     for connection in _internet_sockets():
@@ -39,13 +39,13 @@ def shut_connections(announced: Callable[[bytes], bool]) -> int:
                 try:
                     connection.shutdown(socket.SHUT_RDWR)
                 except OSError:
-                    continue  # the peer was faster
+                    continue  # the peer has closed it already
                 count += 1
     return count
 
 
 def count_connected(announced: Callable[[bytes], bool]) -> int:
-    """Connections with an end for which `announced` holds that neither side has ended."""
+    """Count the connections with an `announced` end that neither side has closed."""
     count = 0
     for connection in _internet_sockets():
         with connection:
@@ -55,7 +55,7 @@ def count_connected(announced: Callable[[bytes], bool]) -> int:
 
 
 def listening(announced: Callable[[bytes], bool]) -> list[tuple[str, int]]:
-    """Addresses of this process' listening sockets for which `announced` holds."""
+    """Return the `announced` addresses on which this process listens."""
     found = []
     for listener in _internet_sockets():
         with listener:
@@ -69,7 +69,7 @@ def listening(announced: Callable[[bytes], bool]) -> list[tuple[str, int]]:
 def _internet_sockets() -> Iterator[socket.socket]:
     for entry in Path("/proc/self/fd").iterdir():
         try:
-            # Only sockets are duplicated: closing a duplicate of a file drops its owner's locks.
+            # Sockets only: closing a duplicate of a file would drop its owner's locks.
             if not stat.S_ISSOCK(entry.stat().st_mode):
                 continue
             duplicate = os.dup(int(entry.name))

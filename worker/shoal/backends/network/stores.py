@@ -1,4 +1,4 @@
-"""Stores between Gloo and the store of its generation."""
+"""Stores that Gloo uses in place of its generation's store, to which they forward."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -9,11 +9,11 @@ from shoal.torch_private.c10d import Store
 from shoal_proto.errors import GenerationBroken
 
 MAX_ANNOUNCED_BYTES = 1 << 20
-"""A longer value in the store is no Gloo address."""
+"""Limit of a Gloo address; longer values in the store are not kept."""
 
 
 class AnnouncingStore(Store):
-    """Passes everything on, and keeps the values in which members announce their listeners."""
+    """Store that forwards all calls, and keeps the values in which members announce listeners."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -97,11 +97,11 @@ class AnnouncingStore(Store):
 
 
 class AddressStore(AnnouncingStore):
-    """Store for Gloo's bring-up: it waits for the addresses of all ranks in one call, not in n.
+    """Store for Gloo's bring-up that waits for the addresses of all ranks in one call, not n.
 
-    Gloo sets PREFIX/RANK and then waits for PREFIX/0, PREFIX/1, ... and reads each. The first wait
-    is widened to all of them; a store that keeps what it waited for answers the reads without a
-    call. Keys of another form pass through unchanged.
+    Gloo sets PREFIX/RANK, and then waits for PREFIX/0, PREFIX/1, ... and reads each. The first wait
+    is extended to all of them; an inner store that keeps awaited values answers the reads without
+    calls. Other keys are forwarded unchanged.
     """
 
     def __init__(self, inner: Any, rank: int, world_size: int) -> None:

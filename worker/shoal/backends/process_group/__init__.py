@@ -1,1 +1,1 @@
-"""Base of all process groups: the interface, and torch's collectives reduced to a few methods."""
+"""Interface of all backends, and a process group in Python that needs few methods."""

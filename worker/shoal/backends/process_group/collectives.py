@@ -1,8 +1,8 @@
-"""A process group in Python: torch's many names for collectives, brought down to a few.
+"""A process group in Python, with torch's many names for collectives mapped to a few methods.
 
 torch 2.13 calls a group by old and new names, with one tensor or with lists, in place or not. A
-subclass implements the eleven methods under "what a transport does"; all else is here, and so is
-the count of what was moved.
+subclass implements the eleven methods under "for the transport"; all other methods are here, and
+also counts of the bytes moved.
 """
 
 from abc import abstractmethod
@@ -22,8 +22,8 @@ class Count(NamedTuple):
 
     calls: int
     bytes: int
-    """Size of the whole tensor: the input, or for `all_gather` and `recv` the output. A barrier
-    moves no bytes."""
+    """Sum of the tensors' sizes: of inputs, or of outputs for `all_gather` and `recv`. 0 for a
+    barrier."""
 
 
 # Untyped: torch's stubs know neither the constructor without a store nor all of the names.
@@ -39,7 +39,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
         self.timeout_s = timeout_s
         self.counts: dict[str, Count] = {}
 
-    # --- what a transport does ---
+    # --- for the transport ---
 
     @abstractmethod
     def all_reduce_each(self, tensors: list[Tensor], op: Any) -> dist.Work:
@@ -47,14 +47,14 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
     @abstractmethod
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
-        """The same for the root only; the others' tensors keep what they hold."""
+        """Reduce each tensor, on the root only; the other ranks' tensors are unchanged."""
 
     @abstractmethod
     def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work: ...
 
     @abstractmethod
     def all_gather_each(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> dist.Work:
-        """`outputs[i][rank]` becomes that rank's `inputs[i]`; sizes may differ between ranks."""
+        """Fill `outputs[i][rank]` with that rank's `inputs[i]`; sizes may differ between ranks."""
 
     @abstractmethod
     def gather_one(self, outputs: list[Tensor], tensor: Tensor, root: int) -> dist.Work: ...
@@ -66,18 +66,18 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_each(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], op: Any
     ) -> dist.Work:
-        """`outputs[i]` becomes the reduction of `inputs[i][own rank]`; sizes may differ."""
+        """Fill `outputs[i]` with the reduction of `inputs[i][own rank]`; sizes may differ."""
 
     @abstractmethod
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
-        """`outputs[rank]` becomes what that rank has in `inputs[own rank]`."""
+        """Fill `outputs[rank]` with that rank's `inputs[own rank]`."""
 
     @abstractmethod
     def meet(self) -> dist.Work: ...
 
     @abstractmethod
     def send_one(self, tensor: Tensor, to: int, tag: int) -> dist.Work:
-        """Never waits for the receiver: schedules of pipelines send before they receive."""
+        """Send without waiting for the receiver: pipeline schedules send before they receive."""
 
     @abstractmethod
     def receive_one(self, tensor: Tensor, source: int | None, tag: int) -> dist.Work: ...
@@ -133,7 +133,7 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """`outputs[rank][i]`: torch has the two the other way round here."""
+        """See `allgather`, but with `outputs[rank][i]`: torch swaps the indices here."""
         return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
 
     def all_gather_single_coalesced(
@@ -238,10 +238,10 @@ class CollectiveGroup(_ProcessGroup):  # type: ignore[misc]
 
 
 def counts(group: dist.ProcessGroup | None = None) -> dict[str, Count]:
-    """Return what this rank has moved over a group, or over all of its groups, by operation.
+    """Return this rank's calls and bytes in a group, or in all of its groups, by operation.
 
-    E.g. `{"all_gather": Count(calls=2, bytes=800)}`. A coalesced operation is one call. Works for
-    groups of the backends `in-memory` and `mpi`; others count nothing.
+    For example `{"all_gather": Count(calls=2, bytes=800)}`. A coalesced operation is one call. Only
+    groups of the backends `in-memory` and `mpi` count.
     """
     total: dict[str, Count] = {}
     for each in _counting(group):
@@ -263,10 +263,10 @@ def _counting(group: dist.ProcessGroup | None) -> list[CollectiveGroup]:
 
 
 def _plain(tensors: Sequence[Tensor]) -> list[Tensor]:
-    # `data`, not `detach()`: a collective writes memory without telling autograd, as in C++.
+    # `data`, not `detach()`: autograd does not see a collective's writes, as in C++.
     return [tensor.data for tensor in tensors]
 
 
 def _reduction(options: Any) -> Any:
-    """Return the kind of reduction, e.g. `ReduceOp.SUM`; sum if the options name none."""
+    """Return the kind of reduction, such as `ReduceOp.SUM`, which is the default."""
     return options.reduceOp.op if options is not None else dist.ReduceOp.SUM

@@ -20,7 +20,7 @@ class Seat:
     rank: int
     world_size: int
     address: str
-    """IP address at which the other members reach this one."""
+    """IP address at which the other members reach this member."""
     bring_up_s: float
     """Limit for connecting the group; `open` raises after it."""
     collective_s: float
@@ -39,49 +39,50 @@ class Group(Protocol):
     def open(self) -> dist.ProcessGroup:
         """Connect to the others; afterwards this is the default group of torch.distributed.
 
-        Raises GenerationBroken if it is cut meanwhile, RuntimeError if a peer does not come.
+        Raises GenerationBroken if the group is cut meanwhile, RuntimeError if a peer does not
+        connect.
         """
 
     def cut(self, reason: str) -> None:
-        """Make every operation of the group raise, under way or yet to come. Any thread, quick."""
+        """Make every present and later operation of the group raise. Any thread, quick."""
 
     def check(self) -> None:
-        """Raise GenerationBroken if a collective that ended well may have an incomplete result.
+        """Raise GenerationBroken if a collective may have ended with an incomplete result.
 
-        Called before results of collectives change the state permanently. If an abort lets
-        collectives end well, this waits for all that the trainer has begun on its device.
+        Called before results of collectives change the state permanently. On a device, where an
+        aborted collective ends without an error, it waits for all work that the trainer has queued.
         """
 
     def retire(self) -> None:
-        """Stop being the default group; free the rest when no operation runs in it any more.
+        """Stop being the default group, and free the group once no operation runs in it.
 
-        Operations that peers have in progress are not disturbed, unless the group was cut.
+        Peers' operations in progress are not disturbed, unless the group was cut.
         """
 
     def keep_for_ever(self) -> None:
-        """Never wait for the group, not even at exit: an operation in it does not end."""
+        """Never free the group, as an operation in it does not end, and freeing would wait."""
 
 
 class Backend(Protocol):
-    """Makes groups of one kind."""
+    """Factory of groups on one transport."""
 
     name: str
     is_watched: bool
-    """True if the session's own watch detects hangs, so the transport's limits need not."""
+    """True if the session's own watch detects hangs, and not the transport's limits."""
 
     def group(self, seat: Seat, store: Store) -> Group: ...
 
     def stalled_since_s(self, now_s: float) -> float | None:
-        """Time (`time.monotonic`) since which the device has made no progress in the trainer's
-        work. None if it advances, or if there is no device besides the host. Called by the
-        session's watch thread with the present time."""
+        """Return the time (`time.monotonic`) since which the device has made no progress in the
+        trainer's work. None if it advances, or if there is no device besides the host. Called by
+        the session's watch with the present time."""
 
     def is_failure(self, error: BaseException) -> bool:
-        """True if the error shows that a collective failed, not the user's own code."""
+        """True if the error comes from a failed collective, not from the script's own code."""
 
 
 class _NoBackend:
-    """The backend of a strategy that was given none: it makes no group."""
+    """Backend of a strategy that was given none; it makes no groups."""
 
     name = "none"
     is_watched = False
@@ -100,7 +101,7 @@ NO_BACKEND = _NoBackend()
 
 
 def refuse_default_group() -> None:
-    """Raise InvalidSpec if torch.distributed has a default group: there can be one only."""
+    """Raise InvalidSpec if torch.distributed has a default group, as there can be only one."""
     if dist.is_initialized():
         backend = dist.get_backend()
         if backend.startswith("shoal"):

@@ -1,4 +1,4 @@
-"""Operations of a process group in Python that are under way."""
+"""Operations in progress of a process group in Python."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Pending(dist.Work):
-    """An operation under way. Its future completes on the thread that asks for it."""
+    """Operation in progress. Its future completes on the thread that asks for it."""
 
     def __init__(self, tensors: Sequence[Tensor], timeout_s: float) -> None:
         super().__init__()
@@ -18,7 +18,7 @@ class Pending(dist.Work):
         self._timeout_s = timeout_s
 
     def finish(self, timeout_s: float) -> None:
-        """Return once the operation is complete. Raises DistBackendError if it never will be."""
+        """Wait until the operation is complete. Raises DistBackendError if it cannot be."""
         raise NotImplementedError
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -29,8 +29,8 @@ class Pending(dist.Work):
         return self._tensors
 
     def get_future(self) -> Any:
-        # Callbacks of a future run where it completes, and may communicate themselves. So it is
-        # complete when it is handed out: what they do then happens on their own rank's thread.
+        # Callbacks of a future run on the thread that completes it, and may communicate. So the
+        # future is complete when returned: its callbacks run on their own rank's thread.
         future: Any = torch.futures.Future()
         self.finish(self._timeout_s)
         future.set_result(self._tensors)

@@ -1,4 +1,4 @@
-"""Reductions over ranks as torch names them, computed in the order of ranks."""
+"""torch's reductions over ranks, computed in the order of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,10 +23,9 @@ _FOLDS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 def reduced(parts: Sequence[Tensor], op: Any) -> Tensor:
-    """Reduce one tensor of each rank; the result is bit-identical on any rank.
+    """Reduce one tensor of each rank; every rank would get the same bits.
 
-    Raises InvalidSpec for a reduction that this backend does not have, ValueError if shapes or
-    dtypes differ.
+    Raises InvalidSpec for an unsupported reduction, ValueError if shapes or dtypes differ.
     """
     fold = _FOLDS.get(op)
     if fold is None:

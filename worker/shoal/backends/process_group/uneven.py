@@ -1,7 +1,7 @@
 """Collectives over parts of different sizes, on every backend.
 
-Gloo refuses lists of different sizes for all-gather and all-to-all; its all-to-all of one tensor
-with split sizes takes them. Nothing is padded: a rank sends and receives its own part's bytes.
+Gloo refuses lists of different sizes for all-gather and all-to-all, but its all-to-all of one
+tensor with split sizes accepts them. Nothing is padded.
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,9 @@ from shoal_proto.errors import ShapeMismatch
 def all_gather_uneven(
     outputs: Sequence[Tensor], tensor: Tensor, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill `outputs[rank]` with each rank's tensor; every rank gives the outputs the same sizes.
+    """Fill `outputs[rank]` with each rank's tensor; the outputs' sizes are the same on all ranks.
 
-    Raises ShapeMismatch if this rank's own output has not its tensor's size.
+    Raises ShapeMismatch if this rank's own output does not have its tensor's size.
     """
     own = outputs[dist.get_rank(group)]
     if own.numel() != tensor.numel():
@@ -33,7 +33,7 @@ def all_gather_uneven(
 def all_to_all_uneven(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Fill `outputs[rank]` with what that rank has in `inputs[own rank]`."""
+    """Fill `outputs[rank]` with that rank's `inputs[own rank]`."""
     given = torch.cat([part.reshape(-1) for part in inputs])
     sizes = [part.numel() for part in outputs]
     taken = given.new_empty(sum(sizes))
@@ -52,9 +52,9 @@ def reduce_scatter_uneven(
 ) -> None:
     """Fill `output` with this rank's part of the tensor reduced over all ranks.
 
-    `sizes` are the numbers of elements of each rank's part, of the flat tensor, in order; they
-    need not divide it evenly and may be 0. Raises ShapeMismatch if they do not make up the tensor,
-    or if the output is not as large as this rank's part.
+    `sizes`: number of elements of each rank's part of the flat tensor, in order; they may differ,
+    and may be 0. Raises ShapeMismatch if they do not add up to the tensor, or if the output does
+    not have the size of this rank's part.
     """
     rank, flat = dist.get_rank(group), tensor.reshape(-1)
     if sum(sizes) != flat.numel() or output.numel() != sizes[rank]:

@@ -1,8 +1,9 @@
-"""Connections by which ranks that meet in shared memory learn of the loss of a rank.
+"""Connections that notify ranks with shared memory of the loss of a rank.
 
-Shared memory does not show that a peer has died. So each rank holds a connection to rank 0, and a
-thread waits for its end. A rank that leaves in good order says so first. A connection that ends
-without that message, or through `cut`, is a loss; rank 0 passes it on by ending all of its own.
+Shared memory does not show that a peer has died. So each rank has a connection to rank 0, and a
+thread waits for its end. A rank that leaves in order sends `LEAVING` first. A connection that ends
+without that message, also by `cut`, means a loss; rank 0 then ends all its connections, which
+notifies the others.
 """
 
 import os
@@ -16,16 +17,17 @@ LEAVING = b"L"
 
 
 class PeerSockets:
-    """Takes over the connections: of rank 0 those to all others, of another rank the one to it."""
+    """Owner of a rank's connections: rank 0 has one to each other rank, another rank one to rank
+    0."""
 
     def __init__(
         self, connections: Sequence[socket.socket], on_lost: Callable[[str], None]
     ) -> None:
-        """`on_lost` is called once, by a thread, with the reason. It is held weakly, so an owner
-        that forgets `close` leaves nothing behind."""
+        """`on_lost` is called once, by a thread, with the reason. Only a weak reference to it is
+        kept, so that the connections are closed even if the owner does not call `close`."""
         self._connections = tuple(connections)
-        # A rank that is notified ends its own connection at once, so all are notified before any is
-        # closed. Reentrant: the collector may run the finalizer in the thread that holds it.
+        # A notified rank ends its own connection at once, so all are notified before any is closed.
+        # Reentrant: garbage collection may run the finalizer in the thread that holds the lock.
         leaving = threading.RLock()
         self._finalizer = weakref.finalize(self, _leave, self._connections, leaving, os.getpid())
         for connection in self._connections:
@@ -38,7 +40,7 @@ class PeerSockets:
         ).start()
 
     def close(self) -> None:
-        """Leave in good order: this rank has met the others for the last time."""
+        """Leave in order, after this rank's last barrier."""
         self._finalizer()
 
     def cut(self) -> None:
@@ -52,7 +54,7 @@ def _watch(
     on_lost: "weakref.WeakMethod[Callable[[str], None]]",
     leaving: threading.RLock,
 ) -> None:
-    """Watch until no connection is left; then close the connections, to which others may still
+    """Watch until no connection is left; then close the sockets, to which `PeerSockets` may still
     refer."""
     _await_lost(connections, on_lost)
     with leaving:
@@ -84,13 +86,13 @@ def _await_lost(
 
 def _leave(connections: Sequence[socket.socket], leaving: threading.RLock, owner: int) -> None:
     if os.getpid() != owner:
-        return  # A process that the script has forked shares the connections, and is no rank.
+        return  # A process that the script has forked has the connections too, but is no rank.
     with leaving:
         for connection in connections:
             try:
                 connection.send(LEAVING)
             except OSError:
-                continue  # It was faster.
+                continue  # The peer has closed it already.
         _shut(connections)
 
 

@@ -1,8 +1,8 @@
-"""One piece of memory for all ranks of a group, all on one machine, and their meetings.
+"""Memory that all ranks of a group on one machine share, and barriers in it ("meetings").
 
-What a rank wrote before a meeting, all of them can read after it. A meeting is a dissemination
-barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r after it and
-waits for the rank 2^r before it, so n ranks need log2(n) rounds.
+A value that a rank wrote before a meeting can be read by all ranks after it. A meeting is a
+dissemination barrier (Hensgen, Finkel and Manber 1988): in round r a rank posts to the rank 2^r
+after it and waits for the rank 2^r before it, so n ranks need log2(n) rounds.
 """
 
 import ctypes
@@ -20,11 +20,11 @@ from shoal_proto.errors import GenerationBroken
 
 _WORD_BYTES = 8
 _STORES_IN_ORDER = platform.machine() == "x86_64"
-"""True if a processor sees the stores of another one in the order in which they were made."""
+"""True if a processor sees another processor's stores in the order in which they were made."""
 
 
 def head_bytes(world_size: int) -> int:
-    """Memory that the meetings take, rounded up to a whole page."""
+    """Bytes that meetings need, rounded up to whole pages."""
     semaphores = _num_rounds(world_size) * world_size * SEMAPHORE_BYTES
     return whole_pages(semaphores + world_size * (2 * _WORD_BYTES + NOTE_BYTES))
 
@@ -34,25 +34,25 @@ def whole_pages(num_bytes: int) -> int:
 
 
 def initialise(head: mmap.mmap, world_size: int) -> None:
-    """Once, by one rank, before any other has the memory of the meetings."""
+    """Initialise the memory of the meetings: once, by one rank, before any other rank has it."""
     for semaphore in _semaphores(head, _num_rounds(world_size) * world_size):
         semaphore.initialise()
 
 
 class SharedMemory:
-    """The shared memory as one rank sees it. For one thread at a time, but for `cut`."""
+    """One rank's view of the shared memory. For one thread at a time, except `cut`."""
 
     def __init__(
         self, head: mmap.mmap, room: memoryview, rank: int, world_size: int, limit_s: float
     ) -> None:
-        """`head`, which holds the meetings, is initialised and not shared with another use. A rank
-        waits for the others at most `limit_s`."""
+        """`head`: initialised memory for the meetings only. `room`: memory for the caller.
+        `limit_s`: time limit of each wait for other ranks."""
         self.rank, self.world_size = rank, world_size
         rounds = _num_rounds(world_size)
         self.room = room
-        """The caller's part; its contents are not interpreted here."""
+        """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
-        # Two sets: a rank may be at the next meeting already while another still reads this one.
+        # Two sets of words: a rank may be at the next meeting while another still reads this one's.
         self._words = words[:world_size], words[world_size : 2 * world_size]
         self._processors = Processors(words[2 * world_size : 3 * world_size], rank)
         all_of_them = _semaphores(head, rounds * world_size)
@@ -69,20 +69,21 @@ class SharedMemory:
 
     @property
     def num_met(self) -> int:
-        """Meetings that this rank has come to. Any thread."""
+        """Number of meetings of this rank so far. Any thread."""
         return self._num_met
 
     @property
     def num_moved(self) -> int:
-        """The same, and what else it has waited for. Any thread."""
+        """Number of meetings and of other waits so far. Any thread."""
         return self._num_met + self._num_awaited
 
     def watch(self, links: PeerSockets, left: Callable[[], None]) -> None:
-        """`left` is called once this rank has left: it has written its last."""
+        """Set the connections to peers. `left` is called once this rank has left, after its last
+        write."""
         self._links, self._left = links, left
 
     def meet(self, word: int = 0) -> Sequence[int]:
-        """Return when all ranks are here: their words, by rank, each of 64 bits at most.
+        """Wait for all ranks; return their words, by rank. `word`: at most 64 bits.
 
         Raises GenerationBroken if a rank is lost or late, or after `cut`.
         """
@@ -90,7 +91,7 @@ class SharedMemory:
         return self.await_others()
 
     def arrive(self, word: int = 0) -> None:
-        """The first part of `meet`, which waits for nobody."""
+        """Begin a meeting, without waiting: the first part of `meet`."""
         self._raise_if_over()
         self._words[self._num_met % 2][self.rank] = word
         if self._rounds:
@@ -101,10 +102,10 @@ class SharedMemory:
     def await_others(self, *, sign: int = 0) -> Sequence[int]:
         """Complete the meeting that `arrive` began.
 
-        `sign`: the word that all ranks bring, different from that of the meeting before the last.
-        Once all have arrived, a rank may go on and leave, which cuts the meeting for ranks that
-        have not woken up yet. So a rank that finds the signs of all goes on as well, if the
-        processor keeps stores in order.
+        `sign`: the word of all ranks in this meeting, different from that two meetings ago. Once
+        all have arrived, a rank may continue and leave, which cuts the meeting for ranks that have
+        not woken up yet. A rank that finds the signs of all ranks then completes the meeting too,
+        if the processor keeps stores in order.
         """
         words = self._words[self._num_met % 2]
         self._num_met += 1
@@ -115,20 +116,20 @@ class SharedMemory:
                     self._post(number)
                 self._wait(semaphores[self.rank], deadline_s)
         except GenerationBroken:
-            # With stores in order, a rank's earlier writes are visible once its sign is.
+            # Stores are in order: a rank's earlier writes are visible once its sign is.
             if not (sign and _STORES_IN_ORDER) or any(word != sign for word in words):
                 raise
         return list(words)
 
     def wake_from(self, semaphores: Sequence[Semaphore]) -> None:
-        """Register the caller's semaphores that `wait_for` awaits: `cut` ends those waits too."""
+        """Register semaphores for `wait_for`, so that `cut` ends waits for them too."""
         with self._lock:
             self._further = tuple(semaphores)
 
     def wait_for(self, semaphore: Semaphore) -> None:
-        """Return when another rank has posted it. Raises as `meet`."""
+        """Wait until another rank has posted the semaphore. Raises as `meet`."""
         self._wait(semaphore, time.monotonic() + self._limit_s)
-        # Counted as a meeting is, for the watch that checks if this rank advances.
+        # Counted, as meetings are, for the watch that checks if this rank advances.
         self._num_awaited += 1
 
     def _wait(self, semaphore: Semaphore, deadline_s: float) -> None:
@@ -154,11 +155,11 @@ class SharedMemory:
         return came
 
     def _post(self, number: int) -> None:
-        """Post, in this round, to the rank that waits for this one."""
+        """Post to the rank that waits for this rank in round `number`."""
         self._rounds[number][(self.rank + (1 << number)) % self.world_size].post()
 
     def cut(self, reason: str) -> None:
-        """End the meetings of this rank and all others: every wait raises. Any thread, quick."""
+        """Make every wait of this rank and of all others raise. Any thread, quick."""
         with self._lock:
             if self._reason:
                 return
@@ -175,8 +176,7 @@ class SharedMemory:
             raise GenerationBroken("ranks no longer share memory", seen=self._reason)
 
     def close(self) -> None:
-        """Leave in good order: this rank has met the others for the last time. May be called
-        twice."""
+        """Leave in order, after this rank's last meeting. May be called twice."""
         with self._lock:
             self._reason = self._reason or "this rank has left"
         if self._links is not None:

@@ -1,7 +1,7 @@
-"""A few integers that each rank sends to all others, again and again.
+"""Exchange of a few integers between all ranks.
 
-Over Gloo that is a collective, which takes 0.2 ms with two ranks that have a core each. Ranks of
-one machine write them into memory that they share, and meet there, which takes a tenth of that.
+Over Gloo this is a collective, which takes 0.2 ms with two ranks that have a core each. Ranks of
+one machine write into shared memory, with a barrier, which takes a tenth of that.
 """
 
 import ctypes
@@ -19,12 +19,12 @@ from shoal.torch_private.c10d import timeout_of
 
 _WORD_BYTES = ctypes.sizeof(ctypes.c_int64)
 _NUM_SETS = 2
-"""Two sets: a rank may write the next words while another still reads these."""
+"""Number of sets of words: a rank may write the next set while another still reads the last."""
 
 
 class SharedMessages:
-    """Words of one rank. All ranks call the same methods in order. For one thread, but for
-    `cut`."""
+    """Exchange as one rank sees it. All ranks call the same methods in the same order. For one
+    thread, except `cut`."""
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
         self._group: dist.ProcessGroup | None = group
@@ -32,15 +32,15 @@ class SharedMessages:
         self._rank, self._world_size = group.rank(), group.size()
         self._message: torch.Tensor | None = None
         self._alone: list[int] = []
-        """The words sent if there is no other rank."""
+        """The words sent, if there is no other rank."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
         self._room = memoryview(b"").cast("q")
         self.beside = memoryview(b"")
-        """The part of the memory that `share` was asked for beside the words."""
+        """The caller's part of the memory, as asked for in `share`."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
-        """True if `share` has not been called yet but can be; the same on all ranks."""
+        """True if `share` may be called and has not been; the same on all ranks."""
         self.is_told = False
         """True if words were sent and not received yet."""
 
@@ -55,10 +55,8 @@ class SharedMessages:
         return self._memory
 
     def share(self, beside_bytes: int = 0) -> None:
-        """Collective: send words through memory from now on if all ranks can share some, with
-        `beside_bytes` for the caller.
-
-        Raises as a collective of the group.
+        """Send words through memory from now on, if all ranks can share it. Collective; raises as
+        the group's collectives. `beside_bytes`: additional memory for the caller.
         """
         assert self._group is not None, "not closed"
         self.may_share = False
@@ -74,8 +72,8 @@ class SharedMessages:
         self.beside = memory.room[first : first + beside_bytes]
 
     def send_values(self, words: Sequence[int]) -> None:
-        """Send these words, `num_words` or fewer, to the other ranks, each of 63 bits and a sign.
-        Waits for no rank."""
+        """Send words, at most `num_words` signed integers of 64 bits, to the other ranks. Does not
+        wait."""
         self.is_told = True
         memory = self._memory
         if memory is not None:
@@ -93,9 +91,9 @@ class SharedMessages:
         self._work = dist.all_reduce(message, group=self._group, async_op=True)
 
     def receive_values(self) -> list[list[int]]:
-        """Return the words of each rank, by rank, once all have sent theirs. Raises
-        GenerationBroken or RuntimeError if a rank dies before that. If it dies after writing, every
-        rank still reads its words in memory; over Gloo only some may have received them."""
+        """Wait for the words of all ranks; return them by rank. Raises GenerationBroken or
+        RuntimeError if a rank dies before it has sent them. If it dies later, every rank still
+        reads its words in memory; over Gloo only some may have received them."""
         self.is_told = False
         memory, count = self._memory, self._num_words
         if memory is not None:
@@ -114,22 +112,22 @@ class SharedMessages:
         return heard
 
     def forget(self) -> None:
-        """Drop what was sent and not received, on all ranks alike."""
+        """Discard words that were sent and not received, on all ranks alike."""
         if self.is_told and self._memory is not None:
-            # No rank could tell the next words from these.
+            # Other ranks could not tell these words from the next ones.
             self._memory.cut("words were told and not heard")
         self.is_told = False
         self._message = self._work = None
 
     def cut(self, reason: str) -> None:
-        """Let nobody wait in memory any more: see `SharedMemory.cut`. Any thread."""
+        """Make waits in memory raise, see `SharedMemory.cut`. Any thread."""
         self._reason = reason
         memory = self._memory
         if memory is not None:
             memory.cut(reason)
 
     def close(self) -> None:
-        """End the use of the memory: this rank sends no more. May be called twice."""
+        """Leave the memory: this rank sends no more. May be called twice."""
         self._group = self._message = self._work = None
         self._room, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None
@@ -142,17 +140,17 @@ class SharedMessages:
 
 
 def _sign_of(memory: SharedMemory) -> int:
-    """The sign that all ranks bring to the next meeting, and to no other."""
+    """Return the sign of the next meeting, see `SharedMemory.await_others`."""
     return memory.num_met + 1
 
 
 def bits_of(number: float) -> int:
-    """A number as a word."""
+    """Return the bits of a float as an integer."""
     word: int = struct.unpack("<q", struct.pack("<d", number))[0]
     return word
 
 
 def number_of(word: int) -> float:
-    """The number that `bits_of` made a word of."""
+    """Return the float with these bits, the inverse of `bits_of`."""
     number: float = struct.unpack("<d", struct.pack("<q", word))[0]
     return number

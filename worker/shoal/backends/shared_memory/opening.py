@@ -1,9 +1,9 @@
-"""Set-up of memory between the ranks of a group, if all of them are on one machine.
+"""Set-up of shared memory between the ranks of a group, if all of them are on one machine.
 
-Rank 0 makes the memory and hands it to the others over a socket. It has sent the socket's name and
-key in a collective of the group. Either all ranks share the memory or none does. Memory that all of
-them kept from the generation before is used again, see `rooms`. But the memory for meetings is new
-each time, since a late `cut` of a past generation posts in the old one.
+Rank 0 creates the memory and sends its descriptors to the others over a socket, whose name and key
+it has sent in a collective of the group. Either all ranks share the memory or none does. Memory
+that all ranks kept from the previous generation is reused, see `regions`. But the memory for
+meetings is new each time, since a late `cut` of a past generation posts in the old one.
 """
 
 import hashlib
@@ -34,13 +34,13 @@ from shoal_client.bulk.transport import transport_of
 log = structlog.get_logger(__name__)
 
 OPEN_S = 2.0
-"""Time within which all ranks must have the memory, or none of them uses it."""
+"""Time within which all ranks must have the memory; otherwise none of them uses it."""
 MAX_SILENT = 256
-"""Connections that have not greeted yet; the oldest goes. A rank greets as it connects."""
+"""Limit of connections without a complete greeting, above which the oldest is closed."""
 _PLACE_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _HANDED = struct.Struct(f"=Q{ID_BYTES}s")
-"""The room's size and id, sent with two descriptors: the meetings' memory and the room."""
+"""The region's size and id, sent with two descriptors: the meetings' memory and the region."""
 _DONE, _AGREED = b"D", b"A"
 
 
@@ -56,13 +56,12 @@ class _Opened:
 def share_memory(
     group: dist.ProcessGroup, num_bytes: int, limit_s: float, kept: KeptRegions | None = None
 ) -> SharedMemory | None:
-    """Collective: share so many bytes among all ranks of the group, plus the memory for meetings.
-    None, on every rank alike, if they are not on one machine or it gives no such memory.
+    """Share memory of this size among all ranks of the group, and memory for meetings. None, on all
+    ranks alike, if they are not on one machine, or if that has no such memory. Collective.
 
-    A rank waits for the others at most `limit_s` at each meeting. `kept`: its first room is used
-    again if all ranks have it, with its old contents; it receives the memory's room at `close`.
-    Raises RuntimeError as the group's collectives do, and InvalidSpec for an unknown
-    SHOAL_TRANSPORT.
+    `limit_s`: time limit of each meeting. `kept`: its first region is reused, with its old
+    contents, if all ranks have it; at `close` it receives this memory's region. Raises RuntimeError
+    as the group's collectives do, and InvalidSpec for an unknown SHOAL_TRANSPORT.
     """
     old = kept.take() if kept is not None else None
     opened = None
@@ -114,7 +113,7 @@ def _told(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
 
 
 def _room_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
-    """The old one, which all ranks have, if it can be used again."""
+    """Return the old region, which all ranks have, if it can be reused; else a new one."""
     if old is not None and old.suits(num_bytes) and old.is_deserted():
         old.enter()
         return old
@@ -122,11 +121,12 @@ def _room_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
 
 
 class _Refused(Exception):
-    """The other end does not do as agreed."""
+    """Raised if the other end does not follow the protocol."""
 
 
 def _place() -> bytes:
-    """The same for processes that can share memory, and for no others; zeros: it shares none."""
+    """Return bytes that are equal exactly for processes that can share memory; zeros if this
+    process cannot."""
     if not available() or transport_of(None) != "auto":
         return bytes(_PLACE_BYTES)
     try:
@@ -139,7 +139,7 @@ def _place() -> bytes:
 
 
 def _named(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
-    """Return a socket with an unguessable name; zeros if the system has no such names."""
+    """Return a listening socket and its unguessable name; zeros if the system has no such names."""
     name = secrets.token_bytes(_NAME_BYTES)
     try:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
@@ -152,7 +152,7 @@ def _named(stack: ExitStack) -> tuple[socket.socket | None, bytes]:
 
 
 def _address(name: bytes) -> str:
-    # The first half only: names of sockets can be listed by anybody, the key is what remains.
+    # The first half only: any process can list socket names, so the whole name is the key.
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
@@ -184,14 +184,14 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Memor
 
 
 class _Greetings:
-    """Greetings of ranks that have the key, in order of arrival. Any other process may know the
-    name, which can be listed, but not the key: no wait depends on it."""
+    """Greetings of ranks that have the key, in order of arrival. Any process can list the socket's
+    name and connect, but without the key it cannot delay the ranks."""
 
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key = listener, key
         self._selector = selectors.DefaultSelector()
         self._heard: dict[socket.socket, bytes] = {}
-        """What each connection has sent of its greeting so far, the oldest connection first."""
+        """The part of its greeting that each connection has sent; oldest connection first."""
 
     def __enter__(self) -> Self:
         self._listener.setblocking(False)
@@ -223,7 +223,7 @@ class _Greetings:
         try:
             connection = self._listener.accept()[0]
         except BlockingIOError:
-            return  # It has gone again.
+            return  # The connection is gone already.
         connection.setblocking(False)
         if len(self._heard) >= MAX_SILENT:
             self._refuse(next(iter(self._heard)), "silent, with too many others")
@@ -231,7 +231,7 @@ class _Greetings:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
-        """Read on; whether the greeting is complete."""
+        """Read more of a greeting; return True if it is complete."""
         heard = self._heard[connection]
         try:
             piece = connection.recv(_GREETING.size - len(heard))
@@ -247,7 +247,7 @@ class _Greetings:
         return len(heard) + len(piece) == _GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
-        # A rank that is lost is missed at the deadline.
+        # If this was a rank, its loss shows at the deadline.
         log.warning("greeting_refused", reason=reason)
         self._forget(connection)
         connection.close()
@@ -260,7 +260,7 @@ class _Greetings:
 def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        # The kernel's limit: with Python's own, a full queue is an error at once.
+        # The kernel's time limit: with Python's own, a full backlog would be an error at once.
         limit = struct.pack("@ll", int(OPEN_S), int(OPEN_S % 1 * 1e6))
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         connection.connect(_address(name))
@@ -298,5 +298,5 @@ def _read(connection: socket.socket, size: int) -> bytes:
 
 
 def _left(deadline_s: float) -> float:
-    """Time left, for a socket's timeout: never 0, which would mean not to wait at all."""
+    """Return the time left for a socket's timeout: never 0, which would mean non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -2,11 +2,11 @@
 
 New memory is expensive: the kernel clears each page when it is first touched, and every process
 maps it. That takes 22 ms of processor time for 38 MB, while all members wait. Members that train on
-after a loss share memory already.
+after a loss already share memory.
 
 A process of an old generation may have been stopped in the middle of writing, and continue later.
 So a process that may write holds a lock, which the kernel releases when the process ends. Memory is
-used again only if no other process holds one.
+reused only if no other process holds a lock.
 """
 
 import fcntl
@@ -21,25 +21,26 @@ NO_ROOM = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
-"""The least part of a room that has to be of use, or else a smaller one takes its place."""
+"""Minimum share of a region that has to be needed; otherwise a smaller one is made."""
 
 
 class MemoryRegion:
-    """One piece of memory as one process has it. Open once it is made or received."""
+    """One process' mapping of a piece of shared memory, with its lock."""
 
     def __init__(self, descriptor: int, room_id: bytes, num_bytes: int) -> None:
-        """Map the memory of the descriptor, which stays the caller's. Raises OSError."""
+        """Map the memory of the descriptor, which the caller still owns. Raises OSError."""
         self.room_id = room_id
         # Opened anew: a lock belongs to the file description, and each process needs its own.
         self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._own)
-        # mmap keeps a duplicate of it: not of the received one, whose lock is the sender's.
+        # mmap keeps a duplicate of the descriptor: of `_own`, as the lock of the received one is
+        # the sender's.
         self.mapped = mmap.mmap(self._own, num_bytes)
         self.enter()
 
     @classmethod
     def made(cls, num_bytes: int) -> "MemoryRegion":
-        """Make a new room. Raises OSError if the system gives no memory."""
+        """Make a new region. Raises OSError if the system gives no memory."""
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, num_bytes)
@@ -57,7 +58,7 @@ class MemoryRegion:
         return len(self.mapped)
 
     def suits(self, num_bytes: int) -> bool:
-        """True if the room has so many bytes and is not much too large."""
+        """True if the region has at least `num_bytes` and is not much too large."""
         return _WORTH_KEEPING * self.num_bytes <= num_bytes <= self.num_bytes
 
     def enter(self) -> None:
@@ -65,7 +66,7 @@ class MemoryRegion:
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
 
     def leave(self) -> None:
-        """Release the lock: this process does not write any more, unless it enters again."""
+        """Release the lock: this process does not write until it enters again."""
         self._lock(fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
 
     def is_deserted(self) -> bool:
@@ -74,7 +75,8 @@ class MemoryRegion:
         return found == fcntl.F_UNLCK
 
     def close(self) -> None:
-        """The memory is freed once nothing refers to it. May be called twice."""
+        """Close the descriptor; the memory is freed once nothing refers to it. May be called
+        twice."""
         self._finalizer()
 
     def _lock(self, command: int, kind: int) -> bytes:
@@ -82,22 +84,22 @@ class MemoryRegion:
 
 
 class KeptRegions:
-    """Rooms of one member between two generations."""
+    """Regions of one member, kept between two generations."""
 
     def __init__(self) -> None:
         self._rooms: list[MemoryRegion] = []
 
     def take(self) -> MemoryRegion | None:
-        """The one that was kept first, which the caller has from now on; None: there is none."""
+        """Remove and return the region that was kept first; None if there is none."""
         return self._rooms.pop(0) if self._rooms else None
 
     def keep(self, room: MemoryRegion) -> None:
-        """Release the room in this process; the next generation may write to it."""
+        """Keep a region for the next generation, and release this process' lock on it."""
         room.leave()
         self._rooms.append(room)
 
     def clear(self) -> None:
-        """Close the rooms that are left: none of them is of use any more."""
+        """Close all regions, which are not needed any more."""
         rooms, self._rooms = self._rooms, []
         for room in rooms:
             room.close()

@@ -1,13 +1,13 @@
-"""Semaphores in memory that processes of one machine share: those of the C library.
+"""Semaphores of the C library, in memory that processes of one machine share.
 
 Writes before a post are visible to reads after the wait, on any processor. A process that waits for
 long takes no processor time and does not hold the interpreter.
 
-Ranks that depend on each other wait for some 0.1 ms at a time. A rank that sleeps for that is often
-woken on the processor of the rank that woke it, and both share it while another is idle. A step of
-a pipeline of two took 9.2 ms so, on two processors, and 5.2 ms if both spin for a moment before
-they sleep, with less processor time in all. With more ranks than processors, spinning would only
-delay the others.
+Ranks that depend on each other wait for about 0.1 ms at a time. A rank that sleeps meanwhile is
+often woken on the processor of the rank that woke it, and both share it while another is idle. A
+step of a two-stage pipeline took 9.2 ms on two processors, and 5.2 ms if both ranks spin for a
+moment before they sleep, with less processor time in all. With more ranks than processors, spinning
+would only delay the others.
 """
 
 import ctypes
@@ -28,12 +28,12 @@ class _Timespec(ctypes.Structure):
 
 
 def available() -> bool:
-    """True if the C library has waits until a time of the monotonic clock: glibc 2.30 or newer."""
+    """True if the C library can wait by the monotonic clock: glibc 2.30 or newer."""
     return hasattr(_libc, "sem_clockwait")
 
 
 class Semaphore:
-    """The one at this address. It stays in place for as long as anybody uses it."""
+    """Semaphore at an address, whose memory must exist as long as the semaphore is used."""
 
     def __init__(self, address: int) -> None:
         self._address = ctypes.c_void_p(address)
@@ -44,12 +44,12 @@ class Semaphore:
             raise OSError(ctypes.get_errno(), "sem_init failed")
 
     def post(self) -> None:
-        """Let one wait through, now or later. Any thread."""
+        """Post: end one wait, now or later. Any thread."""
         if _libc.sem_post(self._address):
             raise OSError(ctypes.get_errno(), "sem_post failed")
 
     def wait(self, deadline_s: float) -> bool:
-        """Wait; True if it was posted before this time of `time.monotonic()`."""
+        """Wait until `deadline_s` of `time.monotonic()`; return True if it was posted."""
         until_ns = int(deadline_s * _NANOSECONDS)
         limit = _Timespec(until_ns // _NANOSECONDS, until_ns % _NANOSECONDS)
         while _libc.sem_clockwait(self._address, time.CLOCK_MONOTONIC, ctypes.byref(limit)):
@@ -61,8 +61,8 @@ class Semaphore:
         return True
 
     def comes_soon(self, deadline_s: float) -> bool:
-        """Wait for a moment only, without sleeping; True if it was posted. To be called ahead of
-        `wait` if there is a processor for each rank."""
+        """Wait for a moment, without sleeping; return True if it was posted. Called before `wait`
+        if there is a processor for each rank."""
         soon_s = min(time.monotonic() + _LOOKS_S, deadline_s)
         while _libc.sem_trywait(self._address):
             if time.monotonic() > soon_s:

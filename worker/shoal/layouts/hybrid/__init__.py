@@ -1,1 +1,1 @@
-"""Stages, copies and splits at once, over a mesh of ranks."""
+"""Layouts that combine pipeline, data and tensor parallelism over a mesh of ranks."""

@@ -1,4 +1,4 @@
-"""Stages, copies and splits at once: a mesh of ranks, pipeline x data x tensor."""
+"""Layout over a mesh of ranks, pipeline x data x tensor: stages, copies and splits."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +26,7 @@ from shoal.model.tied_tensors import persistent_buffers
 from shoal.torch_private.dtensor import forget_groups
 
 BUCKET_BYTES = 25 * 1024 * 1024
-"""Gradients are averaged in messages of about this size."""
+"""Approximate size of the messages in which gradients are averaged."""
 AXES = ("pipeline", "data", "tensor")
 
 
@@ -36,16 +36,16 @@ class HybridPlan:
 
     mesh: MeshShape
     cut: tuple[Outline, Sequence[int]] | None
-    """An outline and the stage of each segment; None if there is one stage."""
+    """The model's outline and the stage of each segment; None if there is one stage."""
     tensor: TensorPlan
     """Plan of the whole model, for `mesh.tensor` ranks."""
     schedule: ScheduleSpec
 
 
 class HybridLayout(Layout):
-    """Layout of a rank's stage, split over its tensor group, one copy of several.
+    """Layout of one stage on a rank: split over its tensor group, with copies on other ranks.
 
-    With one stage the model is called as any other; with more, `forward_backward` runs them.
+    With one stage the script calls the model; with more, `forward_backward` runs the stages.
     """
 
     def __init__(self, model: nn.Module, world: World, plan: HybridPlan) -> None:
@@ -127,7 +127,7 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Average over the copies of this stage and split only."""
+        """Average over the ranks that have the same stage and the same split."""
         self.world.exchanges.completes()
         self._inner.reduce()
         if self.plan.mesh.data > 1:
@@ -135,14 +135,15 @@ class HybridLayout(Layout):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Complete what no pass has, and keep the copies in a tensor group the same."""
+        """Complete gradients that no pass has completed, and keep the copies in a tensor group
+        equal."""
         self._gradients.finish(self._complete)
         if self.plan.mesh.tensor > 1:
             align(list(self.parameters.values()), self._ranks)
 
     @torch.no_grad()
     def stepped(self) -> None:
-        """Give all copies the first one's buffers, such as running means of its samples."""
+        """Broadcast the first copy's buffers, such as running means of its samples."""
         buffers = list(persistent_buffers(self.plain).values())
         if buffers and self.plan.mesh.data > 1:
             broadcast_packed(buffers, self._groups["data"])
@@ -169,7 +170,7 @@ class HybridLayout(Layout):
 
 
 class _OneStage(Layout):
-    """The whole model, perhaps split."""
+    """Layout of the whole model on each rank, split or not."""
 
     non_finite_check: NonFiniteCheck
 
@@ -200,7 +201,7 @@ class _OneStage(Layout):
 def _splitter(
     mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup
 ) -> Callable[[nn.Module], None]:
-    """Splits what a stage has of the model as the plan for the whole model says."""
+    """Return a function that splits a stage by the whole model's plan."""
 
     def split(stage: nn.Module) -> None:
         parallelise(stage, mesh, plan_of_stage(stage, plan), ranks)
@@ -209,9 +210,9 @@ def _splitter(
 
 
 def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
-    """The part of the whole model's plan that is about what this stage has of the model."""
+    """Return the entries of the whole model's plan that concern this stage's modules."""
     own = dict(stage.named_modules())
-    # Another stage may hold the parameters of a module that is called here without them.
+    # A module may be called here although its parameters are on another stage.
     kept = [
         entry
         for entry in plan.entries
@@ -222,7 +223,7 @@ def plan_of_stage(stage: nn.Module, plan: TensorPlan) -> TensorPlan:
 
 
 def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make each gradient its mean over the group; None only where no rank has one."""
+    """Average each gradient over the group. It stays None only if no rank has one."""
     for bucket in buckets([p for p in parameters if p.requires_grad]):
         locals_ = [_local_gradient(parameter) for parameter in bucket]
         has_one = torch.tensor([parameter.grad is not None for parameter in bucket])
@@ -240,10 +241,10 @@ def average(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> Non
 
 
 def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
-    """Give all ranks of a tensor group the first one's gradients of what is not split.
+    """Broadcast the gradients of unsplit parameters from the first rank of a tensor group.
 
-    They differ at most by kernels that add in no fixed order, or by machines of two kinds; that is
-    enough for copies to drift apart over many steps.
+    The ranks' gradients differ only by kernels that add in no fixed order, or by different
+    hardware, but that is enough for copies to drift apart over many steps.
     """
     whole = [p for p in parameters if p.grad is not None and not isinstance(p, DTensor)]
     for bucket in buckets(whole):
@@ -251,7 +252,7 @@ def align(parameters: Sequence[nn.Parameter], ranks: TensorGroup) -> None:
 
 
 def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Parameters of one dtype in their order, as many as go into one message."""
+    """Group parameters of one dtype, in order, into messages of up to `BUCKET_BYTES`."""
     by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_dtype.setdefault(parameter.dtype, []).append(parameter)
@@ -269,7 +270,7 @@ def buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of the gradient, to be written; zeros if there is none."""
+    """Return this rank's part of the gradient, writable; zeros if there is none."""
     if parameter.grad is None:
         return torch.zeros_like(local_part(parameter))
     return local_part(parameter.grad)

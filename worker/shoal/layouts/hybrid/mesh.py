@@ -1,4 +1,4 @@
-"""Shape of the mesh: into how many stages, copies and splits ranks are arranged."""
+"""Shape of the mesh of ranks: the numbers of stages, copies and splits."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class MeshShape:
-    """Sizes of a mesh of ranks. Ranks count up along `tensor` first, along `pipeline` last."""
+    """Sizes of a mesh of ranks. Ranks are numbered along `tensor` first, along `pipeline` last."""
 
     pipeline: int
     """Stages that the layers are cut into."""
@@ -27,7 +27,7 @@ class MeshShape:
         return self.pipeline, self.data, self.tensor
 
     def place(self, rank: int) -> tuple[int, int, int]:
-        """(stage, copy, split): where in the mesh a rank is."""
+        """Return the coordinates of a rank in the mesh: (stage, copy, split)."""
         along, tensor = divmod(rank, self.tensor)
         return *divmod(along, self.data), tensor
 
@@ -37,13 +37,13 @@ class MeshShape:
 
 @dataclass(frozen=True, kw_only=True)
 class FixedSizes:
-    """Sizes that the user fixed; None is left open."""
+    """Sizes that the user fixed; None leaves a size to be chosen."""
 
     pipeline: int | None = None
     data: int | None = None
     tensor: int | None = None
     max_rank_bytes: int | None = None
-    """The most that one rank may hold of parameters, gradients and optimizer state."""
+    """Limit of what one rank holds of parameters, gradients and optimizer state together."""
 
     def __post_init__(self) -> None:
         sizes = ("pipeline", "data", "tensor", "max_rank_bytes")
@@ -73,23 +73,24 @@ class ModelFacts:
     state_bytes: int
     """Size of parameters, gradients and optimizer state together."""
     pipeline_sizes: frozenset[int]
-    """Numbers of stages that it can be cut into."""
+    """Numbers of stages that the model can be cut into."""
     tensor_sizes: frozenset[int]
-    """Numbers of ranks that its layers can be split over."""
+    """Numbers of ranks that the model's layers can be split over."""
 
 
 def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape:
-    """The mesh that so many ranks are arranged in.
+    """Choose the mesh for a world size.
 
-    Of the meshes that use every rank, keep to what is fixed and suit the model:
+    Candidates use every rank, have the fixed sizes and suit the model. Of these:
 
-    1. with `max_rank_bytes`: those under which a rank holds no more, and of them the one with
-       most copies (fewest bytes moved in a step); if there is none, the one with least to hold;
-    2. without it: the most even one (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
-    3. of equals: more copies, then more stages, which move less than layers that are split.
+    1. with `max_rank_bytes`: a mesh within that limit, with the most copies (the fewest bytes sent
+       per step); if no mesh is within the limit, the mesh that exceeds it least;
+    2. without it: the most even mesh (4 ranks: two stages and two copies; 8 ranks: 2 x 2 x 2);
+    3. among equals: more copies, then more stages, as stages send less than split layers.
 
-    A size that the user fixed is taken even if it does not suit. With nothing fixed there is a mesh
-    for every world size, all copies if need be. Raises InvalidSpec if what is fixed does not fit.
+    A size that the user fixed is used even if it does not suit the model. If nothing is fixed,
+    every world size has a mesh: at worst, copies only. Raises InvalidSpec if the fixed sizes do not
+    fit the world size.
     """
     if world_size % fixed.product or (fixed.is_complete and world_size != fixed.product):
         raise _does_not_divide(world_size, fixed)
@@ -100,7 +101,7 @@ def mesh_for(world_size: int, facts: ModelFacts, fixed: FixedSizes) -> MeshShape
             seen=f"stages {sorted(facts.pipeline_sizes)} and tensor splits"
             f" {sorted(facts.tensor_sizes)} that suit the model",
             expected=f"pipeline x data x tensor = {world_size}",
-            fix="Leave data open: it takes what the others do not.",
+            fix="Leave data open: it is chosen to use all ranks.",
         )
     return min(meshes, key=lambda mesh: _preference(mesh, facts, fixed.max_rank_bytes))
 
@@ -128,7 +129,7 @@ def _suits(mesh: MeshShape, facts: ModelFacts, fixed: FixedSizes) -> bool:
 
 
 def _preference(mesh: MeshShape, facts: ModelFacts, max_rank_bytes: int | None) -> tuple[int, ...]:
-    """The smaller the better."""
+    """Return a sort key: the smallest is preferred."""
     evenness = sorted(mesh.sizes, reverse=True)
     if max_rank_bytes is None:
         return (*evenness, -mesh.data, -mesh.pipeline)

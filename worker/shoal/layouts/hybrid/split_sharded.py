@@ -1,7 +1,7 @@
-"""Two dimensions: layers are split over a few ranks, and what each has of them is cut by rows.
+"""FSDP and tensor parallelism: layers are split over a few ranks, and each part is cut by rows.
 
-Ranks next to each other are a tensor group: they work on the same samples, each with its part of
-every split layer. Ranks with the same place in their groups are the rows: they gather that part
+Consecutive ranks are a tensor group: they work on the same samples, each with its part of every
+split layer. Ranks with the same index in their tensor groups shard one part by rows: they gather it
 from each other, a group of layers at a time, and reduce its gradients.
 """
 
@@ -34,7 +34,7 @@ from shoal.torch_private.fsdp import mesh_of_rows
 
 
 class SplitShardedLayout(ShardedLayout):
-    """Layout in which a rank holds some rows of its part of every parameter.
+    """Layout in which a rank holds some rows of its part of each parameter.
 
     A parameter that is not split has the same rows on all ranks of a tensor group.
     """
@@ -80,7 +80,7 @@ class SplitShardedLayout(ShardedLayout):
         super()._shard(model, options)
 
     def _chunk_of(self, parameter: nn.Parameter) -> Chunk:
-        """The rows of its part that this rank has, with the parameter not yet cut by rows."""
+        """Return the chunk that this rank will hold of a parameter not yet cut by rows."""
         offsets, sizes = [0] * parameter.ndim, list(parameter.shape)
         if isinstance(parameter, DTensor):
             (placement,) = parameter.placements
@@ -99,9 +99,9 @@ class SplitShardedLayout(ShardedLayout):
         return super().counts(name)
 
     def lost_together(self, hosts: Sequence[str]) -> Sequence[str]:
-        """The hosts where there are several, else the tensor groups: their ranks work on the same
-        samples, and all leave with a gradient that is not finite. So what is not split is copied
-        too, although each of them has it."""
+        """Return the hosts if there are several, else the tensor groups: all ranks of a tensor
+        group work on the same samples, and leave together if a gradient is not finite. So unsplit
+        parameters are copied to another group too, although each rank of a group has them."""
         if len(set(hosts)) > 1:
             return hosts
         return [str(rank // self.plan.degree) for rank in range(self.world.world_size)]
@@ -124,18 +124,15 @@ class SplitShardedLayout(ShardedLayout):
 
     @torch.no_grad()
     def _complete(self) -> None:
-        """Sum up the gradients of which each rank has those of its positions."""
+        """Sum, over a tensor group, the gradients that each rank has for its positions only."""
         self.world.exchanges.completes()
         if self.plan.degree > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Give all ranks of a tensor group the first one's gradients of what is not split.
-        Raises as the base.
-
-        They differ at most by kernels that add in no fixed order, or by machines of two kinds; that
-        is enough for copies to drift apart over many steps.
+        """Reduce as the base, then broadcast the gradients of unsplit parameters from the first
+        rank of each tensor group: see `align` in `hybrid/layout.py`. Raises as the base.
         """
         super().reduce()
         self.non_finite_check.found(
@@ -153,7 +150,7 @@ class SplitShardedLayout(ShardedLayout):
             self._ranks.broadcast([local_part(p.grad) for p in bucket if p.grad is not None])
 
     def check(self) -> None:
-        """Check by `NonFiniteCheck`: what is not finite may concern one tensor group alone."""
+        """Check by `NonFiniteCheck`: a fault may be visible in one tensor group only."""
         self.non_finite_check.check(self._parameters, self.step)
 
     @property
@@ -173,7 +170,7 @@ class SplitShardedLayout(ShardedLayout):
 
 
 def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts: int) -> None:
-    """Go on with one of so many parts along a dimension, as torch.chunk cuts them."""
+    """Narrow to one of `num_parts` parts along a dimension, cut as by torch.chunk."""
     chunk = -(-sizes[dim] // num_parts)
     start = min(sizes[dim], part * chunk)
     offsets[dim] += start
@@ -181,5 +178,5 @@ def _narrow(offsets: list[int], sizes: list[int], dim: int, part: int, num_parts
 
 
 def tensor_degree(world_size: int, tensor: int) -> int:
-    """Number of ranks that split a layer: the largest one up to `tensor` that divides all."""
+    """Number of ranks that split a layer: the largest divisor of `world_size` up to `tensor`."""
     return next(n for n in range(min(tensor, world_size), 0, -1) if world_size % n == 0)

@@ -1,1 +1,1 @@
-"""A model by stages: cutting it, and running micro-batches through."""
+"""Pipeline layout: the cut of a model into stages, and their run with micro-batches."""

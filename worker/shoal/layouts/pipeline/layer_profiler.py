@@ -16,13 +16,13 @@ from shoal.layouts.pipeline.stages import Stage
 from shoal.torch_private.tensors import pytree
 
 REPEATS = 5
-"""The fastest of so many passes counts: whatever else the machine does only adds."""
+"""Number of passes, of which the fastest counts: other load on the machine only adds time."""
 
 
 class LayerProfiler:
-    """Times of segments on this example; those of an outline are measured once.
+    """Times of segments on an example input; each outline is measured once.
 
-    The ranks must cut alike, so the first one's figures hold for all.
+    All ranks must cut the model alike, so they use the first rank's figures.
     """
 
     def __init__(self, example: Any) -> None:
@@ -30,7 +30,7 @@ class LayerProfiler:
         self._known: dict[frozenset[str], list[int]] = {}
 
     def costs(self, model: nn.Module, outline: Outline, world: World) -> list[int]:
-        """Nanoseconds of a forward and a backward pass through each segment. Collective."""
+        """Return the nanoseconds of a forward and a backward pass of each segment. Collective."""
         if world.rank == 0:
             costs = self._known.get(outline.opened) or measured(
                 model, outline, self._example, world.device
@@ -46,8 +46,8 @@ class LayerProfiler:
 
 
 def measured(model: nn.Module, outline: Outline, example: Any, device: torch.device) -> list[int]:
-    """Nanoseconds for each segment. One at a time has memory for its parameters, and small random
-    numbers in them; the model itself, on meta, is not changed."""
+    """Measure the nanoseconds of each segment. Only the segment that is being measured has memory,
+    with small random parameters; the model itself, on meta, is not changed."""
     order = range(len(outline.segments))
     activations: list[Tensor] = []
     costs = []

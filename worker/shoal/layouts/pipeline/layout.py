@@ -1,4 +1,4 @@
-"""A model by stages: each rank holds some layers, micro-batches pass through them all."""
+"""Pipeline layout: each rank holds a stage of the model, and micro-batches pass through all."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,20 +25,21 @@ from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
 
 MAX_SHAPES = 8
-"""Schedules are kept for so many shapes of batches; each keeps room for what it receives."""
+"""Number of batch shapes for which schedules are kept; each schedule has receive buffers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSpec:
-    """Schedule by which batches go through the stages."""
+    """Schedule of the micro-batches of a pass."""
 
     schedule: str = "1f1b"
     microbatches: int = 4
-    """A batch is cut into so many parts, or into the next smaller number that divides it."""
+    """Number of parts of a batch; if it does not divide the batch, the next smaller one that
+    does."""
 
 
 class PipelineLayout(Layout):
-    """The stage of this rank, in a pipeline over all ranks or over those of `group`."""
+    """Layout of this rank's stage, in a pipeline over all ranks or over those of `group`."""
 
     elementwise = False
     shares_loss = True
@@ -54,8 +55,8 @@ class PipelineLayout(Layout):
         group: dist.ProcessGroup | None = None,
         prepare: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """`cut` is an outline of the model and the stage of each of its segments. `prepare` may
-        lay the parameters of the stage, still on meta, over further ranks."""
+        """`cut`: an outline of the model and the stage of each of its segments. `prepare` may
+        split the stage's parameters, still on meta, over further ranks."""
         self.world = world
         self._near = Neighbours(world.group if group is None else group, world.device)
         connect_neighbours(self._near.group, world.group, world.device)
@@ -110,7 +111,7 @@ class PipelineLayout(Layout):
     def forward_backward(
         self, inputs: Any, targets: Any, loss_function: LossFunction, weight: float
     ) -> Tensor:
-        """See the base. The loss is that of the last stage, on all ranks of the pipeline."""
+        """See the base. Returns the last stage's loss on all ranks of the pipeline."""
         completes = self.completes and not self.faults_are_own
         with self._gradients.of_pass(self._complete, completes=completes):
             return self._pass(inputs, targets, loss_function, weight)
@@ -128,7 +129,7 @@ class PipelineLayout(Layout):
             runner = self._runner_for(step_inputs)
             loss = runner.forward_backward(step_inputs, self._way_of(runner))
         except BaseException:
-            # The schedule still has records of the pass in progress.
+            # The schedule still holds the state of the failed pass.
             self._forget_runners()
             if self._room is not None:
                 self._room.memory.cut("a pass has failed")
@@ -138,7 +139,7 @@ class PipelineLayout(Layout):
         return loss
 
     def _told(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
-        """Return the last stage's loss, which it sends to all. Then all have made the pass."""
+        """Broadcast the last stage's loss; after it, all ranks have completed the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
             self._share(runner)
@@ -149,8 +150,8 @@ class PipelineLayout(Layout):
         return torch.tensor(number_of(words.receive_values()[-1][0]), dtype=torch.float64)
 
     def _share(self, runner: PipelineRunner) -> None:
-        """Collective: let ranks of one machine tell and send each other in memory that they share,
-        from here on."""
+        """Switch to shared memory for losses and messages, if all ranks are on one machine.
+        Collective."""
         num_bytes = room_bytes(self._sent_bytes(runner))
         self._words.share(num_bytes)
         memory = self._words.memory
@@ -158,13 +159,13 @@ class PipelineLayout(Layout):
             self._room = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
-        """Collective: what each rank sends forward in a pass."""
+        """Exchange the number of bytes that each rank sends forward in a pass. Collective."""
         self._words.send_values([runner.sent_bytes])
         return [row[0] for row in self._words.receive_values()]
 
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
-        for the first pass of a runner since there is shared memory."""
+        in a runner's first pass after shared memory was set up."""
         if self._room is None:
             return self._near.p2p
         if runner.p2p is None:
@@ -191,18 +192,18 @@ class PipelineLayout(Layout):
             runner = PipelineRunner(
                 self.stage, self._near, self._schedule.schedule, step_inputs, count
             )
-        # The one used longest ago goes first, on every rank the same.
+        # Least recently used first, in the same order on every rank.
         self._runners[key] = runner
         if len(self._runners) > MAX_SHAPES:
             del self._runners[next(iter(self._runners))]
         return runner
 
     def _tell(self, refusal: InvalidSpec) -> None:
-        """The other stages wait for this one, and have found nothing."""
+        """Send a refusal to the other stages, which wait for this one and do not know of it."""
         self.world.exchanges.report_refusal(refusal)
 
     def _tied(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that this stage trains and other stages use as well."""
+        """Return the parameters that this stage trains and other stages use too."""
         shared = (name for name, stages in self.stage.holders.items() if len(stages) > 1)
         held = {n: self._parameters[n] for n in shared if n in self._parameters}
         return {name: each for name, each in held.items() if each.requires_grad}
@@ -221,8 +222,8 @@ class PipelineLayout(Layout):
         return self._has_passed
 
     def release(self) -> None:
-        # Modules, schedules and this layout refer to one another in circles: what holds the group
-        # drops it, or that would live on until Python looks for those.
+        # Modules, schedules and this layout form reference cycles. Drop every reference to the
+        # group explicitly: otherwise it would live until Python's next collection of cycles.
         self._forget_runners()
         self._words.close()
         self._room = None
@@ -241,7 +242,7 @@ class PipelineLayout(Layout):
 
     @torch.no_grad()
     def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's outputs, on every rank of the pipeline. Collective: all call it alike."""
+        """Compute the model's outputs on every rank of the pipeline. Collective."""
         near, stage = self._near, self.stage
         inputs = stage.bind(args, kwargs)
         given = near.receive(source=stage.index - 1, values=True) if stage.index else []
@@ -277,10 +278,10 @@ def _needs_forward_backward() -> InvalidSpec:
 
 
 def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours) -> None:
-    """Make the gradient the sum over these stages, of which this is one; None if all have none."""
+    """Sum the gradient over these stages, this one included; it stays None if none has one."""
     own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     local = own.to_local() if isinstance(own, DTensor) else own
-    # One more element says whether there is a gradient at all.
+    # The last element is a flag: this stage has a gradient.
     packed = torch.zeros(local.numel() + 1, dtype=local.dtype, device=local.device)
     packed[:-1].copy_(local.reshape(-1))
     packed[-1] = parameter.grad is not None
@@ -289,7 +290,7 @@ def _sum_among(parameter: nn.Parameter, stages: Sequence[int], near: Neighbours)
     near.p2p.exchange(
         [(packed, stage) for stage, _ in others], [(part, stage) for stage, part in others]
     )
-    # In the order of the stages, so that the sums are the same to the last bit.
+    # In the order of the stages, so that all ranks get the same bits.
     total = torch.stack(list(parts.values())).sum(dim=0)
     if not total[-1]:
         parameter.grad = None

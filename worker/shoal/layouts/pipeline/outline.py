@@ -1,13 +1,13 @@
-"""A model's forward pass as a chain of layers, cut so that each stage runs its part of it.
+"""A model's forward pass as a chain of layers, cut into stages.
 
 The forward pass is traced with torch.fx down to the layers and no further: inside a layer the
 user's own code runs, with the shapes, modes and randomness of the moment. No example input is
-needed, and what was traced once serves every world size.
+needed, and one trace serves every world size.
 
-Three kinds of values stand in a trace. *Inputs* are known to every stage, which all take the same
-samples. What follows from inputs, parameters and shapes alone is *repeatable*: each stage computes
-what it needs of it. All else is computed by one stage and sent on, through stages that only pass it
-on if need be.
+A trace has three kinds of values. *Inputs* are known to every stage, as all stages get the same
+samples. Values that follow from inputs, parameters and shapes alone are *repeatable*: each stage
+computes those that it needs. Every other value is computed by one stage and sent on from stage to
+stage up to its last user.
 """
 
 import operator
@@ -31,18 +31,18 @@ _IN_PLACE = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSegment:
-    """Segment that no cut divides: one layer with parameters, and what is computed after it."""
+    """Smallest part of a stage: one layer with parameters, and the operations up to the next."""
 
     name: str
     """The layer's name in the model; a second call has its number appended."""
     num_bytes: int
-    """Size of the parameters used in it."""
+    """Size of the parameters that the segment uses."""
 
 
 class Outline:
     """The forward pass of a model in training and in evaluation, in the same segments.
 
-    `opened` are the modules that the trace goes into. Raises InvalidSpec if it cannot be traced.
+    `opened`: modules that are traced into. Raises InvalidSpec if the model cannot be traced.
     """
 
     def __init__(self, model: nn.Module, opened: Collection[str] = ()) -> None:
@@ -64,17 +64,17 @@ class Outline:
     def graph(self, training: bool, stage_of: Sequence[int], stage: int) -> fx.Graph:
         """Build the graph of one stage; `stage_of` gives the stage of each segment.
 
-        Takes the model's inputs and then the values from the stage before; returns a tuple of the
-        values for the next stage, or what the model returns.
+        The graph takes the model's inputs, then the values from the previous stage. It returns a
+        tuple of the values for the next stage; the last one returns the model's outputs.
         """
         return self._flows[training].cut(stage_of, stage)
 
     def function(self, training: bool, stage_of: Sequence[int], stage: int) -> Callable[..., Any]:
-        """The graph as a function of the module whose parts it names, and of its inputs; the same
-        one each time, so that what was compiled of it is found again.
+        """Return the graph as a function of the module and its inputs; the same object each time,
+        so that torch.compile finds its compiled code again.
 
-        Parts are looked up as it runs, so it finds what has been replaced meanwhile. An interpreter
-        does the same and takes ten times as long for each layer.
+        The function looks up the module's parts as it runs, so parts may be replaced. fx's
+        interpreter does the same, but takes ten times as long for each layer.
         """
         key = training, tuple(stage_of), stage
         if key not in self._functions:
@@ -109,13 +109,13 @@ class Flow:
                     self.names.append(name)
                     current = len(self.names) - 1
                 elif name in places:
-                    # Evaluation may leave layers out; it never goes back.
+                    # Evaluation may skip layers; segments stay in order.
                     current = max(current, places[name])
             if not repeatable:
                 self._segment[node] = current
 
     def uses(self) -> list[set[str]]:
-        """Modules and tensors that each segment needs, by name."""
+        """Return the names of the modules and tensors that each segment needs."""
         found: list[set[str]] = [set() for _ in self.names]
         repeated: list[set[fx.Node]] = [set() for _ in self.names]
         for node in self._graph.nodes:
@@ -125,7 +125,7 @@ class Flow:
                 segment = len(found) - 1
             else:
                 continue
-            # What is repeatable is looked at once for each segment that needs it.
+            # Repeatable nodes count for each segment that needs them.
             needed = [node]
             while needed:
                 each = needed.pop()
@@ -163,19 +163,19 @@ class Flow:
 
 
 def uses_of(graph: fx.Graph) -> set[str]:
-    """Modules that a graph calls and tensors it reads, by name."""
+    """Return the names of the modules that a graph calls and of the tensors that it reads."""
     return {str(node.target) for node in graph.nodes if node.op in ("call_module", "get_attr")}
 
 
 def _crossing(
     at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
 ) -> list[fx.Node]:
-    """Values from before a stage that it or a later one uses, in the order of the trace."""
+    """List the values computed before a stage that it or a later stage uses, in trace order."""
     return [node for node, place in at.items() if place < stage <= last_use.get(node, -1)]
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:
-    """Copy a node with all that it depends on, however long the chain is."""
+    """Copy a node with all its dependencies; without recursion, as chains may be long."""
     needed = [node]
     while needed:
         each = needed[-1]
@@ -209,7 +209,7 @@ def _has_parameters(model: nn.Module, name: str) -> bool:
 
 
 def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
-    """Bytes of the parameters that each segment uses."""
+    """Return the bytes of the parameters that each segment uses."""
     used_by: dict[str, list[int]] = {}
     for index, names in enumerate(uses):
         for name in names:
@@ -223,12 +223,12 @@ def _num_bytes(model: nn.Module, uses: Sequence[Collection[str]]) -> list[int]:
 
 
 def is_used(tensor: str, uses: Collection[str]) -> bool:
-    """True if the tensor of that name is among `uses`, or in a module that is."""
+    """True if the tensor of that name, or a module that contains it, is among `uses`."""
     return any(path in uses for path in paths_of(tensor))
 
 
 def paths_of(name: str) -> Iterator[str]:
-    """Paths along a name: for a.b.weight they are a, a.b and a.b.weight."""
+    """List the paths along a name: for a.b.weight these are a, a.b and a.b.weight."""
     parts = name.split(".")
     return (".".join(parts[: end + 1]) for end in range(len(parts)))
 

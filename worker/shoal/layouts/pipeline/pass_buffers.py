@@ -1,9 +1,9 @@
-"""Buffers that a pass changes, if a stage runs the pass once for each micro-batch.
+"""Buffers that a forward pass changes, if a stage runs it once for each micro-batch.
 
-One process changes them once. So each micro-batch begins with the values from before the pass. If
-all micro-batches leave the same values, as power iterations of the weights do (spectral norm),
-these equal those of one process. If the values depend on the samples, or on their number, no order
-of micro-batches equals one process.
+One process changes such buffers once per pass. So each micro-batch begins with the values from
+before the pass. If all micro-batches leave the same values, as power iterations of weights do
+(spectral norm), these equal those of one process. If the values depend on the samples, or on their
+number, no order of micro-batches equals one process, and the pass is refused.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class PassBuffers:
     """Buffers of one stage, except statistics over batches: see docs/strategies.md for those."""
 
     def __init__(self, model: nn.Module, refuse: Callable[[InvalidSpec], None]) -> None:
-        """`refuse`: notifies all ranks of the error that this one is about to raise."""
+        """`refuse`: notifies all ranks of the error that this rank is about to raise."""
         self._refuse = refuse
         places = [
             (f"{path}.{name}" if path else name, buffer_table(part), name)
@@ -46,19 +46,21 @@ class PassBuffers:
         self._copies: list[Tensor] = []
         """The value of each buffer when the pass began."""
         self._writes: list[int] = [-1] * len(places)
-        """Number of writes to each buffer when `begin` last noted it."""
+        """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
-        """The same for buffers whose writes torch counts, for a quick check."""
+        """Number of writes to each of `_counted`, the buffers whose writes torch counts: a quick
+        check."""
         self._changing: set[int] = set()
         """Indices of buffers that passes are known to change, even if no write was counted."""
         self._left: dict[str, _Values] = {}
         """Values after each operation of the first micro-batch of the pass."""
         self._at: str | None = None
-        """The operation whose values the buffers have now; None: those of the pass' beginning."""
+        """The operation after which the buffers had their present values; None: those from before
+        the pass."""
 
     def begin(self) -> None:
-        """Note the values of the buffers when a pass begins."""
+        """Save the values of the buffers when a pass begins."""
         self._left, self._at = {}, None
         if not self._keys:
             return
@@ -78,8 +80,8 @@ class PassBuffers:
 
     @contextmanager
     def of_micro_batch(self, pass_kind: str) -> Iterator[None]:
-        """Surround a forward or backward of one micro-batch. Raises InvalidSpec if it leaves other
-        values in buffers than the first one."""
+        """Surround a forward or backward of one micro-batch. Raises InvalidSpec if it leaves
+        buffers with other values than the first micro-batch did."""
         if not self._keys:
             yield
             return
@@ -88,7 +90,7 @@ class PassBuffers:
         left, first = self._changed(), self._left.get(pass_kind)
         if first is None:
             passed = self._left.get(FORWARD)
-            # If no layer is computed again, there is nothing to restore.
+            # A backward without recomputation leaves the forward's values: nothing to restore.
             first = left if passed is None or self._differing(passed, left) else passed
             self._left[pass_kind] = first
         else:
@@ -96,9 +98,9 @@ class PassBuffers:
         self._at = FORWARD if first is self._left[FORWARD] else pass_kind
 
     def probe(self, of_one: Callable[[], _T], of_two: Callable[[], object]) -> _T:
-        """Find the buffers that a pass changes, by a pass over one micro-batch, and return that
-        pass' result. Raises InvalidSpec if a pass over two micro-batches leaves other values.
-        Changes are not undone."""
+        """Find the buffers that a pass over one micro-batch changes; return the pass' result.
+        Raises InvalidSpec if a pass over two micro-batches at once leaves other values. Changes are
+        not undone."""
         self.begin()
         returned = of_one()
         left = self._changed(closely=True)
@@ -119,8 +121,8 @@ class PassBuffers:
         return returned
 
     def _go_to(self, pass_kind: str | None) -> None:
-        """Restore the values that the first micro-batch had after this operation, or those from
-        before the pass."""
+        """Restore the values that the first micro-batch left after this operation; None: those
+        from before the pass."""
         if self._at != pass_kind:
             self._put({} if pass_kind is None else self._left[pass_kind])
             self._at = pass_kind
@@ -129,8 +131,8 @@ class PassBuffers:
         return list(map(dict.get, self._tables, self._keys))
 
     def _are_as_begun(self, present: list[Tensor | None]) -> bool:
-        """True if buffers were not written since the pass began, nor may have been unseen: a quick
-        check, as most stages have only masks and the like."""
+        """True if no buffer was written since the pass began, and none is known to change without
+        a count. Quick, as most stages have only constant buffers such as masks."""
         return (
             not self._changing
             and all(map(is_, present, self._buffers))
@@ -159,7 +161,7 @@ class PassBuffers:
 
     @torch.no_grad()
     def _put(self, values: _Values) -> None:
-        """Let them hold this, and all others what they held when the pass began."""
+        """Write these values into their buffers, and those from before the pass into all others."""
         present = self._present()
         if not values and self._are_as_begun(present):
             return
@@ -181,7 +183,7 @@ class PassBuffers:
 
     def _compare(self, first: _Values, second: _Values, by: str) -> None:
         if differing := self._differing(first, second):
-            refusal = _refusal(self._named(differing), f"one value left behind by {by}")
+            refusal = _refusal(self._named(differing), f"one value left by {by}")
             self._refuse(refusal)
             raise refusal
 
@@ -201,7 +203,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 def _refusal(names: str, seen: str) -> InvalidSpec:
     return InvalidSpec(
-        f"a forward pass computes buffers from its samples, which a pipeline takes in"
+        f"a forward pass computes buffers from its samples, but a pipeline passes these in"
         f" micro-batches: {names}",
         seen=seen,
         expected="buffers that do not depend on which samples a pass has, or how many: then they"

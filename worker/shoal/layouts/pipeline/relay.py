@@ -1,6 +1,6 @@
-"""Tensors from rank to rank with their shapes: a description in JSON, then the tensors.
+"""Tensors sent from rank to rank with their shapes: a description in JSON, then the tensors.
 
-Nothing is unpickled, and what is described is bounded.
+Nothing is unpickled, and the size of a description is bounded.
 """
 
 import json
@@ -29,21 +29,21 @@ class Neighbours:
         self.p2p = AbortableP2P(group, device)
 
     def release(self) -> None:
-        """Let go of the group; nothing is sent any more."""
+        """Drop the references to the group; nothing can be sent afterwards."""
         self.p2p.close()
         del self.group, self.p2p.group
 
     def send(self, tensors: Sequence[Tensor], *, to: int, values: bool) -> None:
-        """Describe the tensors to the rank `to`; send what is in them too if `values`."""
+        """Send descriptions of the tensors to rank `to`, and their contents too if `values`."""
         described = [[name_of(t.dtype), list(t.shape), t.requires_grad] for t in tensors]
         length, text = _text(described, self.device)
         contents = [tensor.detach().contiguous() for tensor in tensors] if values else []
-        # One by one, as they are received: which of them are to come is in those before.
+        # One message after the other: each tells the receiver which one follows.
         for each in (length, text, *contents):
             self.p2p.exchange([(each, to)])
 
     def receive(self, *, source: int, values: bool) -> list[Tensor]:
-        """Tensors like those that rank `source` sends: zeros unless with `values`."""
+        """Receive what rank `source` sends; tensors of zeros in the same shapes unless `values`."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
         text = _room(length, source)
@@ -59,7 +59,7 @@ class Neighbours:
     def broadcast(self, outputs: Any, *, source: int) -> Any:
         """Send a value of rank `source` to all ranks: tensors in tuples, lists and dicts, numbers.
 
-        Raises InvalidSpec there for anything else.
+        Raises InvalidSpec on rank `source` for anything else.
         """
         leaves: list[Any] = []
         if self.rank == source:

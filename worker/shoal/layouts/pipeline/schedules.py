@@ -1,4 +1,4 @@
-"""Micro-batches through the stages of a pipeline, by torch's own schedules."""
+"""Runners of micro-batches through the stages of a pipeline, by torch's own schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -38,14 +38,14 @@ class StepInputs:
 
     @cached_property
     def num_samples(self) -> int:
-        """Raises InvalidSpec if there is no tensor with samples in the inputs."""
+        """Number of samples. Raises InvalidSpec if the inputs have no tensor with samples."""
         for leaf in pytree.tree_leaves(dict(self.inputs)):
             if isinstance(leaf, Tensor) and leaf.ndim:
                 return leaf.shape[0]
         raise InvalidSpec("the inputs hold no samples", expected="a tensor of samples among them")
 
     def samples(self, tree: Any, start: int, stop: int) -> Any:
-        """The part of inputs or targets that belongs to these samples."""
+        """Return the part of inputs or targets that belongs to these samples."""
         num_samples = self.num_samples
 
         def part(leaf: Any) -> Any:
@@ -55,22 +55,21 @@ class StepInputs:
         return part(tree) if isinstance(tree, Tensor) else pytree.tree_map(part, tree)
 
     def key(self) -> str:
-        """The same for all that can go through one schedule."""
+        """Return a key of the inputs' structure and shapes: one schedule serves all equal keys."""
         leaves, spec = pytree.tree_flatten(dict(self.inputs))
         kinds = [(str(x.dtype), tuple(x.shape)) if isinstance(x, Tensor) else x for x in leaves]
         return f"{spec} {kinds}"
 
 
 def num_microbatches(num_samples: int, at_most: int) -> int:
-    """Number of parts of equal size for the samples: the largest divisor up to `at_most`."""
+    """Number of equal parts of the samples: the largest divisor up to `at_most`."""
     return max(count for count in range(1, at_most + 1) if num_samples % count == 0)
 
 
 class PipelineRunner:
-    """Runner of one schedule, for batches of one shape. All ranks of the pipeline make it together.
+    """Runner of one schedule, for batches of one shape. Its construction is collective.
 
-    1F1B needs a micro-batch for each stage; a batch that is cut into fewer goes by GPipe, which
-    computes the same.
+    1F1B needs at least as many micro-batches as stages; with fewer, GPipe computes the same.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class PipelineRunner:
         self.sent_bytes = bytes_of(sent, count) if on_host else MAX_BYTES
         """Bytes sent to the next stage in a pass through shared memory."""
         self.p2p: AbortableP2P | StageLanes | None = None
-        """The transport of messages, once agreed on."""
+        """The transport of messages, once the ranks have agreed on it."""
         kind = SCHEDULES[name] if count >= stage.num_stages else ScheduleGPipe
         torch_stage = _PlacedStage(
             _Part(self),
@@ -99,16 +98,16 @@ class PipelineRunner:
         )
         torch_stage.runner, torch_stage.p2p = self, near.p2p
         self._torch_stage: Any = torch_stage
-        # The loss is scaled instead: gradients that are there already must stay as they are.
+        # The loss is scaled instead: gradients of earlier passes must not be scaled again.
         self._schedule = pipelining.schedule(
             kind, torch_stage, count, loss_fn=_as_it_is, scale_grads=False
         )
 
     def forward_backward(self, step_inputs: StepInputs, way: AbortableP2P | StageLanes) -> Tensor:
-        """Add this stage's gradients; returns the mean loss, on the last stage only (else 0).
-        Messages go that way.
+        """Add this stage's gradients; returns the mean loss on the last stage, 0 on the others.
+        `way`: the transport of messages.
 
-        An error of the user's code, or of the group, comes as it was raised.
+        Errors of the user's code or of the group are raised unwrapped.
         """
         self._step_inputs = step_inputs
         self._torch_stage.p2p = way
@@ -133,7 +132,7 @@ class PipelineRunner:
         return torch.stack([loss.double() for loss in self._losses]).mean()
 
     def release(self) -> None:
-        """Let go of the group."""
+        """Drop the references to the group."""
         self._torch_stage.group = self._torch_stage.p2p = self.p2p = None
 
     @property
@@ -174,9 +173,10 @@ class PipelineRunner:
         return loss * (step_inputs.weight / self._count)
 
     def _probe(self) -> tuple[list[Tensor], Sequence[Tensor]]:
-        """Tensors of the shapes that come in and go out, found by one pass over zeros.
+        """Return tensors of the shapes that the stage receives and sends, found by one forward
+        pass; stages after the first compute with zeros.
 
-        Side effects of a forward pass (statistics in buffers, random numbers drawn) are undone.
+        Side effects of the pass (statistics in buffers, random numbers drawn) are undone.
         """
         stage, near = self._stage, self._near
         given: list[Tensor] = []
@@ -199,9 +199,9 @@ class PipelineRunner:
 
 
 class _PlacedStage(pipelining.UncheckedStage):
-    """Computes each backward pass at the place of its samples: by then the forward passes of others
-    have begun, and activation checkpointing draws again what its own drew.
-    Messages can be aborted."""
+    """Stage of torch's pipelining with abortable messages, and with the randomness of its own
+    samples in each backward: forwards of later micro-batches have begun by then, but activation
+    checkpointing must draw the same numbers again as in its own forward."""
 
     runner: PipelineRunner
     p2p: AbortableP2P | StageLanes
@@ -219,7 +219,7 @@ class _PlacedStage(pipelining.UncheckedStage):
         return self._abortable(super().get_bwd_send_ops(*args, **kwargs))
 
     def _abortable(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        # NCCL takes a batch as one, which torch gives to groups of its own only.
+        # NCCL runs a batch of operations as one, but torch batches only for its own groups.
         if not self.p2p.takes_batches:
             for op in ops:
                 op.group = cast("dist.ProcessGroup", self.p2p)
@@ -232,9 +232,9 @@ class _PlacedStage(pipelining.UncheckedStage):
 
 
 class _Part(nn.Module):
-    """The stage as torch's schedule calls it: with activations, and the rows of a micro-batch.
+    """Stage module for torch's schedule: called with activations and a micro-batch's row numbers.
 
-    The last stage returns its loss: so the model's outputs can be of any make.
+    The last stage returns its loss, so that the model's outputs may have any type.
     """
 
     def __init__(self, runner: PipelineRunner) -> None:
@@ -270,7 +270,7 @@ def _undone(model: nn.Module, device: torch.device) -> Iterator[None]:
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
         yield
-    # Where a layer has put another tensor, as `self.count = self.count + 1` does.
+    # A layer may have replaced a buffer, as `self.count = self.count + 1` does.
     for table, kept in tables:
         table.update(kept)
     with torch.no_grad():

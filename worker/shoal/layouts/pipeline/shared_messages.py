@@ -1,9 +1,9 @@
-"""Messages between the stages of a pipeline in a pass, through memory that they share.
+"""Messages between the stages of a pipeline in a pass, through shared memory.
 
-Over Gloo a message goes through the kernel, and through a thread more at each end. Here a stage
-copies it to where its neighbour reads it, and posts. The memory holds all messages of a pass, and
-after each pass all ranks meet: so no stage waits for room, and a message is overwritten only when
-it has been read.
+Over Gloo a message goes through the kernel, and through a further thread at each end. Here a stage
+copies it into memory that its neighbour reads, and posts a semaphore. The memory has room for all
+messages of a pass, and a barrier follows each pass: so no stage waits for room, and a message is
+overwritten only after it was read.
 """
 
 import ctypes
@@ -19,30 +19,30 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 from shoal_proto.errors import InternalError
 
 MAX_BYTES = 64 * 1024**2
-"""Messages of a pass that need more, all of them together, go over Gloo."""
+"""Limit for all messages of a pass together; above it they go over Gloo."""
 _ALIGNMENT_BYTES = 64
 _HEAD_BYTES = _ALIGNMENT_BYTES
-"""Before each message: how many bytes it has."""
+"""Size of the header of each message, which holds its number of bytes."""
 _WORD_BYTES = 8
 
 
 def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
-    """The room for so many micro-batches of these tensors."""
+    """Bytes needed for `count` micro-batches of these tensors."""
     return count * sum(_HEAD_BYTES + _aligned(tensor.nbytes) for tensor in tensors)
 
 
 def room_bytes(sent_bytes: Sequence[int]) -> int:
-    """Memory needed for a pass in which stages send so much forward, each to the next one;
-    0: more than `MAX_BYTES`."""
+    """Bytes needed for a pass in which each stage sends `sent_bytes` to the next, and as much
+    back; 0 if more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
     return _head_bytes(len(sent_bytes)) + lanes if lanes <= MAX_BYTES else 0
 
 
 class SharedLanes:
-    """Shared memory as one rank uses it. All ranks of the pipeline make one of the same memory."""
+    """One rank's view of the shared memory, from which it makes lanes."""
 
     def __init__(self, memory: SharedMemory, room: memoryview) -> None:
-        """Collective. `room`: the part of the memory that is for this."""
+        """Collective. `room`: the part of the memory to use."""
         self.memory = memory
         self._bytes = torch.frombuffer(room, dtype=torch.uint8)
         self._words = room.cast("q")
@@ -50,7 +50,7 @@ class SharedLanes:
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
-        """Two for each rank: a message of the stage before it has arrived, and one of the next."""
+        """Two for each rank: posted for a message from the previous stage, and from the next."""
         if memory.rank == 0:
             for semaphore in self._semaphores:
                 semaphore.initialise()
@@ -59,8 +59,8 @@ class SharedLanes:
         memory.meet()
 
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
-        """Make lanes for passes in which the stages send so much forward; None, on all ranks alike,
-        if there is too little room."""
+        """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all ranks
+        alike, if the memory is too small."""
         needed = room_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
@@ -70,7 +70,7 @@ class SharedLanes:
         )
         sends, receives = {}, {}
         for stage in (rank - 1, rank):
-            # Between this stage and the next one: what goes forward, then what comes back.
+            # Between this stage and the next one: the forward lane, then the backward lane.
             if not 0 <= stage < memory.world_size - 1:
                 continue
             middle = starts[stage] + sent_bytes[stage]
@@ -104,7 +104,7 @@ class _Lane:
         self.begin()
 
     def begin(self) -> None:
-        """A pass begins; whatever was sent in the last one has been received."""
+        """Begin a pass; all messages of the last one have been received."""
         self._next = self._start
         self._num_known = self._num_there = 0
 
@@ -115,13 +115,13 @@ class _Lane:
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
-        """The next message, which is to be awaited."""
+        """Return the next message, to be awaited."""
         at, place = self._take(tensor)
         self._num_known += 1
         return _Awaited(self, (at, place), self._num_known, tensor)
 
     def fill(self, number: int, at: int, place: Tensor, tensor: Tensor) -> None:
-        """Fill the tensor with the message of this number, once it is there."""
+        """Wait for the message of this number, and copy it into the tensor."""
         while self._num_there < number:
             self._room.memory.wait_for(self._semaphore)
             self._num_there += 1
@@ -135,7 +135,7 @@ class _Lane:
         tensor.detach().copy_(place)
 
     def _take(self, like: Tensor) -> tuple[int, Tensor]:
-        """Advance to the next message; return the place of its head, and its content."""
+        """Advance to the next message; return the offset of its header, and its content."""
         at = self._next
         self._next = at + _HEAD_BYTES + _aligned(like.nbytes)
         if self._next > self._stop:
@@ -152,7 +152,7 @@ class _Lane:
 
 
 class _Awaited:
-    """A message that is on its way to this rank."""
+    """A message to this rank that has not been received yet."""
 
     def __init__(self, lane: _Lane, where: tuple[int, Tensor], number: int, tensor: Tensor) -> None:
         self._lane, self._where, self._number, self._tensor = lane, where, number, tensor
@@ -162,30 +162,30 @@ class _Awaited:
 
 
 class _Sent:
-    """A message that its receiver finds, however late it comes."""
+    """A message that was sent: it stays in memory until its receiver reads it."""
 
     def wait(self) -> None:
-        """Return at once: the message is there already."""
+        """Return at once: the message is in memory already."""
 
 
 _SENT = _Sent()
 
 
 class StageLanes:
-    """The messages of one rank in the passes of one schedule. It can replace the group in which
-    torch's pipelining sends and receives, as `AbortableP2P` does."""
+    """Lanes of one rank for the passes of one schedule. As `AbortableP2P`, it stands in for the
+    process group in which torch's pipelining sends and receives."""
 
     group_name = "shared memory"
     """Identifies a destination in torch's pipelining (since 2.14)."""
     takes_batches = False
-    """No message waits for another."""
+    """Batches are not needed: no message waits for another."""
 
     def __init__(self, sends: dict[int, _Lane], receives: dict[int, _Lane]) -> None:
         """`sends`, `receives`: lanes by the rank that messages go to, or come from."""
         self._sends, self._receives = sends, receives
 
     def begin(self) -> None:
-        """A pass begins, on all ranks, which have met since the last one."""
+        """Begin a pass, after a barrier of all ranks."""
         for lane in (*self._sends.values(), *self._receives.values()):
             lane.begin()
 
@@ -195,7 +195,7 @@ class StageLanes:
         return _SENT
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> P2PMessage:
-        """See `AbortableP2P.recv`. Raises GenerationBroken, where it is awaited, if a rank is lost
+        """See `AbortableP2P.recv`. Awaiting the message raises GenerationBroken if a rank is lost
         or late."""
         return self._receives[source].receive(tensors[0])
 

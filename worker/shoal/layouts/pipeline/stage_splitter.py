@@ -1,7 +1,7 @@
-"""Cut a model into stages that cost nearly the same.
+"""Cut of a model into stages that cost nearly the same.
 
-Every rank cuts by itself and all must cut alike, so each choice here is a function of the model,
-the number of stages and the costs alone.
+Every rank cuts by itself, and all must cut alike: so each choice depends only on the model, the
+number of stages and the costs.
 """
 
 from bisect import bisect_right
@@ -14,10 +14,10 @@ from shoal_proto.errors import InvalidSpec
 
 
 def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
-    """The stage of each layer, such that the costliest stage is as cheap as can be.
+    """Return the stage of each layer, with the costliest stage as cheap as possible.
 
-    Stages are runs of neighbours, none is empty. Costs are whole numbers of at least 0, there are
-    no fewer of them than stages. Where there is a choice the earlier stages are the fuller ones.
+    A stage is a run of consecutive layers; none is empty. Costs are non-negative integers, at least
+    one for each stage. Among equal solutions, earlier stages get more.
     """
     low, high = max(costs), sum(costs)
     while low < high:
@@ -47,10 +47,10 @@ def _num_runs(costs: Sequence[int], at_most: int) -> int:
 
 
 class StageSplitter:
-    """Cuts a model into any number of stages; keeps the traces, which serve all generations.
+    """Splitter of a model into any number of stages; keeps the traces for all generations.
 
-    `split_at` names the layers before which it may be cut; None: before any. A model with fewer
-    layers than stages is opened further: its largest layers are cut up in turn.
+    `split_at` names the layers before which the model may be cut; None: before any layer. If there
+    are fewer layers than stages, the largest layers are traced into, one after the other.
     """
 
     def __init__(self, split_at: Sequence[str] | None = None) -> None:
@@ -59,7 +59,7 @@ class StageSplitter:
         self._closed: set[str] = set()
 
     def outline(self, model: nn.Module, num_stages: int) -> Outline:
-        """The coarsest outline that has so many stages. Raises InvalidSpec if there is none."""
+        """Return the coarsest outline with parts for all stages. Raises InvalidSpec if none has."""
         if not self._outlines:
             self._outlines.append(Outline(model, _opened_first(model, self._split_at or ())))
         for outline in self._outlines:
@@ -77,7 +77,7 @@ class StageSplitter:
     def stage_of(
         self, outline: Outline, num_stages: int, costs: Sequence[int] | None = None
     ) -> list[int]:
-        """The stage of each segment; `costs` are those of the segments, None: their bytes."""
+        """Return the stage of each segment. `costs`: by segment; None: their bytes."""
         costs = [segment.num_bytes for segment in outline.segments] if costs is None else costs
         starts = self._starts(outline)
         runs = [0] * len(starts)
@@ -89,7 +89,7 @@ class StageSplitter:
         return [stage_of_part[part] for part in part_of]
 
     def _starts(self, outline: Outline) -> list[int]:
-        """The segments that a stage may begin with."""
+        """Return the indices of the segments that a stage may begin with."""
         names = [segment.name for segment in outline.segments]
         if self._split_at is None:
             return list(range(len(names)))
@@ -109,7 +109,8 @@ class StageSplitter:
         return len(self._starts(outline))
 
     def _opened_once_more(self, model: nn.Module, outline: Outline) -> Outline | None:
-        """The same with the largest layer that can be opened opened."""
+        """Return an outline that also traces into the largest layer possible; None if there is no
+        such layer."""
         names = {segment.name.partition("@")[0]: segment for segment in outline.segments}
         by_size = sorted(names.items(), key=lambda item: -item[1].num_bytes)
         for name, _ in by_size:
@@ -138,7 +139,8 @@ class StageSplitter:
 
 
 def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
-    """Containers, what holds a list of layers, and what holds a layer named in `split_at`."""
+    """Names of modules to trace into from the start: containers, modules with a ModuleList, and
+    modules that contain a layer named in `split_at`."""
     opened: set[str] = set()
     for name, part in model.named_modules():
         parent = name.rpartition(".")[0]
@@ -152,7 +154,7 @@ def _opened_first(model: nn.Module, split_at: Collection[str]) -> set[str]:
 
 
 def _has_layers(part: nn.Module) -> bool:
-    """True if the user wrote its forward pass, over layers with parameters of their own."""
+    """True if the module's forward is the user's, and its children have parameters."""
     if type(part).__module__.startswith("torch.nn"):
         return isinstance(part, nn.Sequential)
     return any(next(child.parameters(), None) is not None for child in part.children())

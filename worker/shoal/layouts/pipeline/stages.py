@@ -1,4 +1,4 @@
-"""Stage of a model that one rank of a pipeline holds and runs."""
+"""The stage of a model that one rank of a pipeline holds and runs."""
 
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,16 +24,16 @@ from shoal_proto.errors import InvalidSpec
 
 
 class Stage:
-    """Stage of a model: the user's module without the other stages' parts, and how to run it."""
+    """A stage: the user's module without the other stages' parts, and functions that run it."""
 
     pass_buffers: PassBuffers
-    """Buffers of the module once it has its memory."""
+    """Set once the module has its memory."""
 
     def __init__(self, model: nn.Module, outline: Outline, stage_of: Sequence[int], index: int):
-        """Takes the model as its own and drops from it what this stage does not need.
+        """Take ownership of the model, and delete what this stage does not need from it.
 
-        What no stage uses stays with the first. Raises InvalidSpec for a buffer that modules of two
-        stages keep, be it one module that both call: each would go its own way.
+        The first stage keeps what no stage uses. Raises InvalidSpec for a persistent buffer that
+        two stages hold, in two modules or in one that both call: its copies would diverge.
         """
         self.index, self.num_stages = index, stage_of[-1] + 1
         self.model = model
@@ -41,7 +41,7 @@ class Stage:
         self._functions = {mode: outline.function(mode, stage_of, index) for mode in modes}
         self._called = {mode: _called(outline.graph(mode, stage_of, index)) for mode in modes}
         self._runs: dict[tuple[bool, Any], Callable[..., Any]] = {}
-        """Functions to call, by mode and by the compiled call of the user's model."""
+        """Functions to call, by (is training, compiled call of the user's model)."""
         self._inputs = outline.parameters
         self._signature = inspect.signature(model.forward)
         uses = [
@@ -59,7 +59,7 @@ class Stage:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Parameters of this stage as they are now, by their names in the user's model."""
+        """Present parameters of this stage, by their names in the user's model."""
         return {
             self.names[name]: parameter
             for name, parameter in self.model.named_parameters(remove_duplicate=False)
@@ -79,15 +79,16 @@ class Stage:
         return self._runs[key](self.model, *inputs.values(), *activations)
 
     def _function(self, mode: bool) -> Callable[..., Any]:
-        """Compiled as the user has compiled the model."""
+        """Return the stage's function, compiled as the user has compiled the model."""
         _compile_called(self.model, self._called[mode])
         function = self._functions[mode]
         return compiled_alike(self.model, function) if compiled_call(self.model) else function
 
     def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's inputs by name, as `run` takes them, of what it is called with.
+        """Bind the arguments of a call of the model to names, as `run` takes them.
 
-        Raises InvalidSpec for a value other than the default, where the trace stands on that.
+        Raises InvalidSpec for an input that the trace has fixed to its default, if given another
+        value.
         """
         bound = self._signature.bind(*args, **kwargs).arguments
         given = {}
@@ -108,8 +109,8 @@ def _called(graph: fx.Graph) -> set[str]:
 
 
 def _compile_called(model: nn.Module, names: Collection[str]) -> None:
-    """Compile what is called of parts that the user has compiled and that are gone into, never
-    called as a whole."""
+    """Compile the called modules inside a module that the user has compiled: the trace goes into
+    that module, so it is never called as a whole."""
     for name in names:
         called = model.get_submodule(name)
         above = [model.get_submodule(path) for path in paths_of(name)][:-1]
@@ -119,7 +120,7 @@ def _compile_called(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Parameters and buffers under every name that they have."""
+    """List parameters and buffers, tied ones under each of their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -163,7 +164,7 @@ def _refuse_shared_buffers(model: nn.Module, uses: Sequence[Collection[str]]) ->
             if name not in canonical or buffer in transient_buffers(part):
                 continue
             first, stages = keepers.setdefault(canonical[name], (name, set()))
-            # Of what a layer contains, that layer is what is called.
+            # The stage calls this module, or a layer that contains it.
             stages.update(_stages_of(path, uses))
             if len(stages) > 1:
                 raise _kept_by_several(first, name)

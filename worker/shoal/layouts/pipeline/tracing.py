@@ -1,4 +1,4 @@
-"""Traces the forward pass of a model with torch.fx, down to the layers that it calls."""
+"""Trace of a model's forward pass by torch.fx, down to the layers that it calls."""
 
 import dis
 import inspect
@@ -21,15 +21,15 @@ _tracing = threading.Lock()
 _OF_THE_TRACER = re.compile(
     r"_(tensor_constant|torchbind_obj|opaque_obj|script_object|\w+_constant_)"
 )
-"""So begin the attributes that it gives the model for what the graph has of no input."""
-# They take sizes, not tensors, so that torch would not ask a proxy among them.
+"""Prefixes of the attributes that fx's tracer adds to the model, for constants of the graph."""
+# They take sizes, not tensors, so torch does not dispatch to a proxy among their arguments.
 _CREATORS = ("arange", "empty", "full", "ones", "zeros")
 
 
 def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph:
-    """The forward pass as it goes in training, or in evaluation; `opened` modules are gone into.
+    """Trace the forward pass of training or of evaluation, into the `opened` modules.
 
-    Raises InvalidSpec if it depends on values or shapes, or assigns attributes of modules.
+    Raises InvalidSpec if the pass depends on values or shapes, or assigns attributes of modules.
     """
     tracer = _Tracer(opened)
     with _tracing, _creators_traced(), _mode(model, training), uncompiled(model):
@@ -39,7 +39,7 @@ def trace(model: nn.Module, opened: Collection[str], training: bool) -> fx.Graph
         except InvalidSpec:
             raise
         except Exception as error:
-            # Of any class: a user's forward was given symbols.
+            # Any class: the user's code has computed with proxies.
             raise InvalidSpec(
                 f"the forward pass of {type(model).__name__} cannot be cut into stages",
                 seen=f"{type(error).__name__}: {error}",
@@ -93,7 +93,7 @@ class _Tracer(fx.Tracer):
         return lambda: root_fn(self.root, *args, **given), []
 
     def to_bool(self, obj: fx.Proxy) -> bool:
-        # The asserting code, Proxy.__bool__, this one.
+        # Frames: this method, Proxy.__bool__, the asserting code.
         frame = sys._getframe(2)
         if _is_assertion(frame.f_code, frame.f_lasti):
             return True
@@ -101,16 +101,17 @@ class _Tracer(fx.Tracer):
 
 
 def _is_assertion(code: Any, offset: int) -> bool:
-    """True if the truth of a value at this place only decides if an assertion fails."""
+    """True if the truth value taken at this offset only decides if an assertion fails."""
     after = [step.opname for step in dis.get_instructions(code) if step.offset >= offset][:3]
     return "LOAD_ASSERTION_ERROR" in after
 
 
 def signature(model: nn.Module) -> dict[str, Any]:
-    """The inputs of a model by name, with the value of those that it is traced with.
+    """Return the model's inputs by name, each with the value that the trace fixes it to, or
+    `inspect.Parameter.empty`.
 
-    An input that has a default is fixed to it, but for the first: `if mask is not None` can only
-    be followed one way.
+    Every input but the first is fixed to its default, if it has one: a trace follows only one
+    branch of `if mask is not None`.
     """
     found: dict[str, Any] = {}
     for parameter in inspect.signature(model.forward).parameters.values():
@@ -128,9 +129,9 @@ def _positional(model: nn.Module) -> list[str]:
 
 @contextmanager
 def _creators_traced() -> Iterator[None]:
-    """Let torch.zeros(size of an input) stand in the trace too."""
-    # `with torch.device(...)` knows these functions by identity, from its first use in the process
-    # on. That must not be while others stand in their places: it would never see the real ones.
+    """Record calls such as torch.zeros(size of an input) in the trace."""
+    # `with torch.device(...)` collects these functions, by identity, at its first use in the
+    # process. Force that use now: later it would collect the replacements made below.
     with torch.device("cpu"):
         torch.empty(0)
     originals = {name: getattr(torch, name) for name in _CREATORS}
@@ -140,7 +141,7 @@ def _creators_traced() -> Iterator[None]:
             proxies = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, fx.Proxy)]
             if not proxies:
                 return original(*args, **kwargs)
-            # Its own tracer, which may be that of another thread.
+            # The proxy's own tracer: another thread may be tracing too.
             return proxies[0].tracer.create_proxy("call_function", original, args, kwargs)
 
         return create
@@ -156,8 +157,8 @@ def _creators_traced() -> Iterator[None]:
 
 @contextmanager
 def _left_alone(model: nn.Module) -> Iterator[None]:
-    """Undo assignments of a forward pass to attributes of modules, which would outlast the trace.
-    Raises InvalidSpec if there were any, as no pass of a stage would make them.
+    """Undo assignments of the traced forward pass to attributes of modules. Raises InvalidSpec if
+    there were any: passes of a stage would not repeat them.
     """
     tables = ("_parameters", "_buffers", "_modules")
     before = [

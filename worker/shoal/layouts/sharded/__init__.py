@@ -1,1 +1,1 @@
-"""Parameters cut over the ranks by rows, on torch's fully_shard."""
+"""Layout of parameters sharded over the ranks by rows, on torch's fully_shard."""

@@ -1,4 +1,4 @@
-"""All-gathers of fully_shard: in shared memory or as torch has them, and never for ever."""
+"""All-gathers of fully_shard, abortable: in shared memory, or else torch's own."""
 
 import math
 from typing import Any
@@ -14,21 +14,21 @@ from shoal.torch_private.fsdp import DefaultAllGather
 
 
 class SharedMemoryAllGather(DefaultAllGather):
-    """Gathers in the slots, if there are any with room, and else as torch does."""
+    """All-gather in the shared slots; as torch's own if there are none, or they are too small."""
 
     def __init__(self, slots: SharedSlots | None, number: int = 0) -> None:
-        """`number`: of the group of parameters, among those of the model."""
+        """`number`: index of the group of parameters in the model."""
         self._slots, self._number = slots, number
         self.order: LayerOrder | NotedOrder | None = None
         """Order check for ranks that gather over Gloo or on a device."""
 
     def release(self) -> None:
-        """Hold the slots no longer: modules keep this in circles, and with it the memory, until
-        Python looks for those. What is gathered from here on goes as torch has it."""
+        """Drop the slots; later gathers are torch's own. Modules refer to this object in reference
+        cycles, which would keep the memory until Python's next collection of cycles."""
         self._slots = self.order = None
 
     def finish(self) -> None:
-        """Forward passes end here. Raises, over Gloo, where another rank goes on with them."""
+        """End the forward passes. Over Gloo, raises if another rank's forward passes go on."""
         if self.order is not None:
             self.order.check(PASSES_END)
 
@@ -47,11 +47,11 @@ class SharedMemoryAllGather(DefaultAllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        # `input_tensor` is this rank's place in `output_tensor`.
+        # `input_tensor` is this rank's part of `output_tensor`.
         slots = self._slots
         gathering = slots.gather(output_tensor, self._number) if slots is not None else None
         if gathering is not None:
-            # torch waits for it before it copies from the output, asked to or not.
+            # Whatever `async_op`: torch waits for the work before it copies from the output.
             return gathering
         if self.order is not None:
             self.order.check(to_gather(self._number))

@@ -1,10 +1,10 @@
 """Times at which a group of several modules gathers and reduces in backward.
 
-torch's fully_shard takes a list of modules for a chain: it gathers in backward when the last of
-them begins, and reduces when the first one ends. Modules of a list need not be a chain: branches
-run side by side, and one module may run twice. Then torch frees weights that others still need, and
-does not reduce gradients that come later. Here the group gathers when any of its modules begins and
-reduces when all of them have ended.
+torch's fully_shard assumes that a list of modules is a chain: in backward it gathers when the last
+module begins, and reduces when the first one ends. But branches may run side by side, and a module
+may run twice. Then torch frees weights that other modules still need, and does not reduce gradients
+that come later. Here the group gathers when any of its modules begins, and reduces when all of them
+have ended.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from shoal.torch_private.tensors import pytree
 
 
 class GroupPasses:
-    """Counts the passes through the modules of one group that backward has not gone back yet."""
+    """Counter of forward calls of one group's modules that backward has not passed yet."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._state: Any = state_of(modules[0])
@@ -36,20 +36,20 @@ class GroupPasses:
             module.register_forward_hook(self._leave)
 
     def begin(self) -> None:
-        """Forget passes without a backward pass, such as those whose outputs were not used."""
+        """Begin a step: discard calls without a backward, such as those with unused outputs."""
         self._num_open = 0
         self._blind = False
 
     def ended(self) -> None:
-        """Backward came to where a module of the group had begun."""
+        """Note that backward has passed through one call of a module of the group."""
         self._num_open -= 1
-        # What no input leads back to may still come. Then torch's callback at the end reduces.
+        # If blind, further gradients may come unnoticed: torch's callback at the end reduces.
         if not self._num_open and not self._blind:
             self._group.post_backward()
 
     @property
     def _recomputes(self) -> bool:
-        """A forward pass within backward, of a checkpointed activation."""
+        """True in a forward pass that activation checkpointing repeats within backward."""
         return is_in_backward(self._state)
 
     @eager
@@ -77,7 +77,7 @@ class GroupPasses:
 
 
 class _Begin(torch.autograd.Function):
-    """Inputs of a module; their backward runs when the gradients of all of them are there."""
+    """Identity on a module's inputs; its backward runs once all their gradients are known."""
 
     @staticmethod
     def forward(ctx: Any, passes: GroupPasses, *inputs: Tensor) -> tuple[Tensor, ...]:

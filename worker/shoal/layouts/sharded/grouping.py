@@ -1,7 +1,7 @@
 """Groups of modules gathered together: small ones jointly, large ones and blocks on their own.
 
 A group's parameters travel in one collective, so a thousand small layers must not be a thousand
-groups, and a large model must not be one. From the module tree and sizes alone.
+groups, and a large model must not be one. Groups depend only on the module tree and sizes.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,12 +14,13 @@ from shoal_proto.errors import InvalidSpec
 
 MIN_GROUP_BYTES = 1 << 20
 MOST_FULL_GROUPS = 24
-"""The least size rises with the model, so that so many groups hold all of it. A group may be half
-as large where its parent ends, which makes it 48 at the worst, and one for the rest."""
+"""Number of groups of minimum size that would hold the whole model: the minimum size grows with the
+model. The last group under a parent may have half of it, so at worst there are 48 groups and the
+rest."""
 LARGE_BYTES = 32 << 20
-"""The least size rises no further: more than this is worth a collective, however many there are."""
+"""Limit of the minimum size: groups of this size are worth a collective, however many there are."""
 
-# They read the weights of their own children, which therefore cannot be groups.
+# These read the weights of their children, so a child cannot be a group of its own.
 _INDIVISIBLE = (
     nn.MultiheadAttention,
     nn.TransformerEncoderLayer,
@@ -39,7 +40,7 @@ class ModuleGroup:
 
     @property
     def title(self) -> str:
-        """Title for a table: the first module to the last."""
+        """Title for a table: the paths of the first and the last module."""
         first, last = self.modules[0] or "(model)", self.modules[-1]
         return first if len(self.modules) == 1 else f"{first} .. {last}"
 
@@ -50,8 +51,8 @@ class Grouping:
 
     groups: tuple[ModuleGroup, ...]
     rest: ModuleGroup
-    """The parameters in no other group, such as those that several modules share: gathered with the
-    model itself, at the beginning of its forward pass. Possibly without parameters."""
+    """Parameters of no other group, such as those that several modules share: gathered with the
+    model itself, at the beginning of its forward pass. May be empty."""
 
     def __iter__(self) -> Iterator[ModuleGroup]:
         """The groups that have parameters; the rest comes first."""
@@ -59,11 +60,11 @@ class Grouping:
 
 
 def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Grouping:
-    """Cut the model into groups of at least `min_group_bytes` bytes.
+    """Partition the model into groups of at least `min_group_bytes` bytes.
 
     Small modules are joined with their neighbours under the same parent. A module that is large
-    enough is cut further, unless it is one of several blocks of a kind in a list: those stay whole.
-    None: 1 MiB, or more where a model of small modules would come to more than 50 groups.
+    enough is divided further, unless it is one of several blocks of the same class in a list.
+    None: 1 MiB, or more if a model of small modules would otherwise have more than 50 groups.
     0: every module that has parameters itself is a group.
 
     Raises InvalidSpec if the size is negative, or if one group has parameters of several dtypes.
@@ -76,7 +77,7 @@ def group_modules(model: nn.Module, min_group_bytes: int | None = None) -> Group
         total = sum(parameter.nbytes for parameter in model.parameters())
         min_group_bytes = max(MIN_GROUP_BYTES, min(total // MOST_FULL_GROUPS, LARGE_BYTES))
     cut = _Cut(model, min_group_bytes)
-    # From the inside out: a module's own group is what its parts left over.
+    # From the inside out: a module's own group has the parameters that its parts' groups left.
     groups = tuple(cut.group(paths) for paths in cut.groups())
     grouping = Grouping(groups=groups, rest=cut.group([""]))
     parameters = dict(model.named_parameters())
@@ -114,7 +115,7 @@ class _Cut:
         return ModuleGroup(modules=tuple(paths), parameters=tuple(names), num_bytes=num_bytes)
 
     def _cut(self, path: str, module: nn.Module) -> list[list[str]]:
-        """Groups among what is below the module; what they leave over is the rest's."""
+        """Find groups below the module; parameters in none of them go to the rest."""
         if self._stays_whole(module):
             return []
         found: list[list[str]] = []
@@ -124,7 +125,7 @@ class _Cut:
             if not num_bytes:
                 continue
             if not self._is_closed(child_path, child):
-                # Something in it is used elsewhere too, and has to be left to the rest.
+                # A parameter in it is used elsewhere too, and has to go to the rest.
                 found += self._close(run) + self._cut(child_path, child)
                 run = []
             elif num_bytes < self._least_bytes:
@@ -143,16 +144,17 @@ class _Cut:
         own = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
         grouped = sum(self._size_of(paths) for paths in below)
         left = self._num_bytes(module) - grouped
-        # A group of its own for what the parts left over, if that is worth one.
+        # The remaining parameters get a group of their own if they are large enough.
         worth = left >= self._least_bytes if self._least_bytes else own > 0
         return [*below, [path]] if worth else below
 
     def _close(self, run: list[str]) -> list[list[str]]:
-        """A run that ended before it was large enough: half is, less is left to the rest."""
+        """Close a run of small modules: a group if it has half the minimum size; else its
+        parameters go to the rest."""
         return [run] if run and 2 * self._size_of(run) >= self._least_bytes else []
 
     def _parts(self, path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module, bool]]:
-        """Children that can be called, and whether each is one of several blocks of a kind."""
+        """Yield (path, child, is one of several blocks of its class) for callable children."""
         children = [(name, child) for name, child in module.named_children()]
         kinds = [type(child) for _, child in children]
         in_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
@@ -165,7 +167,7 @@ class _Cut:
             yield child_path, child, in_list and composite and kinds.count(type(child)) > 1
 
     def _is_closed(self, path: str, module: nn.Module) -> bool:
-        """True if no parameter in the module has a second place outside it."""
+        """True if no parameter of the module is also used outside it."""
         return all(
             place.startswith(f"{path}.")
             for parameter in module.parameters()

@@ -1,8 +1,8 @@
-"""Announcement of each gathering and reduction before ranks run it over Gloo.
+"""Check, before each all-gather and reduction over Gloo, that all ranks run the same one.
 
-Nothing in a message says whose rows it carries. If a rank leaves a layer out, the others' next
-gathering is given rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is
-sent more than it expects.
+A message does not say whose rows it carries. If a rank skips a layer, the others' next all-gather
+receives rows of another layer, and Gloo ends the process (SIGABRT) of a rank that is sent more than
+it expects.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,21 +16,21 @@ from shoal.layouts.layer_exchanges import LayerExchanges
 from shoal_proto.errors import InvalidSpec
 
 PASSES_END = -1
-"""Stands for an operation: the end of forward passes that no meeting of ranks follows."""
+"""Number in place of an operation: the end of forward passes that no backward follows."""
 
 
 def to_gather(number: int) -> int:
-    """Return the operation that gathers the weights of this group of parameters."""
+    """Return the number of the operation that gathers this parameter group's weights."""
     return 2 * number
 
 
 def to_sum(number: int) -> int:
-    """Return the operation that sums the gradients of this group of parameters."""
+    """Return the number of the operation that sums this parameter group's gradients."""
     return 2 * number + 1
 
 
 class LayerOrder:
-    """Check of one rank. All ranks of the group call the same methods in the same order."""
+    """Check by messages, on one rank."""
 
     def __init__(
         self,
@@ -38,16 +38,15 @@ class LayerOrder:
         names: Sequence[str],
         tell: Callable[[InvalidSpec], None] = lambda refusal: None,
     ) -> None:
-        """`names`: of the groups of parameters, by their numbers. `tell`: see
+        """`names`: of the parameter groups, by number. `tell`: see
         `LayerExchanges.report_refusal`."""
         self._group, self._names, self._tell = group, names, tell
 
     def check(self, exchange: int) -> None:
-        """Collective: return if all ranks are about to run this operation. Raises InvalidSpec, on
-        all ranks, if they are not.
+        """Raise InvalidSpec, on all ranks, unless all are about to run this operation. Collective.
 
-        Each rank sends its operation to each other rank, which takes one message latency: a ring
-        takes one for each rank.
+        Each rank sends its operation to every other rank, which takes the latency of one message; a
+        ring would take one latency for each rank.
         """
         own = torch.full((self._group.size(),), exchange, dtype=torch.int64)
         words = torch.empty_like(own)
@@ -63,18 +62,18 @@ class LayerOrder:
 
 
 class NotedOrder:
-    """Variant of `LayerOrder` for devices, whose stream a message before each collective would hold
-    up: collectives are recorded, and compared by a rank that has waited for long.
+    """Check by records, for devices: a message before each collective would stall their stream. A
+    rank that has waited for long compares the records.
     """
 
     def __init__(self, exchanges: LayerExchanges, names: Sequence[str]) -> None:
-        """`names`: names of the groups of parameters, by their numbers."""
+        """`names`: of the parameter groups, by number."""
         self._sites = [exchanges.site(f"the layer of {name}", what="weights") for name in names]
 
     def check(self, exchange: int) -> None:
-        """Note that the rank is about to do this."""
+        """Record that the rank is about to run this operation."""
         if exchange == PASSES_END:
-            return  # noted with the passes
+            return  # `LayerExchanges` records it
         number, is_sum = divmod(exchange, 2)
         site = self._sites[number]
         if is_sum:
@@ -86,7 +85,7 @@ class NotedOrder:
 def different_layers(
     ranks: Sequence[int], deeds: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
-    """The refusal of what these ranks are about to do, or did last."""
+    """Build the refusal of ranks that differ; `deeds`: each rank's next or last operation."""
     said = zip(ranks, deeds, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",

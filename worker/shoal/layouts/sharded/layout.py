@@ -1,6 +1,5 @@
-"""Parameters, gradients and optimizer state cut over the ranks by rows, on torch's fully_shard.
-
-Over all ranks, or over groups of them that each hold a copy (HSDP).
+"""Layout that shards parameters, gradients and optimizer state by rows, on torch's fully_shard:
+over all ranks, or over groups of ranks that each hold a copy (HSDP).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -57,19 +56,19 @@ class ShardedOptions:
     """Options for gathering and computing a sharded model."""
 
     free_after_forward: bool = True
-    """Gathered parameters are freed after forward and gathered again for backward (ZeRO-3).
-    Otherwise they stay until their gradients are reduced (ZeRO-2)."""
+    """True: gathered parameters are freed after forward and gathered again for backward (ZeRO-3).
+    False: they stay until their gradients are reduced (ZeRO-2)."""
     min_group_bytes: int | None = None
     """See `group_modules`."""
     param_dtype: torch.dtype | None = None
-    """What layers compute with and all-gathers carry; None: the parameters' own."""
+    """Dtype of layers' computations and of all-gathers; None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients are summed up in over ranks; None: see `reduces_in`."""
+    """Dtype in which gradients are summed over ranks; None: see `reduces_in`."""
     cpu_offload: bool = False
-    """Parameters, gradients and optimizer state lie on the host between the passes of their layers,
-    and the optimizer steps there. No difference to a model that computes on a CPU."""
+    """Parameters, gradients and optimizer state are on the host between the passes of their layers,
+    and the optimizer steps there. No effect on a model that computes on a CPU."""
     shard: int | None = None
-    """The least number of ranks that a copy of the model is cut over; None: all. See
+    """Minimum number of ranks over which a copy of the model is sharded; None: all. See
     `ranks_of_copy`."""
 
     def __post_init__(self) -> None:
@@ -77,8 +76,8 @@ class ShardedOptions:
 
     @property
     def reduces_as_stored(self) -> bool:
-        """True if gradients are summed in another dtype than layers compute with because this
-        release of torch does so by default: all members need such a release."""
+        """True if gradients are summed in the stored dtype, not in `param_dtype`, because this
+        release of torch does so by default: then all members need such a release."""
         return REDUCES_AS_STORED and self.param_dtype is not None and self.reduce_dtype is None
 
     def reduces_in(self, stored: torch.dtype) -> torch.dtype:
@@ -88,8 +87,8 @@ class ShardedOptions:
 
 
 def ranks_of_copy(world_size: int, shard: int | None) -> int:
-    """Number of ranks that share a copy of the model: the smallest one from `shard` on that divides
-    the ranks, so that no rank holds more than 1/shard of the model."""
+    """Number of ranks that share a copy of the model: the smallest divisor of `world_size` that is
+    at least `shard`, so that no rank holds more than 1/shard of the model."""
     return next(
         n
         for n in range(min(shard or world_size, world_size), world_size + 1)
@@ -101,19 +100,20 @@ class ShardedLayout(Layout):
     """Layout in which each rank holds some rows of every parameter. The last ranks hold nothing of
     a parameter with fewer rows than ranks.
 
-    Where there are several copies of the model, ranks next to each other have one together, and
-    ranks that have the same rows average what the copies' reductions gave them.
+    With several copies of the model, consecutive ranks share a copy, and ranks with the same rows
+    average the gradients that were reduced within each copy.
     """
 
     def __init__(self, model: nn.Module, world: World, options: ShardedOptions) -> None:
         self.world = world
         self.data_index, self.data_count = world.rank, world.world_size
         self._groups: dict[str, dist.ProcessGroup] = {}
-        """The group of the "rows" of a copy and that of the "copies", if there are several."""
+        """Groups of this rank if there are several copies: "rows", the ranks of its copy, and
+        "copies", the ranks with the same rows."""
         self._mesh = self._rows_and_copies(options)
         self._passes: list[GroupPasses] = []
         self._reductions: dict[Any, NanPropagatingReduceScatter] = {}
-        """Reductions, by one module of each group that is gathered together."""
+        """Reductions, by the first module of each group of modules."""
         self._losses = UnseenLosses()
         self._gatherings: list[SharedMemoryAllGather] = []
         _lay_rows_in_order(model)
@@ -131,10 +131,9 @@ class ShardedLayout(Layout):
         self._fsdp_parameters = list(fsdp_parameters(model))
 
     def _rows_and_copies(self, options: ShardedOptions) -> DeviceMesh:
-        """The mesh of the ranks that have a copy of the model together; collective.
+        """Return the mesh of the ranks that share this rank's copy of the model. Collective.
 
-        Sets the group of these ranks, that of the ranks with the same rows, and which copy this
-        rank is of.
+        Sets `_groups` and the number of this rank's copy.
         """
         world, device = self.world, self.world.device.type
         num_rows = ranks_of_copy(world.world_size, options.shard)
@@ -165,15 +164,15 @@ class ShardedLayout(Layout):
             self._reduce_by_spreading(modules[0], group.parameters)
             if len(modules) > 1:
                 self._passes.append(GroupPasses(modules))
-        # The rest would be gathered again at once: backward begins where forward ends.
+        # The rest stays gathered: backward needs it first, right after forward.
         settings["reshard_after_forward"] = False
         first = next(model.parameters())
         fully_shard(model, **{**settings, "mp_policy": _policy(options, first.dtype)})
         self._reduce_by_spreading(model, grouping.rest.parameters)
 
     def _share(self, options: ShardedOptions) -> SharedSlots | None:
-        """Collective: let the ranks of one machine gather and sum in memory that they share, and
-        others over Gloo."""
+        """Choose how ranks gather and sum: in shared memory if all are on one machine, over Gloo,
+        or on a device. Collective."""
         device, rows = self.world.device, self._groups.get("rows", self.world.group)
         if takes_batches(rows, device):
             self._note_order()
@@ -205,8 +204,8 @@ class ShardedLayout(Layout):
         return slots
 
     def _note_order(self) -> None:
-        """Note what is gathered and summed on a device: ranks that leave out different layers would
-        wait for each other there, in each generation again."""
+        """Record all-gathers and sums on a device: ranks that skip different layers would wait for
+        each other there, again in each new generation."""
         exchanges = self.world.exchanges
         if not exchanges.peers:
             exchanges.among(range(self.world.world_size))
@@ -219,7 +218,7 @@ class ShardedLayout(Layout):
             reduction.orders.append(order)
 
     def _check_copies(self) -> None:
-        """Let ranks with the same rows tell each other whose gradients they average over Gloo."""
+        """Add the check that ranks with the same rows average the same gradients over Gloo."""
         copies = self._groups.get("copies")
         if copies is None or self.world.device.type != "cpu" or not is_gloo(copies):
             return
@@ -229,7 +228,7 @@ class ShardedLayout(Layout):
             reduction.orders.append(order)
 
     def _tell(self, refusal: InvalidSpec) -> None:
-        """Ranks of other groups wait for these, and have found nothing."""
+        """Send a refusal to ranks of other groups, which wait and do not know of it."""
         if self._groups:
             self.world.exchanges.report_refusal(refusal)
 
@@ -270,7 +269,7 @@ class ShardedLayout(Layout):
     def watch(self, ours: Callable[[], bool]) -> None:
         for reduction in self._reductions.values():
             reduction.ours = ours
-        # Gradients of passes through the model come to what was gathered, and never to the parts.
+        # Gradients of passes through the model reach gathered parameters, never the sharded ones.
         for name, parameter in self._parameters.items():
             if parameter.requires_grad:
                 refuse = partial(_refuse_to_pass_by, ours, name)
@@ -294,11 +293,11 @@ class ShardedLayout(Layout):
 
     def check(self) -> None:
         """Raise on all ranks if a rank's own gradients are not finite: NonFiniteGradient on that
-        rank, which leaves with it, and GenerationBroken on the others. NonFiniteGradient on all if
-        the rank is not known; on the ranks concerned if only a sum overflowed."""
+        rank, which leaves, and GenerationBroken on the others. NonFiniteGradient on all if the rank
+        is not known, and only on the ranks that see it if a sum overflowed."""
         fault = name_of_fault(self._parameters) or self._given_fault()
         if not fault:
-            # There is no other rank to reduce with, or nothing to reduce.
+            # A loss that is not finite makes gradients NaN, unless nothing was reduced.
             self._losses.check(self.step)
             return
         if not self._was_spread(fault):
@@ -321,8 +320,8 @@ class ShardedLayout(Layout):
         return own or super().overflowed() or bool(self._given_fault())
 
     def _given_fault(self) -> str:
-        """A parameter of which this rank may hold nothing, and whose gradients are not finite;
-        empty if there is none. Waits once for all of them."""
+        """Name a parameter whose gradients are not finite, as found by reductions of which this
+        rank may hold no rows; empty if there is none. Waits for the device once."""
         reductions = self._reductions.values()
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:
@@ -332,21 +331,21 @@ class ShardedLayout(Layout):
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:
-        """True if all ranks find a fault in this step, not this rank alone."""
+        """True if the fault was spread to all ranks as NaN, so that all of them find it."""
         gradient: Any = self._parameters[name].grad
-        # An overflow leaves infinities, and seldom everywhere.
+        # An overflow of the sum leaves infinities instead, and seldom everywhere.
         return gradient is None or bool(gradient.to_local().isnan().all())
 
     def stepped(self) -> None:
-        """Give everybody the first rank's buffers, such as running means: the ranks have computed
-        their own from their own samples."""
+        """Broadcast the first rank's buffers, such as running means: each rank has computed its own
+        from its own samples."""
         self._settle()
         self._buffers.share(self.world.group)
 
     def _settle(self) -> None:
-        """Free what forward passes without a backward pass left gathered: to evaluate, say.
+        """Free parameters left gathered by a forward pass without backward, as in evaluation.
 
-        Else the next pass would compute with it, though the optimizer has stepped meanwhile.
+        Otherwise the next pass would compute with them although the optimizer has stepped since.
         """
         root: Any = self.module
         if has_run(root):  # None before the first pass
@@ -360,14 +359,14 @@ class ShardedLayout(Layout):
             gathering.finish()
 
     def idle(self) -> Sequence[str]:
-        # Ranks gather and reduce what they compute with, one group after the other.
+        # Ranks gather and reduce together, so all must compute with the same parameters.
         return [
             n for n, each in self._parameters.items() if each.requires_grad and each.grad is None
         ]
 
     def reduce(self) -> None:
-        """Raise InvalidSpec if a pass has written to weights while they were gathered. What it has
-        written to is released with the pass, and never was the model's."""
+        """Raise InvalidSpec if a pass has written to weights while they were gathered: it wrote to
+        a copy that is freed after the pass."""
         changed = [part for part in self._fsdp_parameters if not is_as_gathered(part)]
         if changed:
             names = {id(parameter): name for name, parameter in self._parameters.items()}
@@ -406,8 +405,8 @@ class ShardedLayout(Layout):
 
 
 def _lay_rows_in_order(model: nn.Module) -> None:
-    """Rows are cut from memory in which they follow each other, which is not so where the script
-    has made the model, say, channels_last. Parameters are on the meta device."""
+    """Make parameters contiguous, as fully_shard cuts rows from contiguous memory; the script may
+    have made the model channels_last, for example. Parameters are on the meta device."""
     made: dict[int, nn.Parameter] = {}
     for part in model.modules():
         table = parameter_table(part)
@@ -419,7 +418,8 @@ def _lay_rows_in_order(model: nn.Module) -> None:
 
 
 def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) -> int:
-    """Upper bound of the bytes gathered with this module: in its own dtype, if that is wider."""
+    """Upper bound of the bytes gathered with this module, in the wider of its own dtype and
+    `dtype`."""
     return sum(
         world_size
         * part.padded_sharded_param_size.numel()
@@ -429,7 +429,7 @@ def _whole_bytes(module: nn.Module, world_size: int, dtype: torch.dtype | None) 
 
 
 def _offload(options: ShardedOptions, device: torch.device) -> OffloadPolicy:
-    # Memory is pinned for a GPU to copy from while it computes; torch refuses to without one.
+    # Pinned memory lets a GPU copy while it computes; torch cannot pin memory without a GPU.
     pins = device.type != "cpu"
     return CPUOffloadPolicy(pin_memory=pins) if options.cpu_offload else OffloadPolicy()
 
@@ -437,7 +437,7 @@ def _offload(options: ShardedOptions, device: torch.device) -> OffloadPolicy:
 def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedPrecisionPolicy:
     if options.param_dtype is None:
         return MixedPrecisionPolicy(reduce_dtype=options.reduce_dtype)
-    # The loss is computed in the dtype that the user made the model with.
+    # Outputs, and so the loss, have the dtype that the user made the model with.
     return MixedPrecisionPolicy(
         param_dtype=options.param_dtype,
         reduce_dtype=options.reduce_dtype,
@@ -446,8 +446,8 @@ def _policy(options: ShardedOptions, output_dtype: torch.dtype | None) -> MixedP
 
 
 def _refuse_to_pass_by(ours: Callable[[], bool], name: str, _: Tensor) -> None:
-    """A gradient comes to this rank's part of a parameter itself, past what adds up those of all
-    ranks: weighed by this member's share of the batch it would be another one on each."""
+    """Raise if a gradient reaches this rank's part of a parameter directly, not by a reduction:
+    weighted by the member's share of the batch, it would differ between ranks."""
     if ours():
         raise InvalidSpec(
             "a loss computed with parameters that are sharded over the members",

@@ -1,4 +1,4 @@
-"""Reduce-scatter that shows a rank's values that are not finite to all ranks of the reduction."""
+"""Reduce-scatter after which a value that is not finite on one rank is seen by all ranks."""
 
 import math
 import weakref
@@ -19,29 +19,30 @@ from shoal.torch_private.fsdp import DefaultReduceScatter
 
 
 class NanPropagatingReduceScatter(DefaultReduceScatter):
-    """Reduces and scatters as torch does, but what is not finite on one rank is NaN on all.
+    """torch's reduce-scatter, but if one rank's gradients are not finite, all ranks get NaN.
 
-    Each rank is given its own rows of the sum, and one whose rows are sound would train on while
-    another stops. That costs one pass over the gradients, and no message.
+    Each rank gets only its own rows of the sum: a rank whose rows are finite would train on while
+    another stops. Spreading NaN costs one pass over the gradients, and no message.
 
-    With `copies` the sum goes over these too: they hold the same rows and took other samples.
+    With `copies` the result is averaged over these ranks too: they hold the same rows, and used
+    other samples.
     """
 
     def __init__(self, parameter: str) -> None:
         self.parameter = parameter
-        """Name of the first parameter whose gradients it reduces."""
+        """Name of the first parameter of the group."""
         self.blind = False
         """True if this rank holds only padding, no rows, of some parameters."""
         self.slots: SharedSlots | None = None
         """Slots in shared memory; None: the ranks share none."""
         self.number = 0
-        """Number of the group of parameters in the model."""
+        """Index of the group of parameters in the model."""
         self.orders: list[LayerOrder | NotedOrder] = []
-        """Order checks of the ranks that it sums over."""
+        """Order checks among the ranks of the sum."""
         self.copies: dist.ProcessGroup | None = None
-        """The ranks that hold the same rows as this one; None: there are no others."""
+        """The ranks that hold the same rows as this rank; None if no other rank does."""
         self.losses = UnseenLosses()
-        """Losses of this rank in the step: one that is not finite makes all elements NaN too."""
+        """Losses of this rank in the step; a loss that is not finite also spreads NaN."""
         self._filled: weakref.ref[Tensor] | None = None
         self.ours: Callable[[], bool] | None = None
         """True if the pass in progress may produce gradients; None: any pass may."""
@@ -63,13 +64,13 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         return empty
 
     def forget(self) -> None:
-        """Drop the results of the last step."""
+        """Discard the results of the last step."""
         self.own = False
-        """True if this rank's own gradients were not finite; not known on a GPU, as that would
-        wait for the GPU."""
+        """True if this rank's own gradients were not finite. Always False on a GPU: to know would
+        mean to wait for it."""
         self.given_finite: list[Tensor] = []
-        """Flags of a blind rank, one a pass: True if its rows are finite. On its device: a
-        read waits for all work queued there."""
+        """Flags of a blind rank, one for each pass: True if its part of the sum is finite. On the
+        device, as a read waits for all work queued there."""
 
     def __call__(
         self,
@@ -100,14 +101,14 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
 
 
 def average(rows: Tensor, copies: dist.ProcessGroup) -> None:
-    """Make the rows of a sum those of its mean over the copies."""
+    """Average the rows over the copies, in place."""
     wait_abortable(dist.all_reduce(rows, group=copies, async_op=True), copies)
     rows.div_(copies.size())
 
 
 def propagate_nan(gradients: Tensor, losses: UnseenLosses) -> bool:
-    """Make all elements NaN if one is NaN or Inf, or a loss is; returns whether one was, as far as
-    that is known without waiting for a GPU."""
+    """Make all elements NaN if an element or a loss is NaN or Inf; returns True if one was. On a
+    GPU returns False without waiting."""
     if not is_on_host(gradients):
         spread_nan(gradients, losses)
         return False
@@ -127,8 +128,8 @@ def spread_nan(gradients: Tensor, losses: UnseenLosses) -> None:
 
 
 def _largest(numbers: Tensor) -> Tensor:
-    """The largest absolute value; NaN if there is one, 0 of nothing. One pass in their own dtype,
-    in which finite numbers do not overflow, as their sum may."""
+    """Return the largest absolute value; NaN if there is a NaN, 0 for no elements. One pass in the
+    numbers' own dtype: unlike a sum, a maximum of finite numbers does not overflow."""
     if not numbers.numel():
         return numbers.new_zeros(())
     largest: Tensor = torch.linalg.vector_norm(numbers, math.inf)

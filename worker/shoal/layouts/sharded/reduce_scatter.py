@@ -1,4 +1,4 @@
-"""Sums of which each rank gets its own part, at what they have to cost."""
+"""Reduce-scatter over Gloo that sends each part only once."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ def sends_each_part_once(whole: Tensor, group: dist.ProcessGroup, op: Any) -> bo
 def reduce_scatter(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: Any) -> None:
     """Fill `own` with this rank's part of the sum or mean over the ranks, added in their order.
 
-    torch 2.13 has Gloo sum up a copy of the whole on every rank and takes a part of that, which
-    moves twice the bytes: 3.9 ms of processor time a rank for 4 MB on 4 ranks, this 1.8 ms.
+    torch 2.13 makes Gloo sum the whole on every rank and keeps a part, which sends twice the bytes:
+    3.9 ms of processor time per rank for 4 MB on 4 ranks, against 1.8 ms here.
     """
     parts = torch.empty_like(whole)
     wait_abortable(dist.all_to_all_single(parts, whole, group=group, async_op=True), group)

@@ -1,19 +1,18 @@
 """All-gathers and sums of fully_shard in shared memory, if all ranks are on one machine.
 
-Over Gloo each rank sends its rows to every other rank, through the kernel and back. Here it writes
-them where all can read: for an all-gather into its part of a common slot, which all ranks then have
-at once; for a sum into its own slot, and each rank adds up its part of all slots. No byte is sent,
-and a collective takes one meeting, or none: weights that torch gathers ahead of their use, as in
-backward, are complete after the meeting of the sum in between.
+Over Gloo each rank sends its rows to every other rank through the kernel. Here a rank writes them
+into memory that all can read: for an all-gather into its part of a common slot; for a sum into its
+own slot, and each rank adds up its part of all slots. A collective takes one barrier (`meet`), or
+none: weights that torch gathers ahead of their use, as in backward, are complete after the barrier
+of the sum in between.
 
 A slot is reused only when no rank uses it any more. torch may keep gathered weights for longer than
-the next collective: so each rank announces at each meeting which slots it still uses, and all ranks
-choose the next slot by that. A slot of a sum has been read by all ranks at the meeting after the
-sum.
+the next collective: so each rank announces at each barrier which slots it still uses, and all ranks
+choose the next slot by that. All ranks have read the slots of a sum by the next barrier.
 
-Layers are gathered and summed one group after the other, and a slot does not say whose rows it has.
-So at each meeting ranks also compare what they have gathered and summed so far: if a rank has left
-a layer out, all know at their next meeting, before any computes with rows of another layer.
+A slot does not say whose rows it has. So at each barrier ranks also compare digests of what they
+have gathered and summed so far: if a rank has skipped a layer, all know it at the next barrier,
+before any computes with rows of another layer.
 """
 
 import weakref
@@ -33,7 +32,7 @@ from shoal.layouts.sharded.layer_order import PASSES_END, different_layers, to_g
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 NUM_GATHERED = 3
-"""One slot that is copied from, one that is gathered next, and one that torch still keeps."""
+"""One slot to copy from, one for the next all-gather, and one that torch still keeps."""
 NUM_SUMMED = 2
 _ELSEWHERE = NUM_GATHERED
 _LAST_BITS = 16
@@ -45,14 +44,14 @@ _ODD = 1_000_003
 
 
 class SharedSlots:
-    """Slots of one rank. All ranks call the same methods in the same order."""
+    """Slots as one rank uses them. All ranks call the same methods in the same order."""
 
     def __init__(self, memory: SharedMemory, gathered_bytes: int, summed_bytes: int) -> None:
         self._memory = memory
         self.names: Sequence[str] = ()
-        """Names of the groups of parameters, by their numbers."""
+        """Names of the parameter groups, by number."""
         self.ranks: Sequence[int] = range(memory.world_size)
-        """Their numbers among all ranks, for error messages."""
+        """Global ranks of these ranks, for error messages."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
         """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
@@ -67,12 +66,12 @@ class SharedSlots:
         self._used_anywhere = 0
         self._num_sums = 0
         self._so_far = self._last = 0
-        """Digest of the operations of this rank and their slots: the same on all ranks when they
-        meet."""
+        """Digest of this rank's operations and their slots, and the last operation: the same on all
+        ranks at each barrier."""
 
     @property
     def memory(self) -> SharedMemory:
-        """The whole memory; after any other use of it, slots are as new."""
+        """The whole memory. Others may use it only between steps, when no slot is in use."""
         return self._memory
 
     @classmethod
@@ -84,8 +83,8 @@ class SharedSlots:
         limit_s: float,
         kept: KeptRegions | None = None,
     ) -> "SharedSlots | None":
-        """Collective: slots for tensors of at most so many bytes, whole; None, on all ranks alike,
-        where they cannot share memory. For `limit_s` and `kept` see `share_memory`."""
+        """Open slots for whole tensors of at most these sizes; None, on all ranks alike, if they
+        cannot share memory. Collective. `limit_s`, `kept`: see `share_memory`."""
         gathered_bytes, summed_bytes = whole_pages(gathered_bytes), whole_pages(summed_bytes)
         each = dist.get_world_size(group) * NUM_SUMMED
         size = NUM_GATHERED * gathered_bytes + each * summed_bytes
@@ -93,21 +92,21 @@ class SharedSlots:
         return cls(memory, gathered_bytes, summed_bytes) if memory is not None else None
 
     def to_gather(self, num_bytes: int) -> memoryview | None:
-        """Reserve memory for this rank's rows, which `gather` completes, for as long as anything
-        refers to it. None, on all ranks alike, if there is no room."""
+        """Reserve a slot for an all-gather that `gather` completes, for as long as anything refers
+        to the returned memory. None, on all ranks alike, if no slot is free or large enough."""
         free = [slot for slot in range(NUM_GATHERED) if not self._used_anywhere >> slot & 1]
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
         start = free[0] * self._gathered_bytes
         room = self._gathered[start : start + num_bytes]
         self._uses[free[0]] = weakref.ref(room)
-        # With every other rank too, whatever they meet for next.
+        # In use on every rank, as all reserve the same slot, until the next barrier says otherwise.
         self._used_anywhere |= 1 << free[0]
         return room
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
-        """Return the work to wait for before other ranks' parts of this group are read. None, on
-        all ranks alike, if the output is not of `to_gather`: gather it in another way."""
+        """Return the work to wait for before other ranks' parts are read. None, on all ranks alike,
+        if the output is not memory of `to_gather`: the caller gathers by other means."""
         start = output.data_ptr()
         slot = self._starts.index(start) if start in self._starts else _ELSEWHERE
         self._did(to_gather(number), slot)
@@ -117,16 +116,17 @@ class SharedSlots:
         return None
 
     def to_sum(self, num_bytes: int) -> Tensor | None:
-        """Return the bytes for this rank's addend of a sum. They are its own until `reduce_scatter`
-        and must not be read afterwards. None: the sum is too large."""
+        """Return memory for this rank's addend of a sum, to be written until `reduce_scatter` and
+        not to be read afterwards. None if the sum is too large."""
         if num_bytes > self._summed_bytes:
             return None
         start = self._start_of(self._memory.rank)
         return self._summed[start : start + num_bytes]
 
     def reduce_scatter(self, own: Tensor, whole: Tensor, op: Any, number: int = 0) -> bool:
-        """Fill `own` with this rank's part of the sum or mean over the ranks of their `whole`, of
-        this group, added in their order. False, on all ranks alike: it is too large."""
+        """Fill `own` with this rank's part of the sum or mean of the ranks' `whole`, added in the
+        order of ranks. False, on all ranks alike, if `whole` is too large. `number`: of the
+        parameter group."""
         self._did(to_sum(number), 0)
         mine = self.to_sum(whole.nbytes)
         if mine is None:
@@ -159,12 +159,12 @@ class SharedSlots:
 
     @property
     def num_met(self) -> int:
-        """Number of times that the ranks have met."""
+        """Number of barriers so far."""
         return self._memory.num_met
 
     def finish(self) -> None:
-        """Forward passes end here that nothing follows for which ranks would meet. Raises as
-        `meet` where another rank goes on with them."""
+        """End forward passes that no backward follows. Raises as `meet` if another rank's forward
+        passes go on."""
         self._did(PASSES_END, 0)
         self.meet()
 
@@ -173,7 +173,7 @@ class SharedSlots:
         self._so_far = (self._so_far * _ODD + (self._last + 1) * (_ELSEWHERE + 1) + slot) & _SO_FAR
 
     def meet(self) -> None:
-        """Meet all ranks; after it all ranks can read what any rank wrote before.
+        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
 
         Raises GenerationBroken as `SharedMemory.meet`; InvalidSpec, on all ranks, if they have not
         gathered and summed the same so far.
@@ -201,7 +201,7 @@ def _exchange_number(said: int) -> int:
 
 
 class SlotGather(dist.Work):
-    """Gathering that is complete once the ranks have met after it, for whatever reason."""
+    """All-gather that is complete after the next barrier of the ranks, whatever that is for."""
 
     def __init__(self, slots: SharedSlots) -> None:
         super().__init__()
@@ -209,7 +209,7 @@ class SlotGather(dist.Work):
         self._began = slots.num_met
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Raises GenerationBroken as `SharedMemory.meet`, whose limit it has."""
+        """Wait for a barrier, with the time limit of `SharedMemory.meet`; raises as that does."""
         if self._slots.num_met == self._began:
             self._slots.meet()
         return True

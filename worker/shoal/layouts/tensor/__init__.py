@@ -1,1 +1,1 @@
-"""Modules split over ranks that work on the same samples."""
+"""Tensor parallelism: modules split over ranks that work on the same samples."""

@@ -1,4 +1,4 @@
-"""torch's MultiheadAttention of which each rank computes some heads."""
+"""torch's MultiheadAttention, split by heads over the ranks."""
 
 import math
 from collections.abc import Iterator
@@ -13,18 +13,18 @@ from shoal.torch_private.compiling import eager
 
 
 class SplitAttention(nn.MultiheadAttention):
-    """Attention of which a rank computes its own heads and its summand of the output projection.
+    """Attention in which a rank computes its own heads and its summand of the output projection.
 
-    The packed input projection is cut into even rows, which are no whole heads: its outputs are
-    gathered, and each rank goes on with those of its heads. B samples, T target and S source
+    The packed input projection is cut into even runs of rows, which are not whole heads: so its
+    outputs are gathered, and each rank keeps those of its heads. B samples, T target and S source
     positions, H own heads of width D, E embedding.
     """
 
     rows: Cut
-    """Rows of the packed projection: query, key and value below each other."""
+    """Cut of the rows of the packed projection: query, key and value below each other."""
     heads: Cut
     columns: Cut
-    """Columns of the output projection, one for each input."""
+    """Cut of the columns of the output projection, one for each of its inputs."""
 
     @eager
     def forward(  # noqa: PLR0917 - torch's own signature
@@ -40,7 +40,7 @@ class SplitAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:
         # q [B, H, T, D], k and v [B, H, S, D], weights [B, H, T, S]
         q, k, v = (self._own_heads(p) for p in self._projected(query, key, value))
-        # A causal hint comes with the mask that it describes; the mask alone says it all.
+        # `is_causal` only describes `attn_mask`, which is always given with it.
         mask = self._mask(attn_mask, key_padding_mask, q, k.shape[-2])
         p = self.dropout if self.training else 0.0
         weights = None
@@ -58,7 +58,7 @@ class SplitAttention(nn.MultiheadAttention):
         return joined, self._shown(shown, average_attn_weights, query.dim() == 3)
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Query, key and value after their projections, whole."""
+        """Yield query, key and value after their projections, all heads."""
         weight = local(self.in_proj_weight)
         bias = None if self.in_proj_bias is None else local(self.in_proj_bias)
         if query is key and key is value:
@@ -85,7 +85,7 @@ class SplitAttention(nn.MultiheadAttention):
         return cut, slice(first, first + sizes[rank])
 
     def _own_heads(self, projected: Tensor) -> Tensor:
-        """[B, T, E], [T, B, E] or [T, E] to [B, H, T, D]."""
+        """Reshape [B, T, E], [T, B, E] or [T, E] to [B, H, T, D], with this rank's heads."""
         whole = projected.unsqueeze(0) if projected.dim() == 2 else projected
         if projected.dim() == 3 and not self.batch_first:
             whole = whole.transpose(0, 1)
@@ -93,8 +93,8 @@ class SplitAttention(nn.MultiheadAttention):
         return own.view(*own.shape[:-1], self.heads.size, self.head_dim).transpose(1, 2)
 
     def _joined(self, out: Tensor, *, batched: bool) -> Tensor:
-        """[B, H, T, D] to the shape of the query, after the output projection."""
-        # Time first in memory, as torch has it: dropout draws its masks in the order of memory.
+        """Project [B, H, T, D] to the output, in the shape of the query."""
+        # Time first in memory, as in torch: dropout draws its masks in the order of memory.
         side_by_side = out.permute(2, 0, 1, 3).flatten(2)
         total = summed(F.linear(side_by_side, local(self.out_proj.weight)), self.columns)
         if self.out_proj.bias is not None:
@@ -119,7 +119,7 @@ class SplitAttention(nn.MultiheadAttention):
         return found
 
     def _shown(self, weights: Tensor | None, average: bool, batched: bool) -> Tensor | None:
-        """The attention weights as the caller asked for them, of all heads."""
+        """Gather the attention weights of all heads, in the form that the caller asked for."""
         if weights is None:
             return None
         whole = gathered(weights.movedim(1, -1), self.heads).movedim(-1, 1)

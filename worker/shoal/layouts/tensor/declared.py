@@ -1,9 +1,8 @@
-"""Attention whose model says itself how it is split: the plans that Hugging Face's models carry.
+"""Attention whose model declares how to split it: tensor-parallel plans in Hugging Face's models.
 
-Their `config.base_model_tp_plan` names linear modules that are cut by outputs ("colwise") and by
-inputs ("rowwise") with nothing gathered between: what the attention computes then from some heads
-is what it would compute of them. So it is promised by the model's authors, where a forward that
-takes `**kwargs` cannot be followed.
+Their `config.base_model_tp_plan` names linear modules to cut by outputs ("colwise") and by inputs
+("rowwise"), with nothing gathered between them. So the model's authors promise that the attention
+computes each head independently. This cannot be derived if a forward takes `**kwargs`.
 """
 
 import re
@@ -20,19 +19,19 @@ _COLUMN, _ROW = "colwise", "rowwise"
 
 @dataclass
 class _Attention:
-    """The linear modules of one parent that a plan names, by name in it."""
+    """The linear modules of one parent that a plan names, by their names in the parent."""
 
     columns: list[str] = field(default_factory=list)
     rows: list[str] = field(default_factory=list)
 
 
 def declared_regions(model: nn.Module, degree: int) -> Mapping[str, Region]:
-    """Attention that can be split by whole heads over `degree` ranks, by the module's name.
+    """Find the attention modules that can be split by whole heads over `degree` ranks; by name.
 
-    Left out, and so split module by module with gathered outputs: heads, or heads of keys and
-    values, that do not divide by `degree`; dropout on the attention's weights, which would draw
-    other masks than one process; parameters or buffers beside those of the linear modules (their
-    gradients would be of some heads only); weights of attention that are shown as outputs.
+    Left out, and so split module by module with gathered outputs, are those with: a number of heads
+    (also of keys and values) that `degree` does not divide; dropout on attention weights, whose
+    masks would differ from one process; parameters or buffers beside those of the linear modules,
+    as their gradients would be of some heads only; attention weights among the outputs.
     """
     modules = dict(model.named_modules())
     return {
@@ -70,7 +69,8 @@ def _plans(modules: Mapping[str, nn.Module]) -> Iterator[Mapping[str, str]]:
 
 
 def _matches(pattern: str, path: str) -> bool:
-    """Patterns have "*" for the numbers of blocks, and begin below the model with a head."""
+    """True if the pattern fits the end of the path. It has "*" for the numbers of blocks, and lacks
+    the leading names if the plan belongs to an inner model."""
     general = re.sub(r"(?<=\.)\d+(?=\.)", "*", f".{path}")
     return general.endswith(f".{pattern}")
 

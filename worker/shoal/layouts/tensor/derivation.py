@@ -1,8 +1,8 @@
-"""Derives how a transformer, or any model of linear and embedding modules, is split over ranks.
+"""Derivation of a tensor plan for a transformer, or any model of linear and embedding modules.
 
-Only what is correct whatever the model does with it is split: pairs that were seen to have nothing
-but elementwise work between them, torch's own attention, attention whose model says that it can be,
-and single modules whose outputs are gathered. All else stays whole, and the plan says why.
+Modules are split only if that is correct whatever the model does with them: pairs with only
+elementwise operations between them, torch's own attention, attention whose model declares it, and
+single modules whose outputs are gathered. All else stays whole, and the plan says why.
 """
 
 from collections import Counter
@@ -31,7 +31,7 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 MIN_SPLIT_BYTES = 64 * 1024
-"""A module or pair with less is left whole: its collectives would cost more than they save."""
+"""Minimum size of a split module or pair: for smaller ones collectives cost more than they save."""
 
 
 def derive(
@@ -45,11 +45,11 @@ def derive(
 ) -> TensorPlan:
     """Derive a plan that splits the model over `degree` ranks.
 
-    `overrides`: patterns of module names (as in a shell) to "column", "row", "vocab", "heads" or
-    "whole"; the last that matches holds. They are right whatever they say: a row without its
-    column takes its part of whole inputs, a column without its row has its outputs gathered.
-    `sequence`: also find blocks of which each rank computes its positions only. `all_have_parts`:
-    leave whole of what a rank would get nothing, as of 5 rows over 4 ranks: 2, 2 and 1.
+    `overrides`: shell patterns of module names to "column", "row", "vocab", "heads" or "whole"; the
+    last match counts. Any combination is correct: a row without its column takes its part of whole
+    inputs, a column without its row has its outputs gathered.
+    `sequence`: also find blocks in which each rank computes only its positions. `all_have_parts`:
+    leave modules whole if a rank would get nothing of them (5 rows over 4 ranks: 2, 2, 1 and 0).
     Raises InvalidSpec for a pattern that matches nothing, a style that does not fit its module, a
     dimension of fewer elements than ranks, or tied weights that would be cut in two ways.
 
@@ -153,7 +153,7 @@ class _Derivation:
                 yield name, reason
 
     def _tied(self) -> None:
-        """Modules that share parameters: cut by rows, all of them, or whole."""
+        """Decide on modules that share parameters: all are cut by rows, or all are whole."""
         for names in self._bound_together():
             styles = {name: self._tied_style(name) for name in names}
             bad = [n for n, s in styles.items() if self._chosen.get(n, s) not in (s, WHOLE)]
@@ -166,7 +166,7 @@ class _Derivation:
             splits = all(
                 styles[n] and n not in self._entries and self._fits(n, styles[n]) for n in names
             )
-            # All alike: what is cut in one place and whole in another would be two parameters.
+            # All alike: a tensor cut in one module and whole in another would be two parameters.
             splits = splits and any(self._is_big(name) for name in names)
             for name in names:
                 others = ", ".join(other for other in names if other != name)
@@ -176,8 +176,8 @@ class _Derivation:
                     self._whole(name, f"tied to {others}, which cannot be cut in the same way")
 
     def _bound_together(self) -> Iterator[list[str]]:
-        """The modules that must be cut alike, in the order of the model: those with a parameter in
-        common, and others with another one of theirs in common."""
+        """Yield lists of modules that must be cut alike: those with a parameter in common, directly
+        or through a third module. In the order of the model."""
         groups = {name: {name} for name in self._modules}
         for owners in self._owners.values():
             joint = set().union(*(groups[self._cutter(name)] for name, _ in owners))
@@ -189,7 +189,8 @@ class _Derivation:
                 yield [each for each in self._modules if each in group]
 
     def _cutter(self, name: str) -> str:
-        """The module with which the parameters of this one are cut."""
+        """Return the module whose split decides on this one's parameters: the attention, for its
+        `out_proj`; else the module itself."""
         parent, _, own = name.rpartition(".")
         above = self._modules.get(parent) if own == "out_proj" else None
         return parent if isinstance(above, nn.MultiheadAttention) else name
@@ -236,8 +237,7 @@ class _Derivation:
         )
 
     def _has_one_name(self, name: str) -> bool:
-        """True if the module of this name is used in no other place."""
-        # One of several names is known by its first, and may be called outside of the pair.
+        """True if the module has no second name: by that it might be called outside the pair."""
         return name in self._modules and name not in self._shared
 
     def _alone(self, name: str) -> None:
@@ -268,7 +268,7 @@ class _Derivation:
         return not self._too_small(self._modules[name], style)
 
     def _too_small(self, module: nn.Module, style: str) -> str:
-        """Why its dimensions do not go over the ranks; empty if they do."""
+        """Return the reason why a dimension is too small for the ranks; empty if it is not."""
         if isinstance(module, nn.MultiheadAttention):
             if module.num_heads % self._degree:
                 return f"{module.num_heads} heads do not divide by {self._degree}"
@@ -309,7 +309,7 @@ class _Derivation:
         return PlanEntry(module=name, style=style, paired=paired, why=why, parts=parts)
 
     def _count(self, entry: PlanEntry) -> PlanEntry:
-        """The entry without parameters that another one has already."""
+        """Return the entry without parameters that an earlier entry has."""
         module = self._modules[entry.module]
         parts = {}
         for key, part in entry.parts.items():
@@ -328,7 +328,7 @@ class _Derivation:
 
 
 def _owners(modules: Mapping[str, nn.Module]) -> dict[int, list[tuple[str, str]]]:
-    """The modules, and their names for it, that have each parameter."""
+    """List the (module, name) pairs of each parameter, by its id."""
     owners: dict[int, list[tuple[str, str]]] = {}
     for name, module in modules.items():
         for key, parameter in parameter_table(module).items():

@@ -1,14 +1,13 @@
-"""Collectives of ranks that compute layers together: sums, parts, a value of the first rank.
+"""Collectives of ranks that compute layers together: all-reduce, all-gather, broadcast and so on.
 
-Over Gloo each of these is a collective of its own, whose end a thread of Gloo's hands to the
-trainer through the interpreter. Ranks of one machine write what they have into memory that all can
-read, and meet there once; then each adds up or picks out for itself. A rank may be at the next
-collective while another still reads of this one, and at the one after that only when all have come
-to the next: so there are two sets of places.
+Over Gloo each call is a collective whose end a Gloo thread hands to the trainer through the
+interpreter. Ranks of one machine instead write their values into memory that all can read, and pass
+one barrier (`meet`); then each reads what it needs. A rank may begin the next collective while
+another still reads the values of this one, but the one after that only when all have come to the
+next: so two sets of buffers alternate.
 
-Nothing in a value says of which layer it is. For which layers a rank meets others, in memory and
-over Gloo, is noted in `LayerExchanges`; and so it is where values that meet in memory differ in
-size.
+A value does not say which layer it belongs to. `LayerExchanges` records the layers for which a rank
+communicates, and if values in memory differ in size.
 """
 
 from collections.abc import Sequence
@@ -28,14 +27,14 @@ from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
 PLACE_BYTES = 4 * 1024 * 1024
-"""Bytes for the values of one rank; larger ones go over Gloo. Unwritten pages take no memory."""
+"""Limit of one rank's value; larger ones go over Gloo. Unwritten pages take no memory."""
 NUM_SETS = 2
 _SIZE_BITS = 40
 
 
 class TensorGroup:
-    """Group as one rank sees it. All ranks call the same methods in order, on one thread
-    but for `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
+    """Tensor group of one rank. All ranks call the same methods in the same order, on one thread
+    except `cut` and `num_met`. Raises the group's errors; GenerationBroken after `release`."""
 
     def __init__(
         self,
@@ -43,7 +42,7 @@ class TensorGroup:
         device: torch.device,
         exchanges: LayerExchanges | None = None,
     ) -> None:
-        """`exchanges`: where it is noted for which layers these ranks meet."""
+        """`exchanges`: record of the layers for which these ranks communicate."""
         self._exchanges = exchanges or LayerExchanges()
         self.rank, self.size = group.rank(), group.size()
         self._group: dist.ProcessGroup | None = group
@@ -56,12 +55,12 @@ class TensorGroup:
         self._reason = ""
 
     def of_layer(self, name: str) -> "LayerGroup":
-        """The same ranks, for the collectives of this layer."""
+        """Return the group for the collectives of one layer."""
         return LayerGroup(ranks=self, site=self._exchanges.site(name))
 
     def begin(self) -> None:
-        """A step begins. Collective in the second one: from there on ranks of one machine meet in
-        memory. In the first one, members stand still that were just left by another."""
+        """Begin a step. Collective in the second step, in which ranks of one machine open shared
+        memory. Not in the first: that would lengthen the stop after a member was lost."""
         if self._num_steps == 1 and self._may_share:
             self._share()
         self._num_steps += 1
@@ -79,16 +78,16 @@ class TensorGroup:
 
     @property
     def num_met(self) -> int:
-        """Number of times that the ranks have met in memory. Any thread."""
+        """Number of barriers in memory so far. Any thread."""
         memory = self._memory
         return memory.num_met if memory is not None else 0
 
     def set_exchange(self, exchange: int) -> None:
-        """Set the exchange that the next collective is for: a number of `ExchangeSite`."""
+        """Set the number, of an `ExchangeSite`, of the next collective."""
         self._exchange_number = exchange
 
     def all_reduce(self, value: Tensor) -> Tensor:
-        """The sum over the ranks, added in their order in memory."""
+        """Return the sum over the ranks; in shared memory it is added in the order of ranks."""
         rows = self._written(value)
         if rows is not None:
             return torch.sum(rows, 0, dtype=value.dtype).view(value.shape)
@@ -97,7 +96,7 @@ class TensorGroup:
         return total
 
     def all_gather(self, own: Tensor) -> Sequence[Tensor]:
-        """Gather each rank's value, by rank, of one shape. Read it before the next collective."""
+        """Return each rank's value, all of one shape; to be read before the next collective."""
         rows = self._written(own)
         if rows is not None:
             return rows.view(self.size, *own.shape).unbind()
@@ -106,7 +105,7 @@ class TensorGroup:
         return parts
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """The sum over the ranks of the part that is this rank's: `parts` has one for each rank."""
+        """Return the sum over the ranks of this rank's part; `parts` has a part for each rank."""
         rows = self._written(parts)
         if rows is not None:
             mine = rows.view(self.size, *parts.shape)[:, self.rank]
@@ -116,7 +115,8 @@ class TensorGroup:
             own = torch.empty_like(parts[0])
             self._await(reduce_scatter_single, own, whole)
             return own
-        # Gloo's own sums up a copy of the whole on every rank, and cannot be waited for abortably.
+        # Gloo's own reduce-scatter sums the whole on every rank, and waits for it cannot be
+        # aborted.
         received = torch.empty_like(whole)
         self._await(dist.all_to_all_single, received, whole)
         return received.view_as(parts).sum(0)
@@ -134,7 +134,7 @@ class TensorGroup:
 
     @torch.no_grad()
     def sum_packed(self, tensors: Sequence[Tensor]) -> None:
-        """Make each the sum over the ranks, in one collective for each dtype."""
+        """Sum each tensor over the ranks, in place, with one collective for each dtype."""
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor for tensor in tensors if tensor.dtype == dtype]
             flat = torch.cat([tensor.reshape(-1) for tensor in alike])
@@ -148,7 +148,8 @@ class TensorGroup:
             memory.cut(reason)
 
     def release(self) -> None:
-        """Let go of the group, which modules may refer to for longer. May be called twice."""
+        """Drop the process group and the memory, as modules may refer to this object for longer.
+        May be called twice."""
         self._group, self._may_share = None, False
         self._places = torch.empty(0, dtype=torch.uint8)
         memory, self._memory = self._memory, None
@@ -165,8 +166,8 @@ class TensorGroup:
         wait_abortable(collective(*tensors, group=group, async_op=True, **options), group)
 
     def _written(self, value: Tensor) -> Tensor | None:
-        """Share values in memory, by rank, flat; to be read before the next collective. None, on
-        all ranks alike, if the value has to go over the group."""
+        """Share values in memory: return one flat row for each rank, to be read before the next
+        collective. None, on all ranks alike, if the value has to go over the group."""
         memory = self._memory
         if memory is None:
             return None
@@ -184,9 +185,9 @@ class TensorGroup:
         return rows
 
     def _meet(self, memory: SharedMemory, size: int) -> None:
-        """Meet all ranks; after it all can read what any wrote before. Raises GenerationBroken as
-        `SharedMemory.meet`. Ranks that come for different layers, or with values of different
-        sizes, go on; all ranks are refused when their records are compared."""
+        """Wait for all ranks (a barrier); afterwards each can read what any of them wrote before.
+        Raises GenerationBroken as `SharedMemory.meet`. If ranks come for different layers, or with
+        values of different sizes, this is recorded, and refused when records are compared."""
         word = self._exchange_number << _SIZE_BITS | size
         words = memory.meet(word)
         if any(each != word for each in words):
@@ -202,7 +203,7 @@ class LayerGroup:
     site: ExchangeSite
 
     def all_reduce(self, value: Tensor, *, backward: bool = False) -> Tensor:
-        """See `TensorGroup`; so are the others. `backward`: of gradients."""
+        """See `TensorGroup`. `backward`: the value is a gradient."""
         self._note(backward)
         return self.ranks.all_reduce(value)
 

@@ -1,4 +1,4 @@
-"""Tensor parallel: modules are split over the ranks, which all work on the same samples."""
+"""Tensor-parallel layout: modules are split over the ranks, which work on the same samples."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,13 +37,12 @@ _Known = dict[int, nn.Parameter]
 
 
 def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: TensorGroup) -> None:
-    """Split the module in place over a mesh of one dimension, whose ranks these are, as the plan
-    for its size says.
+    """Split the module in place by a plan, over a mesh of one dimension. `ranks`: its ranks.
 
-    Nothing is communicated, and the parameters may be on the meta device; real ones must be the
-    same on all ranks. Split parameters become DTensors, all else stays as it is. Afterwards a
-    forward pass gives every rank of the mesh the whole outputs, and a backward pass gives every
-    rank the gradients of what it holds, provided that all were given the same inputs.
+    Does not communicate. Parameters may be on the meta device; real ones must be the same on all
+    ranks. Split parameters become DTensors, all else is unchanged. Afterwards, if all ranks have
+    the same inputs, a forward pass gives each rank the whole outputs, and a backward pass gives
+    each rank the gradients of what it holds.
     """
     assert mesh.size() == plan.degree, "the plan is for the mesh"
     known: _Known = {}
@@ -51,7 +50,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
         if entry.style != WHOLE:
             style = _Split(entry, known, ranks)
             parallelize_module(module.get_submodule(entry.module), mesh, style)
-    # For evaluation torch's encoder has kernels that take whole weights; these flags rule them out.
+    # For evaluation torch's encoder has kernels that need whole weights; these flags disable them.
     for part in module.modules():
         if isinstance(part, nn.TransformerEncoderLayer) and _is_split(part):
             part.activation_relu_or_gelu = 0
@@ -60,7 +59,7 @@ def parallelise(module: nn.Module, mesh: DeviceMesh, plan: TensorPlan, ranks: Te
 
 
 def _meet_among(ranks: TensorGroup, module: nn.Module) -> None:
-    """Let what has split itself meet as what was split here does."""
+    """Give modules that have split themselves the same groups as modules split by a plan."""
     for name, part in module.named_modules():
         for key, value in list(vars(part).items()):
             if isinstance(value, Cut):
@@ -72,7 +71,7 @@ def _is_split(module: nn.Module) -> bool:
 
 
 class _Split(ParallelStyle):
-    """Splits one module as its entry in the plan says."""
+    """Style that splits one module by its entry in the plan."""
 
     def __init__(self, entry: PlanEntry, known: _Known, ranks: TensorGroup) -> None:
         super().__init__()
@@ -91,7 +90,7 @@ class _Split(ParallelStyle):
         whole = parameter_table(owner)[key]
         if whole is None:
             return
-        # Tied parameters stay one.
+        # Tied parameters stay tied.
         if id(whole) not in self._known:
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)
             self._known[id(whole)] = nn.Parameter(cut, requires_grad=whole.requires_grad)
@@ -99,11 +98,11 @@ class _Split(ParallelStyle):
 
 
 def take_part(module: nn.Module, entry: PlanEntry, ranks: TensorGroup) -> Mapping[str, int]:
-    """Let the module compute this rank's part; its parameters are still whole.
+    """Make the module compute this rank's part; its parameters are still whole.
 
-    Returns along which dimension each of them is to be cut, by name.
+    Returns the dimension along which each parameter is to be cut, by name.
     """
-    # A keyed dropout is of a subclass.
+    # KeyedDropout is a subclass of Dropout.
     made = nn.Dropout if isinstance(module, nn.Dropout) else type(module)
     kind = made, entry.style
     _APPLY[kind](module, ranks.of_layer(entry.module), entry)
@@ -156,17 +155,17 @@ _APPLY: Mapping[tuple[type[nn.Module], str], Callable[[Any, LayerGroup, PlanEntr
 
 @runtime_checkable
 class SelfSplittingModule(Protocol):
-    """A module of which no plan can be derived, because its layers are no modules of torch."""
+    """A module for which no plan can be derived, because its layers are not modules of torch."""
 
     def split_over(self, mesh: DeviceMesh) -> None:
-        """Make DTensors of what is split, and let the module compute with this rank's parts.
+        """Replace split parameters by DTensors, and make the module compute with this rank's parts.
 
         Called in each generation, on a copy whose parameters are on the meta device.
         """
 
 
 class TensorLayout(Layout):
-    """A whole world as one tensor-parallel group."""
+    """Layout of all ranks as one tensor-parallel group."""
 
     elementwise = True
     non_finite_check: NonFiniteCheck
@@ -181,7 +180,7 @@ class TensorLayout(Layout):
         world.exchanges.among(range(world.world_size))
         self._ranks = TensorGroup(world.group, world.device, world.exchanges)
         parallelise(module, mesh, plan, self._ranks)
-        # Computed with this rank's positions: their gradients are summands.
+        # Each rank computes these with its own positions: their gradients have to be summed.
         self._summed = summed_parameters(module, plan.sequence)
         spread_positions(module, plan.sequence, self._ranks)
         if isinstance(module, SelfSplittingModule):
@@ -218,17 +217,17 @@ class TensorLayout(Layout):
             super().backward(loss, weight)
 
     def _complete(self) -> None:
-        """Sum up the gradients of which each rank has those of its positions."""
+        """Sum, over the ranks, the gradients that each rank has for its positions only."""
         self.world.exchanges.completes()
         self.non_finite_check.check_after_pass(self._parameters)
         if self.world.world_size > 1:
             self._ranks.sum_packed(summands_of(self._parameters, self._summed))
 
     def reduce(self) -> None:
-        """Give all ranks the first one's gradients of whole parameters.
+        """Broadcast the gradients of whole parameters from the first rank.
 
-        They are the same up to kernels that add in no fixed order, or to machines of two kinds;
-        that is enough for copies to drift apart over many steps.
+        The ranks' gradients differ only by kernels that add in no fixed order, or by different
+        hardware, but that is enough for copies to drift apart over many steps.
         """
         self._gradients.finish(self._complete)
         if self.world.world_size == 1:

@@ -1,10 +1,10 @@
 """Linear, embedding and dropout modules of which each rank computes a part.
 
-Outside a split region every value is the same on all ranks of the group. What enters a region has
-its gradient summed over the ranks; what leaves it is gathered or summed. Parameters are DTensors;
-what is computed with them are this rank's local parts, so that sizes need not divide and plain
-kernels run. torch.compile leaves each of them as it is: a DTensor in a graph would be compiled anew
-in each generation, whose mesh is another.
+Outside a split region every value is the same on all ranks of the group. A value that enters a
+region has its gradient summed over the ranks; a value that leaves it is gathered or summed.
+Parameters are DTensors, but computations use this rank's local parts: so sizes need not be
+divisible, and plain kernels run. torch.compile skips these modules: a DTensor in a graph would be
+compiled anew in each generation, which has a new mesh.
 
 (M. Shoeybi et al., Megatron-LM, arXiv:1909.08053, section 3.)
 """
@@ -53,7 +53,7 @@ class Cut:
 
 
 class _Enter(torch.autograd.Function):
-    """The same value; its gradient is the sum over the ranks' parts."""
+    """Identity; the gradient is summed over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
@@ -66,7 +66,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the ranks' values, on all of them."""
+    """All-reduce; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: LayerGroup) -> Tensor:
@@ -78,12 +78,12 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The ranks' parts of the last dimension, side by side on all of them."""
+    """All-gather along the last dimension; the gradient is this rank's part."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, cut: Cut) -> Tensor:
         ctx.cut = cut
-        # Equal sizes: not every backend gathers parts of different ones.
+        # Padded to one size: not every backend gathers parts of different sizes.
         widest = max(cut.sizes)
         padded = part.new_zeros((*part.shape[:-1], widest))
         padded.narrow(-1, 0, cut.size).copy_(part)
@@ -102,22 +102,22 @@ def enter(value: Tensor, cut: Cut) -> Tensor:
 
 
 def summed(value: Tensor, cut: Cut) -> Tensor:
-    """Leave a region: the sum over the ranks."""
+    """Leave a region with the sum over the ranks."""
     total: Tensor = _Sum.apply(value, cut.group)  # type: ignore[no-untyped-call]
     return total
 
 
 def gathered(part: Tensor, cut: Cut) -> Tensor:
-    """Leave a region: the parts of the last dimension side by side."""
+    """Leave a region with the ranks' parts concatenated along the last dimension."""
     whole: Tensor = _Gather.apply(part, cut)  # type: ignore[no-untyped-call]
     return whole
 
 
 class _Local(torch.autograd.Function):
-    """Part of a parameter on this rank, whose gradient is cut as the parameter is.
+    """This rank's part of a parameter; its gradient is cut as the parameter is.
 
-    `DTensor.to_local` gives a gradient other strides than its parameter has where that is cut by
-    columns. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
+    If a parameter is cut by columns, `DTensor.to_local` gives its gradient other strides than the
+    parameter has. Autograd then copies it, and before torch 2.13 the copy is whole on every rank.
     """
 
     @staticmethod
@@ -141,12 +141,12 @@ def local(parameter: Tensor) -> Tensor:
 
 
 class ColumnLinear(nn.Linear):
-    """Linear layer of which each rank computes some of the outputs."""
+    """Linear layer in which each rank computes some of the outputs."""
 
     cut: Cut
     """Cut of the outputs."""
     gathers: bool
-    """True if it returns all outputs; else only its own, as inputs of a RowLinear."""
+    """True: returns all outputs. False: returns this rank's outputs, for a RowLinear."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -156,12 +156,12 @@ class ColumnLinear(nn.Linear):
 
 
 class RowLinear(nn.Linear):
-    """Linear layer of which each rank computes its summand of all outputs, from some inputs."""
+    """Linear layer in which each rank computes a summand of all outputs from some inputs."""
 
     cut: Cut
     """Cut of the inputs."""
     takes_part: bool
-    """True if it is given its own inputs only, by a ColumnLinear that does not gather."""
+    """True if the input has this rank's part only, from a ColumnLinear that does not gather."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -171,7 +171,7 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """Embedding of which each rank looks up the rows that it holds."""
+    """Embedding in which each rank looks up the rows that it holds."""
 
     cut: Cut
     """Cut of the rows."""
@@ -196,7 +196,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 class ColumnEmbedding(nn.Embedding):
-    """Embedding of which each rank looks up some of the columns of every row."""
+    """Embedding in which each rank looks up some of the columns of every row."""
 
     cut: Cut
     """Cut of the columns."""
@@ -209,13 +209,13 @@ class ColumnEmbedding(nn.Embedding):
 class CutDropout(nn.Dropout):
     """Dropout between a ColumnLinear and a RowLinear.
 
-    Draws the mask of the whole width and uses its own part: by place where the module was keyed;
-    else, where the ranks' generators are in the same state, the masks are those of one process, and
-    the generators stay in the same state.
+    Draws the mask of the whole width and uses this rank's part. A keyed module draws by its key.
+    Otherwise, if the ranks' generators are in the same state, the masks equal those of
+    one process, and the generators stay in the same state.
     """
 
     cut: Cut
-    """Of the last dimension."""
+    """Cut of the last dimension."""
 
     @eager
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - torch's name, callers may use it
@@ -229,7 +229,7 @@ class CutDropout(nn.Dropout):
 
 
 def whole_mask(part: Tensor, dim: int, cut: Cut, p: float) -> Tensor:
-    """Draw dropout's factors for the whole value, of which `part` is this rank's."""
+    """Draw dropout's factors for the whole value; `part` is this rank's part of it."""
     shape = list(part.shape)
     shape[dim] = sum(cut.sizes)
     return F.dropout(part.new_ones(shape), p, training=True)

@@ -1,4 +1,4 @@
-"""Plan of the part of each module that a rank of a tensor-parallel group holds, with reasons."""
+"""Plan of how each module is split over a tensor-parallel group, with the reasons."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -10,15 +10,15 @@ from shoal_proto.errors import InvalidSpec
 COLUMN = "column"
 """Split by outputs: nn.Linear by rows of its weight, nn.Embedding by columns."""
 ROW = "row"
-"""Split nn.Linear by inputs."""
+"""Split by inputs: nn.Linear by columns of its weight."""
 VOCAB = "vocab"
-"""nn.Embedding by rows."""
+"""Split nn.Embedding by rows."""
 HEADS = "heads"
-"""nn.MultiheadAttention."""
+"""Split nn.MultiheadAttention by heads."""
 WHOLE = "whole"
-"""Every rank holds all of it and computes the same."""
+"""Not split: every rank holds the whole module and computes the same."""
 MASK = "mask"
-"""Dropout within a pair: no parameters, but each rank uses its part of the mask."""
+"""Split of a dropout within a pair: each rank uses its part of the mask."""
 
 
 def part_sizes(size: int, degree: int) -> tuple[int, ...]:
@@ -57,11 +57,11 @@ class PlanEntry:
     style: str
     """One of the styles at the head of this file."""
     paired: bool = False
-    """Of a column: its row goes on with the parts, nothing is gathered. Of a row: it is given
-    parts."""
+    """True for a column whose outputs are not gathered, as a row takes the parts; and for that
+    row."""
     why: str
     parts: Mapping[str, ParameterSplit]
-    """Splits by the parameter's name in the module; without those of an earlier entry."""
+    """Splits by the parameter's name in the module; parameters of an earlier entry are left out."""
     width: int = 0
     """Size of a mask's last dimension over all ranks."""
 
@@ -69,7 +69,7 @@ class PlanEntry:
         return sum(part.bytes_on(rank, degree) for part in self.parts.values())
 
     def shapes(self, degree: int) -> str:
-        """The main parameter's shape on each rank; once, if all are the same."""
+        """Return the first parameter's shape on each rank, for a table; once if all are equal."""
         if not self.parts:
             return "-"
         main = next(iter(self.parts.values()))
@@ -78,19 +78,20 @@ class PlanEntry:
 
 
 class SequenceRole(StrEnum):
-    """Role of a module in a block of which each rank computes its positions of a sequence."""
+    """Role of a module in a block in which each rank computes its positions of a sequence."""
 
     BLOCK = "block"
-    """Is given whole values and gives whole values; within, what it takes is spread."""
+    """Takes and returns whole values; inside it, the positions of its inputs are spread."""
     NORM = "norm"
     """Computes this rank's positions, so the gradients of its parameters are summed over ranks."""
     DROPOUT = "dropout"
     COLUMN = "column"
-    """Gathers the positions."""
+    """Gathers the positions of its input."""
     ROW = "row"
-    """Sums up, and goes on with this rank's positions; its bias is as a norm's parameters."""
+    """Sums its output over ranks and keeps this rank's positions. The gradient of its bias is
+    summed over ranks, as for a norm."""
     AROUND = "around"
-    """Is given all positions, and what it gives is spread."""
+    """Takes all positions; those of its output are spread."""
 
 
 _SHOWN: Mapping[SequenceRole, str] = {
@@ -104,28 +105,29 @@ _SHOWN: Mapping[SequenceRole, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceEntry:
-    """Entry for one module within a block of which each rank computes its positions."""
+    """Entry for one module of a block in which each rank computes its positions."""
 
     module: str
     role: SequenceRole
     block: str
     takes: tuple[int | str, ...] = (0,)
-    """Arguments that are spread, by place or name."""
+    """Index or name of each argument whose positions are spread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPlan:
-    """Plan that splits a model over `degree` ranks. `str()` gives a table."""
+    """Plan that splits a model over `degree` ranks. `str()` returns a table."""
 
     degree: int
     entries: tuple[PlanEntry, ...]
     """Every module with parameters of its own, and every dropout within a pair."""
     sequence: tuple[SequenceEntry, ...] = ()
-    """The modules of blocks of which each rank computes its positions only; a block comes first."""
+    """Modules of blocks in which each rank computes only its positions; each block comes first."""
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Size of all parameters, by rank. Gradients take as much; buffers are whole and extra."""
+        """Bytes of all parameters, by rank. Gradients take as much again; buffers are not counted,
+        and whole on each rank."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)

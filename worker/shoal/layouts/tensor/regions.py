@@ -1,9 +1,9 @@
-"""Finds linear modules that can be split as columns and a row without anything between gathered.
+"""Finder of linear modules that can be split as columns and a row, with nothing gathered between.
 
-A region is a set of linear modules whose outputs, through nothing but elementwise work, reach the
-input of one further linear module and nothing else: gate(x) * up(x) before down, or fc1 before fc2.
-It is found by running a module's forward with symbols for values. Where that cannot be done, or
-gives another answer for training than for evaluation, there is no region.
+A region is a set of linear modules whose outputs reach the input of one further linear module, and
+nothing else, through elementwise operations only: gate(x) * up(x) before down, or fc1 before fc2.
+It is found by running a module's forward with symbols for values. If that fails, or if training and
+evaluation differ, there is no region.
 """
 
 import inspect
@@ -37,7 +37,7 @@ _ELEMENTWISE_MODULES = (
     nn.Softplus,
     nn.Tanh,
 )
-# Of the module `transformers.activations`, which is not imported for it; none has parameters.
+# Classes of `transformers.activations`, by name to avoid its import; none has parameters.
 _HUGGING_FACE = frozenset(
     {
         *("AccurateGELUActivation", "ClippedGELUActivation", "FastGELUActivation"),
@@ -61,16 +61,16 @@ _ELEMENTWISE_METHODS = frozenset(
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Region:
-    """Names relative to the module it was found in."""
+    """Region, with names relative to the module in which it was found."""
 
     columns: tuple[str, ...]
     row: str
     dropouts: tuple[str, ...]
-    """Dropout between split layers: each rank needs its part of the masks."""
+    """Dropouts between columns and row: each rank needs its part of their masks."""
 
 
 def regions(parent: nn.Module) -> list[Region]:
-    """The regions of the module's own forward, none of which share a module."""
+    """Find the regions in the module's own forward; they have no module in common."""
     known = _known(parent)
     if known is not None:
         return known
@@ -91,7 +91,8 @@ def is_elementwise(module: Any) -> bool:
 
 
 def _known(parent: nn.Module) -> list[Region] | None:
-    """torch's transformer layers branch on their inputs, which symbols cannot follow."""
+    """Return the regions of torch's transformer layers, which branch on their inputs and so cannot
+    be traced; None for other modules."""
     if type(parent) not in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
         return None
     activation = parent.activation
@@ -101,7 +102,7 @@ def _known(parent: nn.Module) -> list[Region] | None:
 
 
 def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """The modules that the parent itself calls; those in a ModuleList are called one by one."""
+    """Yield the modules that the parent itself calls; a ModuleList's modules in its place."""
     for name, part in child_table(parent).items():
         if type(part) is nn.ModuleList:
             yield from children_of(part, f"{prefix}{name}.")
@@ -110,7 +111,7 @@ def children_of(parent: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.M
 
 
 class _Stand(nn.Module):
-    """Stands for a child: notes that it was called, and with what."""
+    """Stand-in for a child that records its calls and their arguments."""
 
     def __init__(self, name: str, original: nn.Module, tracer: GraphAppendingTracer) -> None:
         super().__init__()
@@ -123,13 +124,13 @@ class _Stand(nn.Module):
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.__dict__["_stands_for"][1], name)
         if isinstance(value, Tensor | nn.Module) or callable(value):
-            # Used without a call of the module: a split would go unnoticed.
+            # The parent uses a part of the child without calling it: a split would break that.
             raise AttributeError(name)
         return value
 
 
 def _shadow(parent: nn.Module, tracer: GraphAppendingTracer) -> nn.Module:
-    """A copy to run with symbols, which leaves the original as it is."""
+    """Make a copy to run with symbols, so that the original is not changed."""
     buffers = buffer_table(parent).items()
     return copy_with_tables(
         parent,
@@ -152,10 +153,10 @@ def _stands(
 
 
 def traces(parent: nn.Module) -> Iterator[fx.Graph]:
-    """Trace forward with symbols: in training and not, with optional arguments and without.
+    """Trace forward with symbols: in training and evaluation, with and without optional arguments.
 
-    torch.fx's own tracer patches nn.Module for the whole process while it traces, under the feet of
-    other threads; standing in for the children does without.
+    torch.fx's own tracer patches nn.Module for the whole process while it traces, which other
+    threads would notice. Stand-ins for the children need no patch.
     """
     taken = inspect.signature(parent.forward).parameters.values()
     if any(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in taken):
@@ -177,7 +178,7 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
     children = dict(children_of(parent))
     calls = [node for node in graph.nodes if node.op == "call_module"]
     names = [str(node.target) for node in calls]
-    # One that is called twice may be called in the region and out of it.
+    # A module that is called twice may be called inside the region and outside.
     once = {name: children[name] for name in names if names.count(name) == 1}
     taken: set[str] = set()
     for node in calls:
@@ -189,7 +190,7 @@ def _regions_of(graph: fx.Graph, parent: nn.Module) -> Iterator[Region]:
 
 
 def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
-    """The region that ends at this linear module, if one does."""
+    """Return the region that ends at this linear module; None if there is none."""
     if len(row.args) != 1 or row.kwargs or not isinstance(row.args[0], fx.Node):
         return None
     inside: dict[fx.Node, None] = {}
@@ -212,7 +213,7 @@ def _region_before(row: fx.Node, once: dict[str, nn.Module]) -> Region | None:
         else:
             return None
     stays = all(user is row or user in inside for node in inside for user in node.users)
-    # A column needs all of what it is given, and inside there is a part.
+    # A column needs its whole input, but values inside the region are parts.
     stays = stays and entered.isdisjoint(inside)
     widths = {once[name].out_features for name in columns} | {once[str(row.target)].in_features}
     if not columns or not stays or len(widths) != 1:
@@ -229,7 +230,7 @@ def is_elementwise_node(node: fx.Node, module: nn.Module | None) -> bool:
         known = node.target in _ELEMENTWISE_FUNCTIONS
     else:
         known = node.op == "call_method" and node.target in _ELEMENTWISE_METHODS
-    # A tensor could be of any shape; a number is the same for every element.
+    # A constant tensor could have any shape; a number is the same for every element.
     numbers = (int, float, str, bool, type(None), fx.Node)
     return known and all(isinstance(value, numbers) for value in _flat(node))
 

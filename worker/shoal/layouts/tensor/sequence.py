@@ -1,10 +1,9 @@
-"""Blocks between whose split layers each rank computes its positions of the sequence only.
+"""Sequence parallelism: between split layers each rank computes only its positions of the sequence.
 
-What norms, dropout and residual sums compute of a position depends on that position alone. So each
-rank takes its part of the last dimension but one, which is gathered where a split layer begins and
-summed and scattered where it ends: the two halves of the sum over ranks that stands there
-otherwise. (V. Korthikanti et al., Reducing Activation Recomputation,
-arXiv:2205.05198, section 4.2.)
+Norms, dropout and residual sums compute each position from that position alone. So each rank takes
+its part of the last dimension but one. An all-gather before a split layer and a reduce-scatter
+after it replace the all-reduce of tensor parallelism, of which they are the two halves.
+(V. Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4.2.)
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,19 +23,19 @@ from shoal.torch_private.modules import parameter_table
 from shoal_proto.errors import InvalidSpec
 
 DIM = -2
-"""The dimension of the sequence, or the last one before the features: positions are computed
-independently of each other."""
+"""The dimension of the sequence, or whichever is the last before the features: its positions are
+computed independently of each other."""
 
 
 class Positions:
-    """Cut of the present pass's sequence over the ranks; one for all modules of a block."""
+    """Cut of the sequence of the pass in progress; one object for all modules of a block."""
 
     def __init__(self, group: LayerGroup) -> None:
         self._group = group
         self._length = 0
 
     def begin(self, whole: Tensor) -> None:
-        """A whole value comes in."""
+        """Begin a pass with a whole value, which sets the length of the sequence."""
         if whole.ndim < 2:
             raise InvalidSpec(
                 "a block with spread positions got a value without positions",
@@ -53,7 +52,7 @@ class Positions:
 def _gather(own: Tensor, cut: Cut, *, backward: bool = False) -> Tensor:
     if own.shape[DIM] != cut.size:
         raise InvalidSpec(
-            "positions of one pass came into another",
+            "positions of one pass were used in another",
             seen=f"{own.shape[DIM]} of them on this rank",
             expected=f"{cut.size}",
             fix="For sequences of several lengths in a step, run one backward pass after each"
@@ -84,7 +83,7 @@ def _own(whole: Tensor, cut: Cut) -> Tensor:
 
 
 class _Spread(torch.autograd.Function):
-    """Take this rank's positions of a value that all ranks have; its gradient has all positions."""
+    """Take this rank's positions of a value that all ranks have; its gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, cut: Cut) -> Tensor:
@@ -97,7 +96,8 @@ class _Spread(torch.autograd.Function):
 
 
 class _Whole(torch.autograd.Function):
-    """Gather all positions, for modules that compute the same on all ranks."""
+    """Gather all positions, for modules that compute the same on all ranks; the gradient is this
+    rank's part."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -110,7 +110,8 @@ class _Whole(torch.autograd.Function):
 
 
 class _Enter(torch.autograd.Function):
-    """Gather all positions, for modules that compute a part of the features; sums the gradient."""
+    """Gather all positions, for modules that compute a part of the features; the gradient is summed
+    over ranks and scattered."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, cut: Cut) -> Tensor:
@@ -123,7 +124,7 @@ class _Enter(torch.autograd.Function):
 
 
 class _Leave(torch.autograd.Function):
-    """Sum over the ranks and keep this rank's positions."""
+    """Sum over the ranks and keep this rank's positions; the gradient is gathered."""
 
     @staticmethod
     def forward(ctx: Any, summand: Tensor, cut: Cut) -> Tensor:
@@ -141,7 +142,7 @@ def _apply(function: Any, value: Tensor, positions: Positions) -> Tensor:
 
 
 class SequenceColumnLinear(ColumnLinear):
-    """A ColumnLinear that is given this rank's positions."""
+    """A ColumnLinear whose input has this rank's positions."""
 
     positions: Positions
 
@@ -152,7 +153,7 @@ class SequenceColumnLinear(ColumnLinear):
 
 
 class SequenceRowLinear(RowLinear):
-    """A RowLinear that goes on with this rank's positions."""
+    """A RowLinear whose output has this rank's positions."""
 
     positions: Positions
 
@@ -163,7 +164,7 @@ class SequenceRowLinear(RowLinear):
 
 
 class SequenceDropout(nn.Dropout):
-    """Dropout of this rank's positions: the mask is its part of that of all."""
+    """Dropout of this rank's positions, with this rank's part of the mask of all positions."""
 
     positions: Positions
 
@@ -180,7 +181,7 @@ class SequenceDropout(nn.Dropout):
         return input * cut.own(kept, DIM) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
-# --- which module does what ---
+# --- roles of modules ---
 
 
 def spread_positions(
@@ -195,7 +196,7 @@ def spread_positions(
 
 
 def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> frozenset[str]:
-    """Names of the parameters whose gradients are of this rank's positions only."""
+    """Names of the parameters whose gradients come from this rank's positions only."""
     found = set()
     for entry in entries:
         module = model.get_submodule(entry.module)
@@ -207,8 +208,8 @@ def summed_parameters(model: nn.Module, entries: Sequence[SequenceEntry]) -> fro
 
 
 def summands_of(parameters: Mapping[str, nn.Parameter], names: Collection[str]) -> list[Tensor]:
-    """Return this rank's parts of these gradients, in the order of the parameters: zeros if it has
-    none, so that ranks exchange as many numbers whatever their passes have left out."""
+    """Return this rank's parts of these gradients, in the order of the parameters. A missing
+    gradient is replaced by zeros, so that all ranks exchange the same number of elements."""
     return [
         torch.zeros_like(local_part(parameter))
         if parameter.grad is None
@@ -241,7 +242,7 @@ def _around(module: nn.Module, entry: SequenceEntry, positions: Positions) -> No
 
 
 def _at(args: Any, kwargs: Any, takes: tuple[int | str, ...], change: Callable[..., Any]) -> Any:
-    """The arguments with those that are taken changed; what is one tensor stays one."""
+    """Apply `change` to the arguments that `takes` names; a tensor given twice is changed once."""
     changed: dict[int, Tensor] = {}
 
     def once(value: Any) -> Any:
@@ -260,7 +261,7 @@ def _leaving(function: Any, positions: Positions) -> Any:
         length = sum(positions.cut.sizes)
         if function is _Spread and (first.ndim < 2 or first.shape[DIM] != length):
             raise InvalidSpec(
-                f"a {type(module).__name__} gave other positions than it was given",
+                f"a {type(module).__name__} returned other positions than it was given",
                 seen=f"shape {tuple(first.shape)}",
                 expected=f"{length} in the last dimension but one",
                 fix="Distribute without sequence=True.",

@@ -1,9 +1,9 @@
-"""Finds blocks of which each rank can compute its positions of the sequence only.
+"""Finder of blocks in which each rank can compute only its positions of the sequence.
 
-A block takes a value and gives one of the same positions. What lies between, as running its forward
-with symbols shows, is of four kinds: what computes each position by itself (norms, dropout,
-elementwise work); pairs of split layers; blocks again; and what is given all positions, such as
-attention. Where that is not so, or forward cannot be followed, there is no block.
+A block takes a value and returns one of the same positions. Its forward, as run with symbols, has
+only four kinds of operations: those that compute each position by itself (norms, dropout,
+elementwise operations), pairs of split layers, inner blocks, and modules that take all positions,
+such as attention. If there are others, or forward cannot be traced, the module is no block.
 """
 
 import operator
@@ -33,15 +33,15 @@ from shoal.torch_private.modules import has_hooks, parameter_table
 from shoal_proto.errors import InvalidSpec
 
 _TORCH: Mapping[type[nn.Module], Mapping[str, tuple[int | str, ...]]] = {
-    # Their attention, and which of its arguments are of the block's own positions.
+    # Attention modules, with the indices of arguments that have the block's own positions.
     nn.TransformerEncoderLayer: {"self_attn": (0, 1, 2)},
     nn.TransformerDecoderLayer: {"self_attn": (0, 1, 2), "multihead_attn": (0,)},
 }
 
 
 def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[SequenceEntry, ...]:
-    """The modules of the outermost blocks that have a norm or dropout, and split layers or modules
-    around which positions are gathered. `plan`: by module, what becomes of it else."""
+    """Find the outermost blocks with a norm or dropout and a column; return entries for them and
+    their modules. `plan`: the model's tensor plan, by module."""
     found: list[SequenceEntry] = []
     blocks: list[str] = []
     shared = _shared(model)
@@ -61,7 +61,7 @@ def sequence_blocks(model: nn.Module, plan: Mapping[str, PlanEntry]) -> tuple[Se
 
 
 def check_has_blocks(plan: TensorPlan) -> None:
-    """Raise InvalidSpec where a plan, made for several ranks, has none."""
+    """Raise InvalidSpec if a plan, made for several ranks, has no blocks."""
     if not plan.sequence:
         raise InvalidSpec(
             "no block of the model can be spread by positions",
@@ -73,8 +73,8 @@ def check_has_blocks(plan: TensorPlan) -> None:
 
 
 def _shared(model: nn.Module) -> frozenset[int]:
-    """Ids of modules and parameters that stand in several places: what is changed in one place is
-    changed in the others."""
+    """Ids of modules and parameters that are used in several places: a change for one place changes
+    all of them."""
     modules = [module for _, module in model.named_modules(remove_duplicate=False)]
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None
@@ -99,11 +99,11 @@ class _Kind(Enum):
 
 
 class _NoBlock(Exception):
-    """Raised if a part of a module needs more than its own positions, and they are not gathered."""
+    """Raised if an operation of a module needs other positions, which are not gathered for it."""
 
 
 class _Block:
-    """Module that is examined as a block."""
+    """A module under examination: is it a block?"""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Block:
     def entries(self) -> list[SequenceEntry] | None:
         """Return the entries of its modules; None if it is no block."""
         if _has_hooks(self._module):
-            return None  # They would see some positions.
+            return None  # Hooks would see only this rank's positions.
         try:
             return self._of_torch() if type(self._module) in _TORCH else self._of_graphs()
         except Exception:  # noqa: BLE001 - a user's forward may raise anything when given symbols
@@ -137,7 +137,8 @@ class _Block:
         return list(variants[0].values()) if alike else None
 
     def _of_torch(self) -> list[SequenceEntry] | None:
-        """torch's transformer layers branch on their inputs, which symbols cannot follow."""
+        """Return the entries of one of torch's transformer layers, which branch on their inputs and
+        so cannot be traced."""
         if not self._is_paired("linear1", COLUMN) or not self._is_paired("linear2", ROW):
             return None
         takes = _TORCH[type(self._module)]
@@ -153,9 +154,9 @@ class _Block:
         return list(self._found.values())
 
     def _note(self, name: str, role: SequenceRole, takes: tuple[int | str, ...] = (0,)) -> None:
-        """Raises _NoBlock for a module that does something else in other places."""
+        """Add an entry. Raises _NoBlock for a module that is used elsewhere too."""
         child = self._module.get_submodule(name)
-        # Gradients that are of some positions here would be of all of them there.
+        # Here a gradient comes from some positions, elsewhere from all: they cannot be added.
         own = child.parameters() if role in (SequenceRole.NORM, SequenceRole.ROW) else ()
         if any(id(each) in self._shared for each in (child, *own)):
             raise _NoBlock
@@ -167,7 +168,7 @@ class _Block:
         return entry is not None and entry.style == style and entry.paired
 
     def _follow(self, graph: fx.Graph) -> None:
-        """Raises _NoBlock."""
+        """Add the entries of a trace. Raises _NoBlock."""
         kinds: dict[fx.Node, _Kind] = {}
         first = next(iter(graph.nodes))
         calls = [str(node.target) for node in graph.nodes if node.op == "call_module"]
@@ -185,7 +186,7 @@ class _Block:
                 kinds[node] = self._of_function(node, kinds)
         around = {e.module for e in self._found.values() if e.role == SequenceRole.AROUND}
         users = [f"{self._path}.{user.target}".lstrip(".") for user in first.users]
-        # What makes the positions, an embedding say, is no part of a block.
+        # If all users of the input need all its positions, as an embedding does, it is no block.
         if all(user in around for user in users):
             raise _NoBlock
 
@@ -249,4 +250,4 @@ def _own_arguments(node: fx.Node, kinds: Mapping[fx.Node, _Kind]) -> Iterator[in
             if kinds[value] == _Kind.OWN:
                 yield key
         elif not isinstance(value, int | float | str | bool | None):
-            raise _NoBlock  # something within which positions may be
+            raise _NoBlock  # a container, which may contain tensors of positions

@@ -1,1 +1,1 @@
-"""Members at their own pace, over the parameter servers."""
+"""Asynchronous strategies: members train at their own pace against the parameter servers."""

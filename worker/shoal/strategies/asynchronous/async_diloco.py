@@ -1,9 +1,9 @@
 """The strategy `async-diloco`: members step alone for a round, then push their change.
 
-The outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) is taken by the parameter servers
-on each member's round as it arrives, not on the mean of all; no member waits for another (as in Liu
+The parameter servers take the outer step of DiLoCo (Douillard et al. 2023, arXiv:2311.08105) for
+each member's round as it arrives, not for the mean of all; no member waits for another (as in Liu
 et al. 2024, "Asynchronous Local-SGD Training for Language Modeling", arXiv:2401.09135). A member
-goes on from the values right after its own push, which include the pushes of others meanwhile.
+continues from the values right after its own push, which include other members' pushes.
 
 - The optimizer is the member's own, with its state: any of torch's, stepped in the member.
 - A round's samples count once its push is acknowledged. If a member is lost, its work since its
@@ -43,13 +43,16 @@ class AsyncDiLoCo(AsyncSGD):
         staleness: str = "damp",
         compression: str | Compression | None = None,
     ) -> None:
-        """A round is `every_steps` steps, fewer if samples run out: members share each epoch
-        fairly, so no round has more steps than two such shares. Every member's push moves
-        the values by itself. `staleness`: "damp" slows the outer step down by the rounds that
-        others pushed since, momentum first, so that the settings of "diloco" suit several
-        members; "scale" divides its rate by their number; with "none" `outer_lr` and
-        `outer_momentum` have to be chosen for the number of members. `compression`: compresses the
-        changes of a round, as for `shoal.DiLoCo`.
+        """A round is `every_steps` steps, fewer if samples run out: members share each epoch of the
+        data evenly, and no round is longer than two such shares. Each member's push takes an outer
+        step of its own.
+
+        `staleness`: the treatment of rounds that other members have pushed since. "damp" slows the
+        outer step down by their number, momentum first, so that the settings of "diloco" suit
+        several members; "scale" divides its rate by their number; with "none" `outer_lr` and
+        `outer_momentum` have to be chosen for the number of members.
+
+        `compression`: compresses the changes of a round, as for `shoal.DiLoCo`.
 
         Raises InvalidSpec for values out of range.
         """
@@ -110,12 +113,12 @@ class AsyncDiLoCo(AsyncSGD):
         self._watch_loss()
 
     def _watch_loss(self) -> None:
-        # By steps: a round is one update, and a whole run may have a few dozen.
+        # Checked by steps, not updates: a round is one update, and a run may have a few dozen.
         if self._losses is not None and self._losses.is_due(self._step):
             self._losses.look(self._step)
 
     def _end_round(self) -> None:
-        """Push the round's change, and go on from the servers' new values."""
+        """Push the round's change, and continue from the servers' new values."""
         if not self._steps_of_round:
             return
         gone = {n: self._began[n] - _on_host(p) for n, p in self._shared.values.parameters.items()}
@@ -138,5 +141,5 @@ class AsyncDiLoCo(AsyncSGD):
 
 
 def _on_host(parameter: Tensor) -> Tensor:
-    """Copy of the values."""
+    """Copy the values to the host."""
     return parameter.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)

@@ -1,16 +1,16 @@
 """The strategy `async-sgd`: every member trains at its own pace against the parameter servers.
 
-A step computes gradients on the values in hand, pushes them, and receives the values right after
-the push, in one exchange with every server. The optimizer runs there, once for all members. The
-user holds the model, whose parameters are overwritten in place, and the optimizer object, whose
-learning rates travel with every push, unless a schedule of them was given to the job.
+A step computes gradients on the member's present values, pushes them, and receives the values right
+after the push, in one exchange with every server. The optimizer runs on the servers, once for all
+members. The script's model has its parameters overwritten in place; the learning rates of its
+optimizer object are sent with every push, unless a schedule was given to the strategy.
 
 - The optimizer skips a parameter that has no gradient in a step, as `torch.optim` does: no weight
   decay, no momentum, no step counted. Changes by other members still arrive.
-- Gradients of values that others have changed since: see `staleness_policy.py`.
-- Buffers, such as running means, are no parameters: each member keeps its own.
-- Training starts from the values of rank 0 of the first generation. If that member dies half-way
-  through, another member creates the missing shards, from its own initial values.
+- Stale gradients, whose values others have changed since: see `staleness_policy.py`.
+- Buffers, such as running means, are not shared: each member keeps its own.
+- Training starts from the values of rank 0 of the first generation. If that member is lost before
+  it has created all shards, another member creates the rest, from its own initial values.
 """
 
 import math
@@ -68,15 +68,15 @@ log = structlog.get_logger(__name__)
 LEVELS = ("applied", "replicated", "durable")
 """Acknowledgements that a push may wait for."""
 MAX_REDONE = 16
-"""A member gives up a step that was taken again on fresh values more often than this."""
+"""Limit of how often a member takes a refused step again on fresh values."""
 BEGINNING_UPDATES = 100
-"""A member whose first values have more updates has joined a job that trains already: it cannot
-tell if the loss falls."""
+"""Limit of the updates in a member's first values up to which it watches the loss: a member that
+joins later does not know the loss at first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedModel:
-    """The model that all members train together, on one of them."""
+    """One member's copy of the model that all members train together."""
 
     model: nn.Module
     optimizer: Optimizer
@@ -87,13 +87,13 @@ class SharedModel:
     gradients: StepGradients
     """Gradients of the whole model; a step begins with none."""
     compressor: PushCompressor | None = None
-    """Compressor of the member's gradients; None: they are pushed as they are."""
+    """Compressor of the member's gradients; None: they are pushed uncompressed."""
     followed: FollowedSchedule | None = None
-    """The schedule whose rates go with each push; None: the optimizer's rates go."""
+    """The schedule that this member steps; its rates are sent with each push."""
 
     @cached_property
     def untrained(self) -> Mapping[str, Tensor]:
-        """Parameters that this member keeps as its own, by name."""
+        """Parameters that are not shared: the optimizer does not train them. By name."""
         shared = self.values.parameters
         return {name: each for name, each in self.model.named_parameters() if name not in shared}
 
@@ -103,9 +103,10 @@ class PushOptions:
     """The options of a script's pushes."""
 
     policy: StalenessPolicy
-    """The treatment of gradients whose values others have changed since."""
+    """The treatment of stale gradients."""
     schedule: LRScheduler | None
-    """Sent with the job; without a schedule, learning rates are sent with each push."""
+    """The schedule of learning rates, by the job's updates; None: the optimizer's rates are sent
+    with each push."""
     acknowledgement: Acknowledgement.ValueType
     """The acknowledgement that a push waits for."""
     lost_wait_s: float = 0.0
@@ -126,8 +127,8 @@ class PushOptions:
                 "compressed gradients cannot be corrected for delay",
                 seen=f"compression={str(self.compression)!r} with staleness='compensate'",
                 expected="one of the two",
-                fix="Delay compensation sends the values along that gradients were computed on,"
-                " which are not compressed: train with staleness='damp'.",
+                fix="Delay compensation also sends the values that gradients were computed on,"
+                " uncompressed: train with staleness='damp'.",
             )
 
 
@@ -145,27 +146,27 @@ def level(acknowledge: str) -> Acknowledgement.ValueType:
 
 
 class StepRefusals:
-    """The shards that refused the step in progress as too stale: says which parts to push again,
-    and when to give up."""
+    """Refusals of the step in progress as too stale: which shards refused it, and how often."""
 
     def __init__(self) -> None:
         self.shards: frozenset[int] = frozenset()
-        """The shards that refused it last; the other shards' parts count."""
+        """The shards that refused the last push of the step; the others have applied it."""
         self.num_redone = 0
         self._passes = StepPasses()
 
     def begin(self, model: nn.Module, untrained: Mapping[str, Tensor]) -> None:
-        """Begin a step that may be refused. A refusal undoes its changes to the model's buffers and
-        to these parameters; the servers hold the trained ones."""
+        """Begin a step that may be refused. `refused` then undoes its changes to the model's
+        buffers and to the untrained parameters; the trained ones come from the servers again."""
         self._passes.begin(model, untrained)
 
     @property
     def may_redo(self) -> bool:
-        """True if the step is to be taken once more."""
+        """True if the step is to be taken again."""
         return self.num_redone <= MAX_REDONE
 
     def refused(self, stale: Mapping[int, StalePush], step: int) -> None:
-        """Undo the refused step, after `step` taken ones. Raises StateLost as `check_whole`."""
+        """Undo the refused step. `step`: number of steps before it. Raises StateLost as
+        `check_whole`."""
         self.shards = frozenset(stale)
         self.num_redone += 1
         self._passes.undo()
@@ -217,25 +218,25 @@ class AsyncSGD(Strategy):
         `staleness_policy.py`; `reject_above` is a number of updates, with any of these, and
         `compensation` is lambda_0, or lambda if it is not `adaptive`.
 
-        `schedule`: one of torch's, of the optimizer that is distributed. It goes by the number
-        of updates that all members have made together, and the script does not step it: it travels
-        with the job, and the servers step it. A schedule that they do not have, such as a LambdaLR,
-        is stepped by each member, by the job's updates that it knows of; rates go with its pushes.
+        `schedule`: one of torch's schedules of the distributed optimizer. It follows the number of
+        updates of all members together; the script does not step it. The servers step it if they
+        know its class. Otherwise (a LambdaLR, for example) each member steps it, by the job's
+        updates that it knows of, and sends the rates with its pushes.
 
         `acknowledge`: the acknowledgement that a push waits for. "replicated": every backup of the
         shards, if there is one; "durable": the disk of the shard's server too; "applied": neither,
         so that the push may be lost with its server.
 
-        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that is
-        left out is sent with later gradients. See docs/compression.md.
+        `compression`: compresses gradients for a slow network, as for `shoal.DDP`. The part that
+        compression leaves out is added to later gradients. See docs/compression.md.
 
-        `lost_wait_s`: if every server of a shard is gone, a step waits so long for one that
-        comes back with its journal; also before the shard is called lost, which may take 15
-        minutes. Then, and at once by default, it ends with StateLost.
+        `lost_wait_s`: if every server of a shard is gone, the time that a step waits for one to
+        come back with its journal; it counts before the shard is declared lost too, which may take
+        15 minutes. After that time the step raises StateLost; by default at once.
 
-        `loss_must_fall`: after the last sample, a loss that is not lower than at first is an
-        error, TrainingFailed. A loss that is not finite always is. Leave it out if a loss need
-        not fall: adversarial training, rewards.
+        `loss_must_fall`: raise TrainingFailed after the last sample if the loss is not lower than
+        at first. A loss that is not finite is always an error. Do not set it if the loss need not
+        fall, as in adversarial training or with rewards.
 
         Raises InvalidSpec for options that contradict each other.
         """
@@ -283,7 +284,7 @@ class AsyncSGD(Strategy):
             **self._clock.fields(),
             **self._own_fields(),
         }
-        # Members of releases without compression state none.
+        # Members of a release without compression do not send this field.
         if chosen is not None:
             self._fields["compression"] = str(chosen)
         self._tables = TableExchange(model, None if chosen is None else row_codec(chosen.name))
@@ -306,7 +307,7 @@ class AsyncSGD(Strategy):
         return self._options.schedule
 
     def _servers_spec(self, optimizer: Optimizer) -> OptimizerSpec:
-        """The optimizer for the servers."""
+        """Describe the optimizer for the servers."""
         return to_spec(optimizer, self._options.schedule)
 
     def _own_fields(self) -> Mapping[str, str]:
@@ -314,7 +315,7 @@ class AsyncSGD(Strategy):
         return {}
 
     def _rates(self) -> list[float]:
-        """Learning rates for a push; empty if the servers know them."""
+        """Return the learning rates for a push; empty if the servers know them."""
         if self._shared.followed is not None:
             # New shards have version 1.
             self._shared.followed.to(self._num_updates - 1)
@@ -337,7 +338,7 @@ class AsyncSGD(Strategy):
         self._tables.attach(context, self._options.acknowledgement)
 
     def enter(self, generation: Generation) -> None:
-        """Get the values in the first generation; in later ones training simply goes on."""
+        """Get the values in the first generation; do nothing in later ones."""
         if self._has_state:
             return
         client = self._connected()
@@ -361,7 +362,7 @@ class AsyncSGD(Strategy):
             is_broken=is_broken,
         )
         self._has_state = True
-        # Not for first values: a generation is brought up within a limit.
+        # Only now: first values have the time limit of a bring-up.
         client.wait_for_lost(self._options.lost_wait_s)
         self._tables.wait_for_lost(self._options.lost_wait_s)
         # New shards have version 1.
@@ -412,7 +413,7 @@ class AsyncSGD(Strategy):
             self._begin_anew(result)
         self._refusals.mark_taken()
         self._clock.pushed()
-        # The servers stepped; without the mark a learning-rate schedule warns about the order.
+        # The servers have stepped. Without the mark, torch's schedules warn about a wrong order.
         mark_stepped(self._shared.optimizer)
         self._step += 1
         self._count(result)
@@ -425,7 +426,7 @@ class AsyncSGD(Strategy):
 
     @property
     def _num_updates(self) -> int:
-        """Updates of the shard that has most, as far as this member knows."""
+        """Largest number of updates of a shard, as far as this member knows."""
         return max(self._connected().versions.values(), default=0)
 
     @property
@@ -441,7 +442,7 @@ class AsyncSGD(Strategy):
 
     def _push(self, gradients: Mapping[str, Tensor], step: JointStep | None = None) -> PushResult:
         compensates = self._shared.spec.staleness.kind == "compensate"
-        # Copied: a retry must send the same, and by then some new values may have arrived.
+        # Copied: a retry must send the same values, but new ones may arrive in between.
         bases = self._shared.values.copies() if compensates else None
         encoded = None
         if self._shared.compressor is not None:
@@ -464,7 +465,7 @@ class AsyncSGD(Strategy):
         return result
 
     def _begin_anew(self, result: PushResult) -> NoReturn:
-        """Get fresh values and raise, after some shards refused the step; other parts count."""
+        """Pull fresh values and raise StalePush, after some shards refused the step."""
         self._refusals.refused(result.stale, self._step)
         self._counts.rejected()
         self._refresh()
@@ -474,9 +475,9 @@ class AsyncSGD(Strategy):
         return isinstance(error, StalePush) and self._refusals.may_redo
 
     def finish(self) -> None:
-        """Get the present values: once all samples are done, the job's final ones."""
+        """Get the present values: after the last sample, the job's final ones."""
         self._clock.rest()
-        # Rows that are looked up from here on are present ones as well.
+        # Embedding rows looked up from here on are the present ones too.
         self._tables.begin_step()
         self._refresh()
 
@@ -498,13 +499,13 @@ class AsyncSGD(Strategy):
         return self._has_state
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The values that this member computes with, on the host: after the last sample those of
-        the job, before that as of its last push. Buffers are the member's own; the servers hold the
-        optimizer's state."""
+        """Return the values that this member computes with, on the host: after the last sample the
+        job's final ones, before that those of its last push. Buffers are the member's own. The
+        optimizer's state is on the servers."""
         return state_dict_on_host(self._shared.model)
 
     def weights(self) -> HeldWeights:
-        """The present values, whole: one member publishes for all."""
+        """Return the present values, whole, as one member publishes for all."""
         model = self._shared.model
         return held_by_all(
             dict(model.named_parameters()),

@@ -1,4 +1,4 @@
-"""The strategies `ssp` and `bsp`: `async-sgd` with a bound on the distance between members."""
+"""The strategies `ssp` and `bsp`: `async-sgd` with a bound on how far members are apart."""
 
 from typing import Any, ClassVar
 

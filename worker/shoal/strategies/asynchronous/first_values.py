@@ -1,5 +1,4 @@
-"""The first values of a member: pulled from the servers, or created there from the member's
-own."""
+"""The first values of a member: pulled from the servers, or created there from its own model."""
 
 import threading
 import time
@@ -15,10 +14,10 @@ from shoal_proto.v1.optimizer_pb2 import OptimizerSpec
 log = structlog.get_logger(__name__)
 
 PATIENCE_SHARE = 0.25
-"""After this share of the limit without values, any member creates them."""
+"""Share of the time limit after which any member creates values that are still missing."""
 LOOK_S = 0.5
-"""Interval at which a member that waits for servers asks again, and at which one that waits for
-its first values checks if its generation broke."""
+"""Interval at which a member that waits for servers asks again, and a member that waits for its
+first values checks if its generation broke."""
 
 
 def await_servers(
@@ -26,8 +25,7 @@ def await_servers(
 ) -> None:
     """Place the job's shards, as soon as there is a parameter server to hold them.
 
-    Raises NoServers when the limit has passed without one, GenerationBroken, and the errors with
-    which placing is refused.
+    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of `place`.
     """
     began_s = time.monotonic()
     waits = False
@@ -71,10 +69,10 @@ def first_values(
     limit_s: float,
     is_broken: Callable[[], bool],
 ) -> None:
-    """Pull the job's values into `values`; create the job's from these if no other member does.
+    """Pull the job's values into `values`; create them from `values` if no other member does.
 
-    A member that `creates` does so at once. Raises ShardNotReady when the limit has passed,
-    GenerationBroken, and the errors with which the servers refuse the optimizer.
+    `creates`: create them at once. Raises ShardNotReady after `limit_s`, GenerationBroken, and the
+    errors with which the servers refuse the optimizer.
     """
     now_s = time.monotonic()
     create_at_s = now_s if creates else now_s + PATIENCE_SHARE * limit_s

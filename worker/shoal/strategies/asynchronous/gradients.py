@@ -11,10 +11,10 @@ from shoal_proto.errors import DtypeMismatch, NonFiniteGradient
 
 
 def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str, Tensor]:
-    """Gradients by name, on the host and contiguous; parameters without one are left out.
+    """Return the gradients by name, on the host and contiguous; missing ones are left out.
 
-    Raises the errors with which a server would refuse them, before any part of the step is sent:
-    DtypeMismatch or NonFiniteGradient.
+    Raises DtypeMismatch or NonFiniteGradient before any part of the step is sent, as a server
+    would.
     """
     found = {n: p.grad.detach() for n, p in parameters.items() if p.grad is not None}
     for name, gradient in found.items():
@@ -39,14 +39,14 @@ def gradients_of(parameters: Mapping[str, nn.Parameter], step: int) -> dict[str,
 def _non_finite(gradients: Mapping[str, Tensor]) -> list[str]:
     """Names of the gradients with NaN or Inf.
 
-    A sum is finite only if all of its terms are, and is much cheaper than checking each gradient.
-    If it is not, each is checked, since finite numbers may have overflowed.
+    A sum is finite only if all its terms are, and is much cheaper than a check of each gradient. If
+    the sum is not finite, each gradient is checked, since finite numbers may have overflowed.
     """
     sums: dict[torch.device, list[Tensor]] = {}
     for gradient in gradients.values():
         wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
         sums.setdefault(gradient.device, []).append(gradient.sum(dtype=wide).double())
-    # One look at each device: on a GPU it waits for all work in progress.
+    # One read for each device: on a GPU it waits for all work in progress.
     if all(math.isfinite(torch.stack(own).sum().item()) for own in sums.values()):
         return []
     return [name for name, gradient in gradients.items() if not torch.isfinite(gradient).all()]

@@ -12,9 +12,9 @@ from shoal_proto.errors import TrainingFailed
 log = structlog.get_logger(__name__)
 
 WINDOW_STEPS = 10
-"""Losses are judged by the mean over so many of this member's steps."""
+"""Number of this member's steps in a window; a window is judged by its mean loss."""
 NUM_RECENT = 3
-"""Number of windows that are compared with the first one."""
+"""Number of newest windows that are compared with the first one."""
 EXPECTED_SHARE = 0.97
 """Recent losses should be below this share of the first window's loss."""
 RISE_SHARE = 0.1
@@ -24,10 +24,10 @@ FIX = (
     " docs/parameter-server.md, Staleness."
 )
 BLOW_UP = 4.0
-"""If a first window's mean is more than so many times its first loss, the first steps have failed:
-then later losses are compared with the first loss."""
+"""Ratio of the first window's mean to its first loss above which the loss rose within it: later
+losses are then compared with the first loss."""
 PATIENCE_UPDATES = 200
-"""Before all members have made so many updates, a finite loss is not reported."""
+"""Number of updates of all members before which a finite loss is not reported."""
 _IN_WORDS = {
     "loss_not_finite": "is not finite",
     "loss_rising": "has risen",
@@ -44,7 +44,7 @@ class Stagnation:
     recent: float
     """Mean of the member's last steps."""
     num_updates: int
-    """Updates of all members, since this one began."""
+    """Number of updates of all members since this member's first window."""
 
     @property
     def event(self) -> str:
@@ -66,7 +66,7 @@ class Stagnation:
 
 
 class LossWatch:
-    """Compares a member's mean losses, one a window, and reports if they do not fall."""
+    """Comparison of a member's mean losses by window; finds if they do not fall."""
 
     def __init__(self) -> None:
         self._first: float | None = None
@@ -76,10 +76,10 @@ class LossWatch:
     def see(
         self, mean_loss: float, num_updates: int, first_loss: float = math.inf
     ) -> Stagnation | None:
-        """Compare the mean loss of the last window, at `num_updates` of the job. `first_loss`: the
-        first loss in it.
+        """Judge the mean loss of a window that ended at `num_updates` of the job. `first_loss`: the
+        first loss in the window.
 
-        Returns the problem, or None while the loss falls or it is too early to tell.
+        Returns the problem; None if the loss falls, or it is too early to tell.
         """
         if self._first is None:
             blown_up = mean_loss > BLOW_UP * first_loss > 0
@@ -94,7 +94,7 @@ class LossWatch:
         if len(self._recent) < NUM_RECENT or since < PATIENCE_UPDATES:
             return None
         recent = sum(self._recent) / NUM_RECENT
-        # A loss below 0 has no share to fall to; a mean that is no number compares false.
+        # For a negative loss the share is inverted. A mean that is NaN compares false.
         low = EXPECTED_SHARE if self._first > 0 else 1 / EXPECTED_SHARE
         if recent < low * self._first:
             return None
@@ -102,7 +102,7 @@ class LossWatch:
 
 
 class LossMonitor:
-    """One member's losses; logs a warning when the loss stops falling."""
+    """Monitor of one member's losses; logs a warning when the loss stops falling."""
 
     def __init__(self, policy: str) -> None:
         """`policy`: the job's treatment of staleness, for the log."""
@@ -114,12 +114,12 @@ class LossMonitor:
 
     @property
     def warning(self) -> str:
-        """The problem, for the health report. The same text as in the log, for as long as the
-        problem is the same."""
+        """The problem, for the health report: the text of its log line, until it is over or
+        changes."""
         return str(self._told) if self._told is not None else ""
 
     def add(self, loss: Tensor) -> None:
-        """Add a loss. It is read later: on a GPU that would wait for the device."""
+        """Add a loss. `look` reads it, as reading waits for the GPU."""
         self._losses.append(loss.detach().float().reshape(()))
 
     def is_due(self, step: int) -> bool:
@@ -127,7 +127,7 @@ class LossMonitor:
         return bool(self._losses) and not step % WINDOW_STEPS
 
     def look(self, num_updates: int) -> None:
-        """Judge the window that is full; log each time that the loss begins not to fall."""
+        """Judge a full window; log when a problem begins, changes or ends."""
         mean, first = torch.stack(self._losses).mean().item(), self._losses[0].item()
         self._losses.clear()
         self._last = self._watch.see(mean, num_updates, first)
@@ -151,12 +151,12 @@ class LossMonitor:
             return
         if must_fall or not last.is_finite:
             raise TrainingFailed(
-                "all samples were trained on, and the loss is not as it should be",
+                "all samples were trained on, but the final loss is wrong",
                 seen=str(last),
                 expected="a loss that is lower than at first" if must_fall else "a finite loss",
                 fix=FIX,
             )
-        # Once more, at the end: the first warning is far above in the log.
+        # Repeated at the end: the first warning is far up in the log.
         self._told = last
         self._log(last)
 

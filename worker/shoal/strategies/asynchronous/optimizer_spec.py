@@ -1,4 +1,4 @@
-"""Conversion of a torch optimizer and schedule of learning rates for the parameter servers."""
+"""Conversion of a torch optimizer and its learning-rate schedule for the parameter servers."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -41,7 +41,7 @@ _KINDS: Mapping[type[Optimizer], str] = {
 
 
 def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> OptimizerSpec:
-    """The optimizer for the servers. Raises UnsupportedOptimizer if they do not have it."""
+    """Describe the optimizer for the servers. Raises UnsupportedOptimizer if they lack it."""
     kind = _KINDS.get(type(optimizer))
     if kind is None:
         raise UnsupportedOptimizer(
@@ -61,7 +61,7 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
                 expected="the same in all groups",
             )
         kind = "adamw" if decoupled.pop() else "adam"
-    # A schedule may have set the rate of the first step already.
+    # "initial_lr", as the schedule may have changed "lr" for the first step already.
     rate = "lr" if schedule is None else "initial_lr"
     travels = schedule is not None and not FollowedSchedule.follows(schedule)
     if schedule is not None:
@@ -74,9 +74,9 @@ def to_spec(optimizer: Optimizer, schedule: LRScheduler | None = None) -> Optimi
 
 
 def _check_new(optimizer: Optimizer) -> None:
-    """Raise UnsupportedOptimizer for one that has stepped: the servers begin with a new one."""
+    """Raise UnsupportedOptimizer if the optimizer has stepped: the servers begin without state."""
     for state in optimizer.state.values():
-        # Adagrad has state from the beginning, without any step.
+        # Adagrad has state before its first step.
         stepped = float(state["step"]) > 0 if "step" in state else bool(_held(state))
         if stepped:
             raise UnsupportedOptimizer(
@@ -84,8 +84,8 @@ def _check_new(optimizer: Optimizer) -> None:
                 seen=f"{type(optimizer).__name__} with {', '.join(_held(state))},"
                 " of its own steps or from load_state_dict",
                 expected="a new optimizer: the parameter servers begin without state",
-                fix="Make it anew; to go on where a job on parameter servers was, restore a"
-                " snapshot of it (`shoal restore`). `ddp` takes the state over.",
+                fix="Make a new one; to continue a job on parameter servers, restore a snapshot of"
+                " it (`shoal restore`). `ddp` takes the state over.",
             )
 
 
@@ -112,8 +112,8 @@ def _hyper_parameters(group: Mapping[str, Any], lr: float) -> HyperParameters:
 
 
 def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None:
-    """Raise InvalidSpec if a hyper-parameter other than the rate differs from that on the servers:
-    only rates travel with pushes."""
+    """Raise InvalidSpec if a hyper-parameter differs from that on the servers, except learning
+    rates: only those are sent with pushes."""
     for index, (known, now) in enumerate(zip(spec.groups, to_spec(optimizer).groups, strict=True)):
         now.lr = known.lr
         if now == known:
@@ -124,14 +124,15 @@ def refuse_changes(optimizer: Optimizer, spec: OptimizerSpec, step: int) -> None
             f"the optimizer's {', '.join(changed)} changed during training, in step {step}",
             seen=", ".join(f"{name} {getattr(now, name):g} in group {index}" for name in changed),
             expected=", ".join(f"{name} {getattr(known, name):g}" for name in changed)
-            + ", as at session.distribute: the servers step with these, and only rates travel",
-            fix="OneCycleLR and CyclicLR leave momentum and betas alone with cycle_momentum=False."
-            " Or choose the strategy `ddp`.",
+            + ", as at session.distribute: the servers step with these; only learning rates may"
+            " change",
+            fix="OneCycleLR and CyclicLR do not change momentum and betas with"
+            " cycle_momentum=False. Or choose the strategy `ddp`.",
         )
 
 
 class FollowedSchedule:
-    """A schedule that the servers do not have: each member steps its own to the job's number of
+    """A schedule that the servers cannot step: each member steps its own up to the job's number of
     updates, and sends the rates with its pushes."""
 
     def __init__(self, schedule: LRScheduler) -> None:
@@ -140,14 +141,14 @@ class FollowedSchedule:
 
     @staticmethod
     def follows(schedule: LRScheduler) -> bool:
-        """True if members have to step the schedule, since it calls the script or is unknown."""
+        """True if members have to step the schedule: the servers do not know its class."""
         parts = schedulers_in(schedule) if type(schedule) is SequentialLR else [schedule]
         return any(type(part) not in _PHASES for part in parts)
 
     def to(self, num_updates: int) -> None:
-        """Give the optimizer the rates after so many updates of all members together."""
-        # There may be more updates than were planned: a step that was lost with its member is taken
-        # again. OneCycleLR would then go on below zero and raise an error.
+        """Set the optimizer's rates to those after this many updates of all members together."""
+        # There may be more updates than planned, as steps of a lost member are repeated. Beyond
+        # `total_steps` OneCycleLR would raise an error.
         last = min(num_updates, getattr(self._schedule, "total_steps", num_updates + 1) - 1)
         mark_stepped(self._schedule.optimizer)
         while self._num_steps < last:
@@ -155,7 +156,7 @@ class FollowedSchedule:
             self._num_steps += 1
 
     def __str__(self) -> str:
-        """Settings that members must have in common, as far as known: not the code of functions."""
+        """Text of the settings that members must have in common; without the code of functions."""
         state = self._schedule.state_dict()
         told = [f"{name}={state[name]}" for name in sorted(state) if _is_told(state[name])]
         return f"{type(self._schedule).__name__}({', '.join(told)}), stepped by each member"
@@ -168,11 +169,11 @@ def _is_told(value: object) -> bool:
 
 
 def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
-    """Raise InvalidSpec for a schedule that is not this optimizer's, has begun, or does not go by
-    steps."""
+    """Raise InvalidSpec for a schedule that is not this optimizer's, has been stepped, or follows a
+    metric."""
     if isinstance(schedule, ReduceLROnPlateau):
         raise InvalidSpec(
-            "a schedule that goes by a metric, which each member would have its own of",
+            "the schedule follows a metric, which differs between members",
             seen=type(schedule).__qualname__,
             expected="a schedule by the number of updates",
         )
@@ -188,9 +189,9 @@ def _check_beginning(schedule: LRScheduler, optimizer: Optimizer) -> None:
 
 
 def to_schedule(schedule: LRScheduler) -> Schedule:
-    """The schedule for the servers, which count every member's updates.
+    """Describe the schedule for the servers, which count every member's updates.
 
-    Raises InvalidSpec for settings that they do not have.
+    Raises InvalidSpec for settings that the servers lack.
     """
     if type(schedule) is not SequentialLR:
         return Schedule(phases=[_phase(schedule)])
@@ -240,7 +241,7 @@ _PHASES: Mapping[type[LRScheduler], Callable[[Any], Phase]] = {
 
 
 def in_words(message: Message) -> str:
-    """Text of a message, in one line that a conflict can show a person."""
+    """Text of a message in one line, for error messages about a conflict."""
     return " ".join(str(message).split())
 
 

@@ -1,17 +1,18 @@
-"""Compression of a member's gradients before they are pushed, and the remainder of it.
+"""Compression of a member's gradients before they are pushed, and the residuals that it leaves.
 
 The codec leaves out a part of a shard's gradients, the residual, which is added to the next ones
-(error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). It is kept by shard, and
-so by parameter: if a parameter has no gradient in a step, nothing is sent, and its residual stays.
+(error feedback: Seide et al. 2014; Karimireddy et al., arXiv:1901.09847). Residuals are kept by
+block of a parameter: if a parameter has no gradient in a step, nothing is sent, and its residual
+stays.
 
 A residual counts once, whatever the outcome of a push:
 
-- It leaves with the push. When the server has said that the shard's part was applied, the new
-  residual replaces it.
+- Encoding adds the residual to the gradients that are sent. Once the server has acknowledged the
+  shard's part as applied, the new residual is kept.
 - A part that was refused as too stale changed nothing: the old residual is restored. The step's
   gradients for that shard are computed anew.
-- If a push failed in another way, it is unknown what was applied: the residuals of those shards
-  are dropped.
+- If a push failed otherwise, it is unknown what was applied: the residuals of those shards are
+  discarded.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ class _InFlight:
 
 
 class PushCompressor:
-    """Compresses one member's gradients. For one thread at a time."""
+    """Compressor of one member's gradients. Used by one thread at a time."""
 
     def __init__(self, compression: Compression) -> None:
         self._encoder = compression.push_encoder()
@@ -55,10 +56,11 @@ class PushCompressor:
         gradients: Mapping[str, Tensor],
         only: Collection[int] | None = None,
     ) -> EncodedPush:
-        """The gradients of every shard, or of `only` these, if compression makes them smaller.
+        """Encode the gradients of every shard, or `only` of these; those that compression would not
+        make smaller are left out.
 
-        The gradients are on the host, contiguous and finite. Raises NonFiniteGradient, before
-        anything was sent, for a gradient that the codec cannot represent.
+        `gradients`: on the host, contiguous and finite. Raises NonFiniteGradient, before anything
+        is sent, for a gradient that the codec cannot represent.
         """
         shapes = {spec.name: torch.Size(spec.shape) for spec in shard_map.parameters}
         encoded: dict[int, EncodedGradient] = {}
@@ -117,7 +119,7 @@ class PushCompressor:
         return EncodedGradient(made.codec, made.data.view(torch.uint8).numpy().data)
 
     def _applied(self, shard_id: int) -> None:
-        # Called again if a push that was applied had to be sent once more.
+        # May be called twice, if a push that was applied had to be resent.
         in_flight = self._in_flight.pop(shard_id, None)
         if in_flight is not None:
             self._left |= in_flight.after
@@ -130,7 +132,8 @@ class PushCompressor:
                 self._left |= in_flight.before
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes of gradients in the last push and in all, and the compression factor."""
+        """Return the bytes of gradients in the last push and in all pushes, and the last push's
+        compression ratio."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),

@@ -1,4 +1,4 @@
-"""Outcomes of a member's pushes: for the health report, and logged if they were undone."""
+"""Counts of a member's pushes for the health report, and a log line if updates were undone."""
 
 import threading
 from collections.abc import Mapping
@@ -13,13 +13,13 @@ MAX_TOLD_SHARDS = 8
 
 
 class RollbackWatch:
-    """Logs when shards have gone back to an earlier version while members train."""
+    """Detector of shards that were rolled back to an earlier version while members train."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
     def see(self, versions: Mapping[int, int]) -> None:
-        """Compare the newest known version of each shard; one line for all that went back."""
+        """Compare each shard's version with the last one seen; log one line for all rollbacks."""
         seen, self._seen = self._seen, dict(versions)
         back = {shard: now for shard, now in versions.items() if now < seen.get(shard, 0)}
         if not back:
@@ -32,8 +32,8 @@ class RollbackWatch:
             reason=", ".join(told[:MAX_TOLD_SHARDS]) + (f" and {more} more" if more > 0 else ""),
             num_shards=len(back),
             num_updates_undone=max(seen[shard] - back[shard] for shard in shards),
-            fix="Every server that had them was lost: a snapshot was restored, or their loss was"
-            " accepted. Training continues from there; `shoal status` says which it was.",
+            fix="Every server of these shards was lost: a snapshot was restored, or their loss was"
+            " accepted (see `shoal status`). Training continues from these versions.",
         )
 
 

@@ -14,7 +14,8 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class ParameterSlot:
-    """A parameter's bytes for reading and writing: in place, or staged beside it."""
+    """A parameter's bytes for reading and writing: its own memory, or a staging copy on the
+    host."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
@@ -23,9 +24,9 @@ class ParameterSlot:
         self._view = memoryview(b"")
 
     def bytes(self) -> memoryview:
-        """Bytes of the parameter itself, or of `staged`."""
+        """Return the bytes of the parameter itself, or of `staged`."""
         data = self.parameter.detach()
-        # A user may have moved the model since: then the parameter has another storage.
+        # The script may have moved the model since: then the parameter has another storage.
         if data.data_ptr() != self._pointer or not self._view.nbytes:
             in_place = data.is_cpu and data.is_contiguous()
             self.staged = None if in_place else side_by_side([data], pinned=data.is_cuda)[0]
@@ -57,25 +58,25 @@ class SharedValues:
         self._adopted = CopyUnderWay()
 
     def writable(self) -> Buffers:
-        """Buffers for new values; after writing, call `adopt`."""
-        # A GPU may still be reading the values that were written last.
+        """Return buffers for new values; after writing to them, call `adopt`."""
+        # A GPU may still be copying the last values from them.
         self._adopted.wait()
         return {name: slot.bytes() for name, slot in self._slots.items()}
 
     def present(self) -> Buffers:
-        """The present values, for use at once."""
+        """Return the present values, to be used at once."""
         views = self.writable()
         staged = self._staged()
         copy_to_host([copy for copy, _ in staged], [own for _, own in staged]).wait()
         return views
 
     def copies(self) -> Buffers:
-        """Copies of the present values, independent of the parameters."""
+        """Return copies of the present values."""
         return {name: memoryview(bytes(view)) for name, view in self.present().items()}
 
     @torch.no_grad()
     def adopt(self) -> None:
-        """Make the written values the parameters' values."""
+        """Copy the written values into the parameters."""
         for copy, own in self._staged():
             own.copy_(copy, non_blocking=own.is_cuda)
         self._adopted = work_so_far([own for _, own in self._staged()])
@@ -86,7 +87,7 @@ class SharedValues:
 
 
 def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Parameter, int]]:
-    """The optimizer's parameters by their names in the model, each with its group."""
+    """Return the optimizer's parameters by their names in the model, each with its group index."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     found: dict[str, tuple[nn.Parameter, int]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -110,5 +111,5 @@ def _trained(model: nn.Module, optimizer: Optimizer) -> dict[str, tuple[nn.Param
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The flat bytes of a contiguous CPU tensor, shared with it."""
+    """Return the bytes of a contiguous CPU tensor, flat, without a copy."""
     return tensor.reshape(-1).view(torch.uint8).numpy().data

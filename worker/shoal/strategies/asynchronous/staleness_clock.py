@@ -1,11 +1,11 @@
-"""The bound on the distance between members at their own pace: `async`, `ssp` or `bsp`.
+"""The bound on how far members are apart: `async`, `ssp` or `bsp`.
 
 - `async`: no bound. No member ever waits.
-- `ssp`, stale synchronous parallel: a step is computed on values that have all pushes of every live
-  member up to `bound` + 1 rounds before it, and none is applied more than `bound` rounds late.
-- `bsp`, bulk synchronous parallel: the same with a bound of 0, and no member pushes in a round
-  before all have that round's values. So every member's push of round n is applied before any
-  pull of round n + 1, and all members compute each round on the same values.
+- `ssp`, stale synchronous parallel: a step of round n uses values that include every live member's
+  pushes up to round n - `bound` - 1, and no push is applied more than `bound` rounds late.
+- `bsp`, bulk synchronous parallel: a bound of 0, and no member pushes in a round before all have
+  pulled that round's values. So every member's push of round n is applied before any pull of round
+  n + 1, and all members compute each round on the same values.
 
 No member waits for one that is lost, drained or without samples.
 """
@@ -25,7 +25,7 @@ MAX_BOUND = 1 << 20
 
 
 class StalenessClock:
-    """Decides when one member's steps may begin. All methods are the trainer's."""
+    """Clock that decides when one member's steps may begin. For the trainer's thread."""
 
     def __init__(self, consistency: str = "async", bound: int | None = None) -> None:
         """Raises InvalidSpec. `bound`: in rounds, for `ssp` only; 4 by default."""
@@ -60,7 +60,7 @@ class StalenessClock:
             return
         self._coordinators = Coordinators(context.coordinators)
         limit_s = context.limits.collective_s or 60.0
-        # A member that holds the others up for so long is expelled; then training goes on.
+        # A member that blocks the others for this long is expelled; then they continue.
         self._clock = Clock(
             self._coordinators,
             context.token,
@@ -71,7 +71,7 @@ class StalenessClock:
 
     @property
     def wants_values(self) -> bool:
-        """True if values right after a push are of use: else the next step pulls anew."""
+        """True if a push should return the values after it; else the next step pulls them."""
         return self._consistency != "bsp"
 
     def begin(self) -> bool:
@@ -92,7 +92,7 @@ class StalenessClock:
             self._clock.finished()
 
     def rest(self) -> None:
-        """Note that this member has nothing to do for now: others need not wait for it. Cheap."""
+        """Note that this member has no samples for now: others do not wait for it. Cheap."""
         if self._clock is not None:
             self._clock.rest()
 

@@ -1,15 +1,17 @@
 """Staleness policies: the treatment of gradients computed on values that are not the newest.
 
-- "damp", the default: slows the optimizer down by their staleness, the number of updates since. For
-  SGD the effective rate, lr / (1 - momentum), is divided by 2 * staleness + 1, momentum first; for
-  Adam and Adagrad the rate is divided by sqrt(1 + staleness). With one member nothing is stale, and
-  nothing changes. So settings that were found with one process train with several.
-- "none": steps on them unchanged.
-- "scale": divides the learning rate by their staleness (Zhang et al. 2016, arXiv:1511.05950).
-- "compensate": corrects them by the values' change since (Zheng et al. 2017, DC-ASGD,
-  arXiv:1609.08326). The values that they were computed on are sent along: twice the bytes a push.
-  Adaptive, the default, it trains even if delay alone ruins the result.
-- "reject": refuses gradients that are too stale, and the step is taken again on fresh values.
+The staleness of a push is the number of updates since the values that it was computed on.
+
+- "damp", the default: slows the optimizer down by the staleness. For SGD the effective rate,
+  lr / (1 - momentum), is divided by 2 * staleness + 1, momentum first; for Adam and Adagrad the
+  rate is divided by sqrt(1 + staleness). With one member nothing is stale, and nothing changes. So
+  settings found with one process also train with several.
+- "none": steps on stale gradients unchanged.
+- "scale": divides the learning rate by the staleness (Zhang et al. 2016, arXiv:1511.05950).
+- "compensate": corrects gradients by the values' change since (Zheng et al. 2017, DC-ASGD,
+  arXiv:1609.08326). A push also carries the values that it was computed on: twice the bytes.
+  Its adaptive form, the default, trains even if delay alone ruins the result.
+- "reject": refuses gradients that are too stale; the step is taken again on fresh values.
 """
 
 from shoal_proto.errors import InvalidSpec
@@ -20,13 +22,14 @@ KINDS = ("damp", "none", "scale", "compensate", "reject")
 COMPENSATION = 0.04
 ADAPTIVE_COMPENSATION = 2.0
 DECAY = 0.95
-"""These three values are from the paper's experiments on CIFAR-10."""
+"""DECAY and both strengths are from the paper's experiments on CIFAR-10."""
 
 
 def to_policy(
     staleness: str, reject_above: int | None, compensation: float | None, *, adaptive: bool
 ) -> StalenessPolicy:
-    """The policy for the servers. Raises InvalidSpec for options that contradict each other."""
+    """Make the policy for the servers. Raises InvalidSpec for options that contradict each
+    other."""
     if staleness not in KINDS:
         raise InvalidSpec(
             "there is no such staleness policy",
@@ -61,7 +64,7 @@ def to_policy(
 
 
 def policy_in_words(policy: StalenessPolicy) -> str:
-    """Text of the policy, as a script would write the options."""
+    """Text of the policy in the form of a script's options."""
     options = [f"staleness={policy.kind!r}"]
     if policy.kind == "compensate":
         options += [f"compensation={policy.strength:g}", f"adaptive={policy.adaptive}"]

@@ -1,1 +1,1 @@
-"""Strategies that lay the model out anew in each generation: sharded, split, staged."""
+"""Strategies that lay the model out anew in each generation: sharded, split or in stages."""

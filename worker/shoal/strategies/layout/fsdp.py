@@ -28,14 +28,14 @@ DTYPES: Mapping[str, torch.dtype] = {
 class FSDP(LayoutStrategy):
     """Strategy "fsdp": a layer's parameters are gathered for its pass, then freed again.
 
-    `min_group_bytes`: layers are gathered in groups of at least so many bytes; the default suits
-    the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): the dtype that layers
-    compute in, while the optimizer keeps the parameters' own; `reduce_dtype` ("fp32", ...): the
-    dtype that gradients are summed up in, by default `param_dtype`, and from torch 2.15 on the
-    parameters' own. `elementwise_optimizer=True` vouches for an optimizer that is not torch's: each
-    element is updated from its own gradient and state.
-    `cpu_offload=True`: parameters, gradients and optimizer state lie in host memory, and layers are
-    copied to the GPU for their passes; it changes nothing for models on a CPU.
+    `min_group_bytes`: minimum size of the groups in which layers are gathered; by default chosen
+    for the model, 0 gathers each module alone. `param_dtype` ("bf16", "fp16"): the dtype that
+    layers compute in, while the optimizer keeps the parameters' own; `reduce_dtype` ("fp32", ...):
+    the dtype in which gradients are summed, by default `param_dtype`, and from torch 2.15 on the
+    parameters' own. `elementwise_optimizer=True` states that an optimizer that is not torch's
+    updates each element from its own gradient and state.
+    `cpu_offload=True`: parameters, gradients and optimizer state are in host memory, and layers are
+    copied to the GPU for their passes; no effect on models on a CPU.
     `copies` and `copy_every_steps`: see `LayoutStrategy`.
 
     All members run the same modules in the same order in each step.
@@ -96,7 +96,7 @@ class FSDP(LayoutStrategy):
         return ShardedLayout(model, world, self._options)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         self._check_parameters(subject.model)
@@ -104,7 +104,7 @@ class FSDP(LayoutStrategy):
 
     @property
     def unscales(self) -> bool:
-        # A scaler looks for overflow on the GPU, but with offload gradients are on the host.
+        # A GradScaler needs gradients on the GPU, but with offload they are on the host.
         return not self._options.cpu_offload
 
     def options(self) -> Mapping[str, str]:
@@ -129,7 +129,7 @@ class Zero2(FSDP):
 
     Gradients and optimizer state are sharded as with "fsdp", and so are parameters between steps:
     the optimizer writes only this member's part, which the next step gathers. Each step has one
-    all-gather a group less, and whole parameters in memory while it runs. Options as for `FSDP`.
+    all-gather per group less, but whole parameters in memory. Options as for `FSDP`.
     """
 
     name = "zero2"
@@ -137,14 +137,14 @@ class Zero2(FSDP):
 
 
 class HSDP(FSDP):
-    """Strategy "hsdp": the model is sharded over `shard` members, as with "fsdp", and each such
-    group of members holds a copy.
+    """Strategy "hsdp": groups of `shard` members each hold a copy of the model, sharded over the
+    group as with "fsdp".
 
-    Layers are gathered within a group of members of neighbouring ranks: members of one host if
-    `shard` is the number of members on it. Each member sends only its part of the gradients to
-    other groups. If the number of members is no multiple of `shard`, groups are larger, so that no
-    member holds more than 1/shard of the model: with shard=4, 8 members make two groups of 4, 10
-    two of 5, and 7 one of 7. Options as for `FSDP`.
+    Layers are gathered within a group, whose members have consecutive ranks: members of one host if
+    `shard` is the number of members on a host. Each member sends only its part of the gradients to
+    other groups. If `shard` does not divide the number of members, groups are larger, so that no
+    member holds more than 1/shard of the model: with shard=4, 8 members form two groups of 4,
+    10 members two of 5, and 7 members one of 7. Options as for `FSDP`.
     """
 
     name = "hsdp"

@@ -1,4 +1,4 @@
-"""Layers split over a few members, and their parts sharded by rows over the others: 2D parallel."""
+"""2D parallel: layers split over a few members, and their parts sharded by rows over the others."""
 
 import json
 from collections.abc import Mapping
@@ -19,15 +19,14 @@ from shoal_proto.numbers_given import as_index
 
 
 class FSDPTensor(FSDP):
-    """Strategy "fsdp-tensor": single layers are split over `tensor` members, as with "tensor", and
-    the part of each of these is sharded by rows over the others, as with "fsdp".
+    """Strategy "fsdp-tensor": layers are split over groups of `tensor` members, as with "tensor",
+    and each member's part is sharded by rows over the groups, as with "fsdp".
 
-    Members of neighbouring ranks split layers together: those of one host if `tensor` is the
-    number of members on it. They work on the same samples. If the number of members is no multiple
-    of `tensor`, fewer split layers together: with tensor=4, 8 members make two groups of 4, 9 three
-    of 3, and 7 train as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
-    `TensorParallel`. `options`: see `FSDP`, without `cpu_offload`; an optimizer that is not torch's
-    own cannot be vouched for.
+    Members of a group have consecutive ranks: they are on one host if `tensor` is the number of
+    members on a host. They work on the same samples. If `tensor` does not divide the number of
+    members, groups are smaller: with tensor=4, 8 members form two groups of 4, 9 members three of
+    3, and 7 members train as with "fsdp". `plan`, `min_split_bytes`, `sequence`: see
+    `TensorParallel`. `options`: see `FSDP`, without `cpu_offload` and `elementwise_optimizer`.
     """
 
     name = "fsdp-tensor"
@@ -71,7 +70,7 @@ class FSDPTensor(FSDP):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, world_size: int) -> TensorPlan:
-        """The split of layers among so many members: print it before anything runs."""
+        """Return the split of layers for a world size; it can be printed before anything runs."""
         degree = tensor_degree(world_size, self._tensor)
         return derive(
             model,
@@ -92,12 +91,12 @@ class FSDPTensor(FSDP):
         return SplitShardedLayout(model, world, self._options, self.plan(model, world.world_size))
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         raise InvalidSpec(
-            "what strategy 'fsdp-tensor' costs is not computed beforehand",
+            "the costs of strategy 'fsdp-tensor' cannot be computed beforehand",
             seen="shoal.plan(..., 'fsdp-tensor')",
             expected="'fsdp' or 'tensor'",
-            fix="shoal.FSDPTensor(...).plan(model, world_size) says how layers are split.",
+            fix="shoal.FSDPTensor(...).plan(model, world_size) shows how layers are split.",
         )
 
     def options(self) -> Mapping[str, str]:

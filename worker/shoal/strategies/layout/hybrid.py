@@ -1,4 +1,4 @@
-"""Pipeline, data and tensor parallel at once, over a mesh that is chosen from the world size."""
+"""Pipeline, data and tensor parallel at once, over a mesh that is chosen by the world size."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -26,17 +26,17 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 STATE_FACTOR = 4
-"""Parameters, gradients and two moments (AdamW) take so many times the parameters' bytes."""
+"""Bytes of parameters, gradients and two moments (AdamW), as a multiple of the parameters'."""
 
 
 class Hybrid(LayoutStrategy):
     """Strategy "hybrid": stages of the model, each split and copied, on torch's DeviceMesh.
 
-    `pipeline`, `data`, `tensor`: sizes of the mesh. Sizes that are not given follow from the world
-    size, see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` limits the parameters,
+    `pipeline`, `data`, `tensor`: sizes of the mesh. Sizes that are not given are chosen by the
+    world size, see `shoal.layouts.hybrid.mesh.mesh_for`; `max_rank_bytes` limits the parameters,
     gradients and optimizer state of a member. `plan`, `min_split_bytes` and
-    `elementwise_optimizer`: see `TensorParallel`; on a mesh with tensor=1 an optimizer may need
-    one whole parameter at a time. The other options: see `Pipeline`.
+    `elementwise_optimizer`: see `TensorParallel`; with tensor=1 the optimizer may also be one that
+    needs a whole parameter at a time. The other options: see `Pipeline`.
 
     `session.forward_backward(batch, loss_function)` works on every mesh; without stages
     (pipeline=1) a step may also call the model and `session.backward(loss)`.
@@ -82,7 +82,7 @@ class Hybrid(LayoutStrategy):
             refuse_unless_elementwise(self.name, optimizer, vouched)
 
     def mesh(self, model: nn.Module, world_size: int) -> MeshShape:
-        """The mesh that so many members form. Raises InvalidSpec if there is none."""
+        """Return the mesh for a world size. Raises InvalidSpec if there is none."""
         sizes = divisors_of(world_size)
         facts = ModelFacts(
             state_bytes=STATE_FACTOR * sum(p.nbytes for p in model.parameters()),
@@ -123,7 +123,7 @@ class Hybrid(LayoutStrategy):
         return HybridLayout(model, world, plan)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         mesh = self.mesh(subject.model, subject.world_size)

@@ -25,7 +25,7 @@ from shoal_proto.numbers_given import as_index
 
 
 class StageSplit:
-    """The user's choice of how to cut a model. One object for all generations of a session."""
+    """The user's options for the cut into stages. One object for all generations of a session."""
 
     def __init__(
         self, *, balance: str = "bytes", split_at: Sequence[str] | None = None, example: Any = None
@@ -46,13 +46,13 @@ class StageSplit:
         self.splitter = StageSplitter(split_at)
 
     def cut(self, model: nn.Module, world: World, num_stages: int) -> tuple[Outline, Sequence[int]]:
-        """An outline and the stage of each segment. Collective over the world if by time."""
+        """Return an outline and the stage of each segment. Collective if balanced by time."""
         outline = self.splitter.outline(model, num_stages)
         costs = None if self._profiler is None else self._profiler.costs(model, outline, world)
         return outline, self.splitter.stage_of(outline, num_stages, costs)
 
     def by_bytes(self, model: nn.Module, num_stages: int) -> tuple[Outline, Sequence[int]]:
-        """An outline and the stage of each segment, for a plan before any measurement."""
+        """Return an outline and the stage of each segment, for a plan before any measurement."""
         outline = self.splitter.outline(model, num_stages)
         return outline, self.splitter.stage_of(outline, num_stages)
 
@@ -70,7 +70,7 @@ class StageSplit:
 
 
 def schedule_spec(schedule: str, microbatches: int) -> ScheduleSpec:
-    """A checked schedule. Raises InvalidSpec for an unknown one or less than one micro-batch."""
+    """Check a schedule. Raises InvalidSpec if it is unknown or has less than one micro-batch."""
     if schedule not in SCHEDULES:
         raise InvalidSpec(
             "schedule is unknown",
@@ -92,11 +92,11 @@ class Pipeline(LayoutStrategy):
     model within torch.no_grad(), each with the same inputs, and all get the outputs.
 
     `schedule`: "1f1b", or "gpipe", which keeps the activations of the whole batch. `microbatches`:
-    a batch is cut into so many parts of one size, or into the next smaller number that divides it.
-    `balance`: stages of nearly the same "bytes" of parameters, or "time", measured by the first
-    member on `example`, inputs as large as a micro-batch. `split_at`: names of layers, the only
-    ones before which the model may be cut. `per_parameter_optimizer`: see
-    `Zero1`. `copies` and `copy_every_steps`: see `LayoutStrategy`.
+    number of equal parts of a batch; if it does not divide the batch, the next smaller one that
+    does. `balance`: stages have nearly the same "bytes" of parameters, or the same "time", measured
+    by the first member on `example`, inputs as large as a micro-batch. `split_at`: names of the
+    only layers before which the model may be cut. `per_parameter_optimizer`: see `Zero1`. `copies`
+    and `copy_every_steps`: see `LayoutStrategy`.
     """
 
     name = "pipeline"
@@ -131,7 +131,7 @@ class Pipeline(LayoutStrategy):
         return PipelineLayout(model, world, cut, self._schedule)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         plan = HybridPlan(

@@ -1,4 +1,4 @@
-"""The elastic life of a layout: new in each generation, filled with the state of the members."""
+"""Base of the strategies that make a new layout in each generation, filled from members' state."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping
@@ -50,9 +50,9 @@ class LayoutStrategy(SynchronousStrategy):
     """A synchronous strategy defined by how it lays a model over the ranks of a generation.
 
     The state of a lost member comes from copies that its peers keep in host memory. They are made
-    every `copy_every_steps` steps, each on `copies` other members, while training goes on; so after
-    a loss all members go back by at most twice that number of steps and train them again, on the
-    same samples. Without copies (0) training survives a loss only with a checkpoint.
+    every `copy_every_steps` steps, each on `copies` other members, while training goes on. After a
+    loss all members roll back by at most twice that number of steps, and train on the same samples
+    again. Without copies (0) training survives a loss only with a checkpoint.
     """
 
     state_is_spread = True
@@ -74,13 +74,13 @@ class LayoutStrategy(SynchronousStrategy):
         """Lay the model out for a new generation. See `shoal.layouts.base.LayOut`."""
 
     def check(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Raise the error that refuses this model or optimizer. Called once, on whole weights.
-
-        The base has already checked the layers, the optimizer and the parameters' hooks.
+        """Raise an error if the strategy cannot train this model with this optimizer. Called once,
+        on whole weights, after the base's own checks of layers, optimizer and parameters' hooks.
         """
 
     def try_lay_out(self, model: nn.Module, world_size: int) -> None:
-        """Raise InvalidSpec if so many members cannot train the model. Quick; any thread."""
+        """Raise InvalidSpec if the model cannot be laid out for this world size. Quick; any
+        thread."""
 
     def refuses(self, world_size: int) -> str:
         try:
@@ -146,7 +146,7 @@ class LayoutStrategy(SynchronousStrategy):
             makes_passes=True,
             exchanges=self.position.exchanges,
         )
-        # Entries that DTensor has derived for the meshes of old generations are of no more use.
+        # DTensor's cache entries for the meshes of old generations are useless now.
         clear_sharding_cache()
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
@@ -182,7 +182,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._meta_model.forget_weights()
 
     def _lay_out_all(self, model: nn.Module, world: World) -> Layout:
-        """The layout of the model or models; from now on a cut reaches it."""
+        """Lay out the model or models; from now on `cut` reaches the layout."""
         if isinstance(model, SeveralModels):
             layouts = {name: self.lay_out(each, world) for name, each in model.items()}
             layout: Layout = SeveralLayouts(model, layouts, world)
@@ -194,13 +194,13 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _collect(self, binding: OptimizerBinding) -> StateShard:
-        """This member's state after the last committed step."""
+        """Return this member's state after the last committed step."""
         self._passes.settle_buffers()
         own = into_shard(binding.collect(self._step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
-        """The state of `_collect` within a step, in which the script may have changed some.
+        """Return the state of `_collect` within a step, without what the script has changed in it.
 
         Raises GenerationBroken as `StepPasses.as_begun`.
         """
@@ -218,7 +218,7 @@ class LayoutStrategy(SynchronousStrategy):
         held: list[StateShard],
         binding: OptimizerBinding,
     ) -> StateShard:
-        """The newest state that the members hold together, or else that a checkpoint holds."""
+        """Return the newest state that the members hold together, or else a checkpoint's."""
 
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):
@@ -248,7 +248,7 @@ class LayoutStrategy(SynchronousStrategy):
         if self._generation_group.has_cut(self._generation_group.number):
             # Gloo may hold a message of a cut group until its limit: do not wait for it.
             self._peer_checkpoints.interrupt()
-            # In this order: a layout becomes the binding's before it stops being the filling one.
+            # Read in this order: the trainer sets `_binding` before it clears `_filling`.
             filling, binding = self._filling, self._binding
             for layout in (filling, binding.layout if binding is not None else None):
                 if layout is not None:
@@ -268,7 +268,7 @@ class LayoutStrategy(SynchronousStrategy):
                 releases.callback(filling.cut, "its bring-up has failed")
 
     def _keep(self, binding: OptimizerBinding) -> None:
-        # In the middle of an update there is neither the old state nor the new.
+        # In the middle of an update the state is neither the old one nor the new one.
         is_whole = self._whole and self._passes.is_whole
         self._whole = self._passes.is_whole = True
         if is_whole:
@@ -315,7 +315,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _layout(self) -> Layout:
         if self._binding is None:
             raise InvalidSpec(
-                f"a model that is laid out by {self.name} has no weights outside a generation",
+                f"a model of strategy {self.name} has no weights outside a generation",
                 expected="forward passes from the first batch on, on all members alike",
             )
         return self._binding.layout
@@ -329,7 +329,8 @@ class LayoutStrategy(SynchronousStrategy):
         self._begun = self._reduced = False
 
     def _begin(self) -> None:
-        """Begin the layout's step at the first forward pass, which reports the group's errors."""
+        """Begin the layout's step, at the first forward pass: errors of the group are raised
+        there."""
         if self._begun:
             return
         self._begun, layout = True, self._layout()
@@ -353,7 +354,7 @@ class LayoutStrategy(SynchronousStrategy):
             layout.backward(loss, weight)
 
     def _aim(self, optimizers: frozenset[str]) -> Layout:
-        """The layout; of several models, the next call is for those that these optimizers train."""
+        """Return the layout; of several models, activate those that these optimizers train."""
         layout = self._layout()
         if isinstance(layout, SeveralLayouts):
             layout.active = self._passes.models(optimizers)
@@ -373,7 +374,7 @@ class LayoutStrategy(SynchronousStrategy):
         self._passes.updated()
 
     def _gradients_of(self, optimizers: frozenset[str]) -> SeveralLayouts:
-        """The layouts, after reducing and checking the gradients that these optimizers use."""
+        """Reduce and check the gradients that these optimizers use; return the layouts."""
         layout = self._aim(optimizers)
         assert isinstance(layout, SeveralLayouts), "one that is alone is not updated early"
         layout.reduce()
@@ -418,7 +419,7 @@ class LayoutStrategy(SynchronousStrategy):
             if check is None:
                 self._propose(idle=layout.idle())
             else:
-                # A reduction waits for other members, and some may never come to it.
+                # Vote first: a reduction waits for all members, and some may never reach it.
                 self._settle_with(check, layout)
             with self._generation_group.judging():
                 layout.reduce()
@@ -426,11 +427,11 @@ class LayoutStrategy(SynchronousStrategy):
         return layout
 
     def _settle_with(self, check: NonFiniteCheck, layout: Layout) -> None:
-        """Settle as `_settle`. If one message suffices, members vote and tell in it if their
-        gradients are finite."""
+        """Settle as `_settle`. If possible, the members' votes also carry whether their gradients
+        are finite."""
         agreement = self._agreement
         says_all = layout.faults_are_own and layout.looks_for_faults
-        # Gradients of losses with weights still have to be scaled.
+        # Not possible if weighted losses' gradients still have to be scaled.
         if agreement is None or not says_all or agreement.weights.are_own:
             self._settle()
             return
@@ -447,7 +448,7 @@ class LayoutStrategy(SynchronousStrategy):
         return clip(layout, max_norm)
 
     def _clip_chosen(self, max_norm: float) -> Tensor:
-        """Clip gradients of the chosen ones of several optimizers."""
+        """Clip the gradients of the chosen optimizers' parameters, of several optimizers."""
         layout = self._gradients_of(self._passes.take("session.clip_grad_norm"))
         self._agree_on(OptimizerAction.CLIP)
         own = {id(each) for each in self._passes.parameters(self._optimizer)}
@@ -476,7 +477,7 @@ class LayoutStrategy(SynchronousStrategy):
         if not overflowed:
             local_step.step(self._optimizer)
         layout.stepped()
-        # Once more, for the layout's own messages: half an update is no state.
+        # Again, for the layout's own messages: half an update is no valid state.
         self._generation_group.check()
         self._whole = True
         self._update_scale(overflowed=overflowed)
@@ -484,7 +485,7 @@ class LayoutStrategy(SynchronousStrategy):
         self.position.inspection.inspect(self._optimizer, lambda: binding.collect(self._step))
         if self._step == 1 or self._checkpoints.due(self._step):
             self.position.inspection.raise_on_all(self.group)
-        # Made when the next step begins: the member's report of this step does not wait for it.
+        # The copy is made in the next step, so that the report of this step does not wait for it.
         self._copy_due = self._peer_checkpoints.due(self._step)
         self._checkpoint()
         acknowledged()
@@ -508,7 +509,7 @@ class LayoutStrategy(SynchronousStrategy):
         return layout.data_index, layout.data_count
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The whole model on the host, the same on every member; all call it at the same step."""
+        """Return the whole model on the host, the same on every member. Collective."""
         binding, group = self._binding, self.group
         assert binding is not None, "it has the group"
         self._passes.settle_buffers()

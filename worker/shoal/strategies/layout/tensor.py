@@ -29,7 +29,7 @@ class TensorParallel(LayoutStrategy):
     to "column", "row", "vocab", "heads" or "whole". `min_split_bytes`: modules and
     pairs with smaller weights stay whole on every member. `sequence=True`: between split
     layers of a block each member computes only its positions of the sequence.
-    `elementwise_optimizer=True` vouches for an optimizer that is not torch's own: it treats each
+    `elementwise_optimizer=True` states that an optimizer that is not torch's own treats each
     element of a parameter separately.
     """
 
@@ -59,7 +59,8 @@ class TensorParallel(LayoutStrategy):
         self._sequence = sequence
 
     def plan(self, model: nn.Module, degree: int) -> TensorPlan:
-        """The split of the model over so many members: print it before anything runs."""
+        """Return the split of the model over `degree` members; it can be printed before anything
+        runs."""
         return derive(
             model,
             degree,
@@ -69,10 +70,10 @@ class TensorParallel(LayoutStrategy):
         )
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`."""
+        """See `shoal.planning.figures.PlannableStrategy`."""
         if isinstance(subject.model, SelfSplittingModule):
             raise InvalidSpec(
-                "this model's layers are split by itself, which is not computed beforehand",
+                "this model splits its layers itself, so their costs cannot be computed beforehand",
                 seen=type(subject.model).__name__,
                 expected="a model of torch's own layers",
             )

@@ -1,4 +1,4 @@
-"""ZeRO-1: whole parameters on every member, the optimizer's state spread over the members."""
+"""ZeRO-1: whole parameters on every member, the optimizer's state split over the members."""
 
 from collections.abc import Mapping
 
@@ -24,10 +24,10 @@ class Zero1(LayoutStrategy):
     Parameters stay whole, for optimizers that need a whole parameter at a time; see
     `shoal.layouts.replicated.Zero1Layout`.
 
-    `bucket_mb`: gradients travel in buckets of this size while backward still runs.
+    `bucket_mb`: size of the buckets in which gradients are sent while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
     `compression`: compresses gradients for a slow network, as for `shoal.DDP`.
-    `per_parameter_optimizer=True` vouches for an optimizer that is not torch's own: it updates each
+    `per_parameter_optimizer=True` states that an optimizer that is not torch's own updates each
     parameter by that parameter's gradient and state alone.
     `copies`, `copy_every_steps`: for copies of a member's optimizer state on other members, see
     `LayoutStrategy`.
@@ -61,7 +61,7 @@ class Zero1(LayoutStrategy):
 
     @property
     def unscales(self) -> bool:
-        # An Inf would stay in the remainder that a compression keeps.
+        # An Inf would stay in the residual that compression keeps.
         return self._compression is None
 
     def options(self) -> Mapping[str, str]:
@@ -80,7 +80,7 @@ class Zero1(LayoutStrategy):
         refuse_compressed_weights(self._compression)
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`; gradients are counted as without compression."""
+        """See `shoal.planning.figures.PlannableStrategy`; gradients count as uncompressed."""
         if subject.optimizer is not None:
             self.check(subject.model, subject.optimizer)
         return ReplicatedFigures(

@@ -1,1 +1,1 @@
-"""Members that step their own replicas and meet at the end of each round."""
+"""Strategies whose members step their own replicas and average them at the end of each round."""

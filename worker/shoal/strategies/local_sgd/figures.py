@@ -1,4 +1,4 @@
-"""Memory of members that step apart, and their traffic at the end of a round."""
+"""Planned memory and traffic of the local-SGD strategies."""
 
 from collections.abc import Mapping
 
@@ -10,7 +10,7 @@ from shoal.strategies.local_sgd.outer_loop import buckets, has_mean, summing_dty
 
 
 class OuterLoopFigures:
-    """Computes one plan. Only the end of a round has traffic."""
+    """Computation of one plan. Only the end of a round has traffic."""
 
     def __init__(self, subject: PlanInput, every_steps: int, *, keeps_velocity: bool) -> None:
         self._subject, self._every_steps = subject, every_steps
@@ -18,7 +18,7 @@ class OuterLoopFigures:
         self._buffers = dict(subject.model.named_buffers())
 
     def plan(self, strategy: str, notes: tuple[str, ...] = ()) -> Plan:
-        """The plan; all ranks are alike."""
+        """Return the plan; all ranks are alike."""
         groups = [*_packed(self._stepped()), *_packed(self._means())]
         return Plan(
             strategy=strategy,
@@ -43,7 +43,7 @@ class OuterLoopFigures:
         return {name: p for name, p in parameters.items() if p in own}
 
     def _means(self) -> dict[str, Tensor]:
-        """Running statistics, which are averaged too."""
+        """Buffers that are averaged too, such as running statistics."""
         return {name: buffer for name, buffer in self._buffers.items() if has_mean(buffer)}
 
     def _rank(self) -> RankFigures:
@@ -81,7 +81,7 @@ class OuterLoopFigures:
 
 
 def _packed(tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[Tensor], int]]:
-    """Groups of names and tensors that travel together, with their bytes: fp32 or wider."""
+    """Group tensors into messages: (names, tensors, bytes in fp32 or wider)."""
     found = []
     for names in buckets(tensors):
         own = [tensors[name] for name in names]

@@ -1,7 +1,7 @@
-"""The agreement of members that step apart, at the end of a round.
+"""The end of a round of members that step their own replicas: all agree on one state again.
 
-Each member has moved from the same parameters, by its own steps on its own samples. The changes are
-averaged, and an outer step moves all members from their common state to the next one.
+Each member has started the round from the same parameters, and taken its own steps on its own
+samples. Their changes are averaged, and an outer step leads from the common state to the next one.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,14 +25,14 @@ from shoal_proto.errors import InternalError, NonFiniteGradient
 BUCKET_BYTES = 32 * 1024 * 1024
 _OUTER = "outer/"
 _VELOCITY = "/outer_velocity"
-"""The name, in a checkpoint, beside the state of the parameter's own optimizer."""
+"""Suffix of the velocity's name in a checkpoint, among the parameter's optimizer state."""
 
 
 class OuterLoop:
-    """One member's side of its rounds, and the state at the end of the last.
+    """One member's side of its rounds, and the state agreed on at the end of the last round.
 
-    That state is kept as a copy: model, optimizer and the outer velocity. Changes are counted from
-    it, a round that breaks is rolled back to it, and a joiner is given it.
+    That state is a copy: model, optimizer and outer velocity. Changes are computed relative to it,
+    a broken round is rolled back to it, and a joiner receives it.
     """
 
     def __init__(
@@ -51,33 +51,34 @@ class OuterLoop:
         self._velocity: dict[str, Tensor] = {}
         self._set_aside: State | None = None
 
-    # --- where all of them were ---
+    # --- the state agreed on ---
 
     @property
     def has_agreed(self) -> bool:
-        """True if there is a state that all members had."""
+        """True if a state was agreed on."""
         return self._agreed is not None
 
     @property
     def agreed(self) -> State:
-        """The last state that all members had; its optimizer part is each member's own."""
+        """The last state agreed on. Its model is the same on all members, its optimizer state each
+        member's own."""
         if self._agreed is None:
             raise InternalError("no state was agreed on yet", expected="a generation entered")
         return self._agreed
 
     def agree(self, step: int) -> None:
-        """Agree on the present state, which all members have, in the memory of the last one."""
+        """Copy the present state, which all members have, over the last state agreed on."""
         self._agreed = self.state.capture(step, self._agreed)
 
     def go_back(self) -> None:
-        """Make the state agreed on last the present one."""
+        """Roll back to the last state agreed on."""
         self.state.restore(self.agreed)
 
     def set_aside(self, step: int) -> None:
         """Keep this member's own optimizer state at the end of a round, in host memory.
 
-        For a round that ended on another member and was cut here: `take` then restores this state
-        with the round's weights. It is valid until the next `regroup`.
+        If the round then ends on another member but breaks here, `take` restores this state with
+        that member's weights. It is valid until the next `regroup`.
         """
         now = self.state.collect(step)
         tensors = {
@@ -94,17 +95,18 @@ class OuterLoop:
             self._compressor.regroup()
 
     def outgoing(self) -> State:
-        """State for a member that has none: not copied, valid until the next round ends."""
+        """Return the state for a member that has none; not copied, valid until the next round
+        ends."""
         agreed = self.agreed
         velocity = {_OUTER + name: tensor for name, tensor in self._velocity.items()}
         tensors = {**agreed.tensors, **velocity}
-        # The groups as they are now: a schedule may have moved them since the round ended.
+        # The present parameter groups: a schedule may have changed them since the round ended.
         groups = self.state.collect(agreed.step).values["groups"]
         return State(step=agreed.step, tensors=tensors, values={**agreed.values, "groups": groups})
 
     def take(self, given: State) -> None:
-        """Make another member's `outgoing` the present state, including the optimizer's, unless
-        this member's own was set aside at the same step.
+        """Restore another member's `outgoing` state. Its optimizer state is replaced by this
+        member's own if that was set aside at the same step.
 
         Raises ShapeMismatch or DtypeMismatch if it does not fit.
         """
@@ -117,14 +119,14 @@ class OuterLoop:
         self.state.restore(State(step=given.step, tensors=own, values=values))
         self.agree(given.step)
         self._velocity = {
-            # In memory of its own, beside its parameter.
+            # Copied, to the device of its parameter.
             name.removeprefix(_OUTER): tensor.to(self._device_of(name), copy=True)
             for name, tensor in given.tensors.items()
             if name.startswith(_OUTER)
         }
 
     def state_shard(self) -> StateShard:
-        """The present state, just agreed on, for a checkpoint; not copied."""
+        """Return the state just agreed on, for a checkpoint; not copied."""
         held = self.state.state_shard(self.agreed.step)
         velocity = {}
         for path, tensor in self._velocity.items():
@@ -133,7 +135,7 @@ class OuterLoop:
         return replace(held, shards={**held.shards, **velocity})
 
     def adopt(self, state_shard: StateShard) -> None:
-        """Make a whole state shard the present state, also one that another strategy wrote.
+        """Restore a whole state shard, also one that another strategy wrote, and agree on it.
 
         Raises ShapeMismatch or DtypeMismatch.
         """
@@ -151,7 +153,7 @@ class OuterLoop:
     def _device_of(self, outer: str) -> torch.device:
         return self.agreed.tensors[outer.removeprefix(_OUTER)].device
 
-    # --- where they go on ---
+    # --- the end of a round ---
 
     @torch.no_grad()
     def synchronise(
@@ -161,15 +163,15 @@ class OuterLoop:
         group: dist.ProcessGroup,
         check: Callable[[], None],
     ) -> None:
-        """End a round at `step`: all members of the group call this, and have one state after it.
+        """End a round at `step`; all members have the same model afterwards. Collective.
 
-        `weight` is this member's part in the mean, times the number of members. `check` raises
-        GenerationBroken if a collective that ended well may have brought only a part of its
-        result. Any failure up to then leaves a state to roll back from. Raises NonFiniteGradient,
-        on the member at fault, or on all if only the sum is not finite.
+        `weight`: this member's share of the mean, times the number of members. `check` raises
+        GenerationBroken if a collective may have ended with only a part of its result. After a
+        failure the caller can roll back. Raises NonFiniteGradient on the member at fault, or on all
+        if only the sum is not finite.
         """
         if self._compressor is not None:
-            # The remainder of the last round counts if that round was agreed on.
+            # The residual of the last round counts if that round was agreed on.
             self._compressor.begin(self.agreed.step)
         wire = Wire(group, self.traffic)
         parameters = self._parameters()
@@ -180,8 +182,8 @@ class OuterLoop:
             **self._means(self._changes(others, step, weight), wire, None),
         }
         self._share_counters(group)
-        # Agree on nothing before: half of a mean would differ from the other members' for good,
-        # as members of one agreed step send each other nothing.
+        # Agree on nothing before this: an incomplete mean would make this member differ for good,
+        # as members that have agreed on the same step exchange no state.
         check()
         _check_finite(means, step, "the mean of all members' changes")
         self._apply(parameters, others, means)
@@ -190,27 +192,28 @@ class OuterLoop:
         self.agree(step)
 
     def _parameters(self) -> dict[str, Tensor]:
-        """Parameters that the optimizer may have changed, by name in a state."""
+        """Return the parameters that the optimizer may have changed, by name in a state."""
         stepped = {p for group in self._optimizer.param_groups for p in group["params"]}
         found = self._model.named_parameters()
         return {f"parameter/{name}": p.detach() for name, p in found if p in stepped}
 
     def _buffers(self) -> dict[str, Tensor]:
-        """Running statistics: each member's are of its own samples, so the mean covers all."""
+        """Return buffers with a mean, such as running statistics: the mean covers all samples."""
         found = self._model.named_buffers()
         return {f"buffer/{name}": b.detach() for name, b in found if has_mean(b)}
 
     def _written(
         self, stepped: Mapping[str, Tensor], group: dist.ProcessGroup
     ) -> dict[str, Tensor]:
-        """Parameters that no optimizer has, and that the script has written to on any member, such
-        as a teacher that follows its student. Collective, if the optimizer lacks any parameter."""
+        """Return parameters that are not in the optimizer but were written to by the script, on any
+        member: a teacher's moving average, for example. Collective if there are parameters that are
+        not in the optimizer."""
         found = ((f"parameter/{name}", p.detach()) for name, p in self._model.named_parameters())
         others = {name: p for name, p in found if name not in stepped and has_mean(p)}
         if not others:
             return {}
         before = self.agreed.tensors
-        # Most are frozen, and not sent. Compared as bytes: a NaN is equal to itself.
+        # Most are frozen, and so not sent. Compared as bytes, as a NaN differs from itself.
         flags = torch.tensor(
             [not as_bytes(p).equal(as_bytes(before[name])) for name, p in others.items()]
         )
@@ -221,7 +224,8 @@ class OuterLoop:
         }
 
     def _share_counters(self, group: dist.ProcessGroup) -> None:
-        """Copy integer buffers, which have no mean, from the first rank: it had most samples."""
+        """Broadcast integer buffers, which have no mean, from the first rank: it had the most
+        samples."""
         for buffer in self._model.buffers():
             if not has_mean(buffer):
                 self.waiter.wait(
@@ -231,7 +235,7 @@ class OuterLoop:
     def _changes(
         self, tensors: Mapping[str, Tensor], step: int, weight: float
     ) -> Iterator[PackedTensors]:
-        """This member's changes times its weight, one bucket at a time."""
+        """Yield this member's weighted changes, one bucket at a time."""
         before = self.agreed.tensors
         for names in buckets(tensors):
             changes = [_change(tensors[name], before[name]) * weight for name in names]
@@ -242,7 +246,7 @@ class OuterLoop:
     def _means(
         self, changes: Iterator[PackedTensors], wire: Wire, compressor: Compressor | None
     ) -> dict[str, Tensor]:
-        """Means of all members' changes, by name, flat."""
+        """Return the means of all members' changes, by name, flat."""
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
@@ -279,7 +283,7 @@ def _kept_as(path: str) -> str:
 
 
 def has_mean(tensor: Tensor) -> bool:
-    """True if the mean of several such tensors is of the same kind: integers have none."""
+    """True if tensors of this dtype can be averaged: integers cannot."""
     return tensor.is_floating_point() or tensor.is_complex()
 
 
@@ -296,7 +300,7 @@ def summing_dtype(tensor: Tensor) -> torch.dtype:
 def _change(now: Tensor, before: Tensor) -> Tensor:
     wide = summing_dtype(now)
     change = _real(now).to(wide) - _real(before).to(wide)
-    # A mask's infinities have not changed.
+    # Equal infinities, as in a mask, have not changed: their difference would be NaN.
     return change.masked_fill_(_real(now) == _real(before), 0.0)
 
 
@@ -306,7 +310,7 @@ def _move(tensor: Tensor, before: Tensor, change: Tensor) -> None:
 
 
 def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Names, in order, in runs of one device and dtype and of a bounded size."""
+    """Yield runs of names, in order: each of one device and dtype, and of bounded size."""
     run: list[str] = []
     size, kind = 0, None
     for name, tensor in tensors.items():
@@ -323,7 +327,7 @@ def buckets(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
 
 
 def _check_finite(changes: Mapping[str, Tensor], step: int, what: str) -> None:
-    """Raise NonFiniteGradient unless all of them are finite; waits for a GPU once."""
+    """Raise NonFiniteGradient unless all changes are finite; waits for a GPU once."""
     if not are_finite(list(changes.values())):
         for name, change in changes.items():
             if not is_finite(change):

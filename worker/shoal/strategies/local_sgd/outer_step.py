@@ -1,4 +1,4 @@
-"""The step that members who step apart take together at the end of a round."""
+"""The outer step, which members take together at the end of a round."""
 
 from dataclasses import dataclass
 
@@ -10,10 +10,10 @@ from shoal_proto.numbers_given import as_number
 
 @dataclass(frozen=True, kw_only=True)
 class OuterStep:
-    """SGD on the mean change of a round, taken as the negative of a gradient."""
+    """SGD step along the mean change of a round, which takes the role of a negative gradient."""
 
     lr: float = 1.0
-    """1 without momentum: the mean of all members' parameters."""
+    """Outer learning rate; 1 without momentum gives the mean of all members' parameters."""
     momentum: float = 0.0
     nesterov: bool = False
 
@@ -32,7 +32,7 @@ class OuterStep:
             )
 
     def change(self, mean: Tensor, velocity: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The change to apply and the new velocity; `mean` is the members' mean change."""
+        """Return the change to apply and the new velocity. `mean`: the members' mean change."""
         if not self.momentum:
             return mean * self.lr, None
         velocity = mean.clone() if velocity is None else velocity * self.momentum + mean

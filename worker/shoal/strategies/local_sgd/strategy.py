@@ -1,11 +1,10 @@
-"""Local SGD and DiLoCo: each member steps its own replica; they meet every so many steps.
+"""Local SGD and DiLoCo: members step their own replicas, and average them at the end of a round.
 
-Members agree on rounds. A round ends when the number of steps is a multiple of `every_steps`, at
-the last step, when a checkpoint is due, and when the generation stops by agreement. A round of
-fewer steps is valid too, with weights to match; rolling back for a joiner would cost all members
-their steps. A loss in the middle of a round is different: the survivors' replicas differ, and the
-lost member's work since the last meeting is lost with it. So all members roll back to the meeting
-and train the same samples again; each sample counts once in the steps that are agreed on.
+A round ends when the number of steps is a multiple of `every_steps`, at the last step, when a
+checkpoint is due, and when the generation stops by agreement. A round that ends early for a joiner
+is valid, with weights to match, so that no steps are rolled back. If a member is lost in a round,
+its work in it is lost too, and the survivors' replicas differ. So all members roll back to the end
+of the last round and train on the same samples again; each sample counts once in the agreed steps.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -53,43 +52,43 @@ _PLAIN = OuterStep()
 
 
 class Round:
-    """The steps that a member has taken by itself since all members last met: their weights, the
-    hyperparameters of each, and what to call once they are acknowledged."""
+    """One member's steps since the last round ended: their weights and hyperparameters, and the
+    callbacks for their acknowledgement."""
 
     def __init__(self) -> None:
         self.applied: dict[int, Values] = {}
         """The hyperparameters of each step."""
         self.conflict = ""
-        """Description of why a repeated step is not the same, if one is not."""
+        """The difference between a repeated step and its first attempt; empty if there is none."""
         self.weight = 0.0
         """Weight of the step in progress, as in `mean_weight`."""
         self._weights = 0.0
         self._unacknowledged: list[Callable[[], None]] = []
 
     def note(self, step: int, hyper: Hyperparameters) -> None:
-        """Note that step number `step` is about to be taken, with the present hyperparameters."""
+        """Note that step number `step` begins, with the present hyperparameters."""
         self.conflict = self.conflict or hyper.conflict(step)
         hyper.apply(step)
         self.applied[step] = hyper.now()
 
     def stepped(self, acknowledged: Callable[[], None]) -> None:
-        """A step was taken; `acknowledged` is called when its round has ended."""
+        """Note that a step was taken; `acknowledged` is called when its round has ended."""
         self._weights += self.weight
         self._unacknowledged.append(acknowledged)
 
     def mean_weight(self, num_steps: int) -> float:
-        """The mean weight in this round: members' weights average to one, as in each step."""
+        """Return the mean weight of this round's steps; it averages to one over the members."""
         return self._weights / num_steps
 
     def end(self) -> None:
-        """Note that all members have met; the next round begins."""
+        """End the round, which all members have agreed on: acknowledge its steps."""
         self.applied.clear()
         self._weights = 0.0
         while self._unacknowledged:
             self._unacknowledged.pop(0)()
 
     def give_up(self) -> None:
-        """Drop the round, whose steps are rolled back."""
+        """Discard the round, whose steps are rolled back."""
         self.applied.clear()
         self.conflict = ""
         self._weights = 0.0
@@ -100,13 +99,12 @@ class LocalSGD(SynchronousStrategy):
     """Strategy "local-sgd": every `every_steps` steps the members' parameters are averaged.
 
     Stich 2019, "Local SGD Converges Fast and Communicates Little", arXiv:1805.09767. A member's
-    weight is its share of the round's batches, averaged over its steps. Running
-    statistics of the model are averaged with the parameters; the optimizer's state is each member's
-    own, and a joiner starts with that of another. A member that is cut off from the exchange of a
-    round that ended on others keeps its own, too.
+    weight is its share of the round's batches, averaged over its steps. The model's running
+    statistics are averaged with the parameters. Each member keeps its own optimizer state; a joiner
+    starts with another member's.
 
-    A committed step may be rolled back until its round ends, so `session.step_number` may fall
-    after a loss: let a learning rate depend on it rather than on a count of the script's own.
+    A committed step may be rolled back until its round ends, so `session.step_number` may decrease
+    after a loss: let a learning rate depend on it, not on a counter of the script's own.
 
     `compression`: compresses the changes of a round, as for `shoal.DDP`.
     """
@@ -157,7 +155,7 @@ class LocalSGD(SynchronousStrategy):
         return model, optimizer
 
     def figures(self, subject: PlanInput) -> Plan:
-        """See `shoal.planning.figures.Planned`; changes are counted as without compression."""
+        """See `shoal.planning.figures.PlannableStrategy`; changes count as uncompressed."""
         found = OuterLoopFigures(
             subject, self._every_steps, keeps_velocity=bool(self._outer.momentum)
         )
@@ -169,7 +167,7 @@ class LocalSGD(SynchronousStrategy):
     # --- generations ---
 
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Send the newest state that all members had once to the members that lack it."""
+        """Send the newest state agreed on to the members that lack it."""
         source, _ = receivers_of(generation)
         keeps = generation.me.state == pb.STATE_ACTION_KEEP and self._outer_loop.has_agreed
         steps = torch.full((generation.world_size,), -1, dtype=torch.int64)
@@ -180,7 +178,7 @@ class LocalSGD(SynchronousStrategy):
         )
         newest = int(steps.max())
         if int(steps[source]) != newest:
-            # Not all members came through the last meeting, and the agreement could not know.
+            # The last round ended on some members only, which the coordinator does not know.
             source = int(steps.argmax())
         receivers = [rank for rank, step in enumerate(steps.tolist()) if step != newest]
         if generation.rank == source:
@@ -223,7 +221,7 @@ class LocalSGD(SynchronousStrategy):
         if self._outer_loop.has_agreed and (moved or self._step != self._outer_loop.agreed.step):
             try:
                 if self._is_meeting:
-                    # The round may have ended on another member, whose weights this one then takes.
+                    # The round may have ended on another member: then its weights are taken later.
                     self._outer_loop.set_aside(self._step)
                 self._outer_loop.go_back()
             except (ShapeMismatch, DtypeMismatch) as error:
@@ -243,7 +241,7 @@ class LocalSGD(SynchronousStrategy):
     def backward(self, loss: Tensor, weight: float) -> None:
         self._round.weight = weight
         with self._weighing():
-            # A member without a share holds another's sample: its replica stays unchanged.
+            # A member without a share has a stand-in sample: its replica stays unchanged.
             if weight:
                 loss.backward()  # type: ignore[no-untyped-call]
 
@@ -279,11 +277,11 @@ class LocalSGD(SynchronousStrategy):
         self._round.stepped(acknowledged)
         if self._checkpoints.due(self._step) or self._step % self._every_steps == 0:
             self._meet(group)
-        # With the optimizer's state of the first member: a member that resumes is a joiner.
+        # With the first rank's optimizer state, as a joiner would get it.
         self._checkpoints.write(self._step, self._outer_loop.state_shard, lambda _: self._rank == 0)
 
     def _meet(self, group: dist.ProcessGroup) -> None:
-        """End the round here, if it has any steps."""
+        """End the round, if it has any steps. Collective."""
         num_steps = self._step - self._outer_loop.agreed.step
         if not num_steps:
             return
@@ -308,7 +306,7 @@ class LocalSGD(SynchronousStrategy):
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The model as of the last meeting: between meetings there is no state of the job."""
+        """Return the model as of the end of the last round: within rounds the replicas differ."""
         agreed = self._outer_loop.agreed.tensors
         names: dict[Tensor, str] = {}
         for kind, tensors in (
@@ -321,7 +319,7 @@ class LocalSGD(SynchronousStrategy):
         return {name: copies[names[tensor]] for name, tensor in held.items()}
 
     def weights(self) -> HeldWeights:
-        """Weights as of the last meeting, as `state_dict`."""
+        """Return the weights as of the end of the last round."""
         world_size, agreed = self.group.size(), self._outer_loop.agreed
         return held_by_all(
             _of_kind(agreed.tensors, "parameter/", dict(self._model.named_parameters())),
@@ -333,7 +331,7 @@ class LocalSGD(SynchronousStrategy):
         )
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes that this member sent for its rounds, and the compression factor."""
+        """Return the bytes that this member sent for its rounds, and the compression ratio."""
         return self._outer_loop.traffic.metrics()
 
 

@@ -1,4 +1,4 @@
-"""The buffers of a model, such as running means, as they were when a step began."""
+"""Snapshot of a model's buffers, such as running means, at the beginning of a step."""
 
 from collections.abc import Iterator, Mapping
 from operator import is_
@@ -16,28 +16,28 @@ _Table = dict[str, Tensor | None]
 
 
 class BufferSnapshot:
-    """A copy of a model's buffers. Forward passes change them, and a failed step restores them."""
+    """Copy of a model's buffers, which forward passes change and a failed step restores."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
         self._lasting = _Lasting(None)
         self._all_tables: list[_Table] = []
         self._num_buffers = 0
-        """The buffers of all modules, when the modules were last gone through."""
+        """Number of buffers of all modules at the last walk over the modules."""
         self._tables: list[tuple[_Table, frozenset[str]]] = []
-        """Tables with buffers that the model's state_dict leaves out, and the names of these."""
+        """Tables with transient buffers (not in the model's state_dict), and their names in it."""
         self._passing: dict[int, str] = {}
-        """Names of such buffers in the model, by the buffer's id."""
+        """Names of transient buffers in the model, by the buffer's id."""
         self._before: list[_BufferCopy] = []
         self._copies: list[_BufferCopy] = []
         """Copies made for the last step, reused in the next."""
         self._refusal: InvalidSpec | None = None
 
     def keep(self, model: nn.Module) -> None:
-        """Remember what the buffers of this model hold now. Raises as `settle`."""
+        """Save the present contents of this model's buffers. Raises as `settle`."""
         if self._refusal is not None:
             raise self._refusal
-        # Going through the modules of a model takes longer than all else that opens a step.
+        # A walk over the modules of a model takes longer than all else at the beginning of a step.
         if self._model is not model:
             self._look_at(model)
         elif sum(map(len, self._all_tables)) != self._num_buffers:
@@ -68,11 +68,11 @@ class BufferSnapshot:
         self._lasting.settle()
 
     def before(self) -> Mapping[int, Tensor]:
-        """The content of the state's buffers when the step began, by the buffer's id."""
+        """Return the contents of persistent buffers when the step began, by the buffer's id."""
         return self._lasting.before()
 
     def changed(self) -> list[str]:
-        """Names of buffers outside the model's state_dict that were written to since."""
+        """Name the transient buffers that were written to since."""
         return [
             self._passing[id(each.buffer)]
             for each in self._before
@@ -82,17 +82,17 @@ class BufferSnapshot:
         ]
 
     def restore(self) -> None:
-        """Write the remembered content back into the buffers."""
+        """Write the saved contents back into the buffers."""
         self._lasting.restore()
         for each in self._before:
             each.restore()
 
     def clear(self) -> None:
-        """Drop the copies of the committed step that `restore` would use."""
+        """Discard what `restore` would write, as the step is committed."""
         self._before = []
 
     def forget(self) -> None:
-        """Release the model too. The next step raises what `settle` refuses."""
+        """Release the model too. If `settle` refuses a buffer, the next step raises the error."""
         try:
             self._lasting.settle()
         except InvalidSpec as refusal:
@@ -108,10 +108,10 @@ class BufferSnapshot:
 
 
 class _BufferCopy:
-    """Copy of a buffer that the model's state_dict leaves out: often a constant mask.
+    """Copy of a transient buffer, which often is a constant mask.
 
-    On a GPU a copy serves until the buffer is written to, by torch's count. On the host copies are
-    made anew for each step, which takes little there and sees writes past that count too.
+    On a GPU a copy is reused until the buffer is written to, by torch's count. On the host it is
+    made anew for each step, which is cheap there and also covers writes that torch does not count.
     """
 
     def __init__(self, buffer: Tensor) -> None:
@@ -120,11 +120,11 @@ class _BufferCopy:
         self._num_writes, self._place = num_writes(buffer), buffer.data_ptr()
 
     def is_written(self) -> bool:
-        """True if the buffer was written to since, as far as torch counts."""
+        """True if the buffer was written to since, by torch's count."""
         return num_writes(self.buffer) != self._num_writes
 
     def is_still_so(self) -> bool:
-        """True if the copy is known to be what the buffer holds."""
+        """True if the copy is known to equal the buffer."""
         is_counted = not is_on_host(self.buffer) and not self.buffer.is_inference()
         return is_counted and not self.is_written() and self.buffer.data_ptr() == self._place
 
@@ -135,17 +135,17 @@ class _BufferCopy:
 
 
 class _Lasting:
-    """The buffers of a model's state, which are the same tensors as long as it is trained.
+    """The persistent buffers of a model, which stay the same tensors throughout training.
 
-    A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. The code
-    that collects the model's state knows the first tensor, so the new value is copied into it.
+    A module may replace a buffer by another tensor, as `self.count = self.count + 1` does. Code
+    that collects the model's state refers to the first tensor, so the new value is copied into it.
     """
 
     def __init__(self, model: nn.Module | None) -> None:
         self._tables: list[_Table] = []
         self._names: list[str] = []
         self._buffers: list[Tensor] = []
-        """One for each place, in the order of the tables and names."""
+        """A buffer for each (table, name), in their order; tied ones occur several times."""
         for part in model.modules() if model is not None else ():
             for name, buffer in buffer_table(part).items():
                 if buffer is not None and name not in transient_buffers(part):
@@ -156,7 +156,7 @@ class _Lasting:
         self._copies: list[Tensor] = []
 
     def keep(self) -> None:
-        """Remember what the buffers hold now."""
+        """Save the present contents of the buffers."""
         self.settle()
         if not self._once:
             return
@@ -168,7 +168,7 @@ class _Lasting:
     def settle(self) -> None:
         """Copy the value of each replacement into the original buffer, and put that back.
 
-        Raises InvalidSpec if a replacement has another shape or dtype: members join with the first.
+        Raises InvalidSpec if a replacement has another shape or dtype: joiners have the original.
         """
         if not self._buffers:
             return

@@ -46,8 +46,8 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 
 class ModelReplica:
-    """A whole model in one generation: torch's wrapper, the gradient exchange that averages its
-    gradients, and the running statistics that are shared."""
+    """A whole model in one generation: torch's wrapper, the exchange that averages its gradients,
+    and its shared running statistics."""
 
     def __init__(self, ddp: ReplicatedModule, exchange: GradientExchange) -> None:
         self.ddp = ddp
@@ -56,7 +56,7 @@ class ModelReplica:
         self._watching: list[RemovableHandle] = []
 
     def watch(self, ours: Callable[[], bool]) -> None:
-        """Average gradients from now on; only gradients that are `ours` may arrive."""
+        """Average gradients from now on; a pass in which `ours()` is false raises."""
         self._watching = watch_parameters(self.ddp.module.parameters(), ours)
         self.ddp.register_comm_hook(None, self.exchange.average)
 
@@ -70,7 +70,7 @@ class ModelReplica:
 class DDP(SynchronousStrategy):
     """Strategy "ddp", on torch's DistributedDataParallel, which is made anew each generation.
 
-    `bucket_mb`: gradients travel in buckets of this size while backward still runs.
+    `bucket_mb`: size of the buckets in which gradients are sent while backward still runs.
     `find_unused_parameters`: for models in which some parameters get no gradient in some steps.
     `compression`: compresses gradients for a slow network: "fp16", "bf16", "int8",
     "one-bit", "top-k", "powersgd", or an object such as `shoal.TopK(ratio=0.01)`. See
@@ -94,7 +94,7 @@ class DDP(SynchronousStrategy):
         self.bucket_mb = bucket_size(bucket_mb)
         self.find_unused_parameters = find_unused_parameters
         self.compression = None if compression is None else find_compression(compression)
-        # Lives over all generations: what it holds back is this member's own.
+        # One for all generations, as it keeps this member's residuals.
         self.compressor = self.compression.compressor() if self.compression else None
         self._traffic = Traffic()
         self._replicas: dict[str, ModelReplica] = {}
@@ -146,7 +146,7 @@ class DDP(SynchronousStrategy):
     def _release_training(self) -> None:
         self._gradients.forget()
         if not self._passes.is_whole:
-            # Until another member, or a checkpoint, gives it one.
+            # This member's state is lost: another member or a checkpoint has to provide it.
             self._has_state, self._step = False, 0
             self._passes.is_whole = True
         replicas, self._replicas = self._replicas, {}
@@ -155,7 +155,7 @@ class DDP(SynchronousStrategy):
 
     @torch.no_grad()
     def _align(self, generation: Generation, group: dist.ProcessGroup) -> None:
-        """Give every member the state of the source."""
+        """Send the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
             state = into_state(self._state.collect(self._step), self._registered.current())
@@ -163,7 +163,7 @@ class DDP(SynchronousStrategy):
         elif generation.rank in receivers:
             state = receive(source, receivers, group)
             held, self._has_state = self._has_state, False
-            # In place: if it fails half-way, this is neither the old state nor the new.
+            # `_has_state` is False meanwhile: the state is written in place, and may stay partial.
             self.restore(state)
             self._has_state = held
         if receivers or not self.position.is_shared:
@@ -171,7 +171,7 @@ class DDP(SynchronousStrategy):
 
     def _wrap(self, group: dist.ProcessGroup) -> None:
         for name, model in models_of(self._model).items():
-            # All members have the source's state already: DDP need not compare and send it again.
+            # `init_sync=False`: all members have the source's state already.
             ddp = ReplicatedModule(
                 model,
                 process_group=group,
@@ -204,7 +204,8 @@ class DDP(SynchronousStrategy):
         return self._module_of("")
 
     def _module_of(self, name: str) -> nn.Module:
-        """DDP within a step; else the plain model, so that evaluating needs no other member."""
+        """Return DDP within a step; else the plain model, so that evaluation needs no other
+        member."""
         replica = self._replicas.get(name)
         if self._passes.in_step and replica is not None and torch.is_grad_enabled():
             self._exchange_parts()
@@ -216,14 +217,14 @@ class DDP(SynchronousStrategy):
 
     def _reduce_in_backward(self, reduces: bool) -> None:
         for replica in self._replicas.values():
-            # What DDP's `no_sync` sets; it has to be so in the forward pass too.
+            # As DDP's `no_sync`; it has to be set in the forward pass too.
             replica.ddp.require_backward_grad_sync = reduces
 
     def backward(self, loss: Tensor, weight: float) -> None:
         with self._weighing():
             replicas = self._replicas_of(self._passes.chosen)
             loss = loss if weight == 1.0 else loss * weight
-            # Of several models, those that the pass trains; gradients of the others stay unchanged.
+            # With several models, only the gradients of those that the pass trains.
             inputs = self._passes.training and [
                 parameter
                 for replica in replicas
@@ -238,7 +239,7 @@ class DDP(SynchronousStrategy):
                 replica.ddp.end_backward()
 
     def _replicas_of(self, optimizers: frozenset[str]) -> list[ModelReplica]:
-        """The replicas of the models that these optimizers train."""
+        """Return the replicas of the models that these optimizers train."""
         if self._passes.training is None:
             return list(self._replicas.values())
         names = self._passes.models(optimizers)
@@ -269,13 +270,13 @@ class DDP(SynchronousStrategy):
 
     @property
     def unscales(self) -> bool:
-        # An Inf would stay with what a compression holds back.
+        # An Inf would stay in the residual that compression keeps.
         return self.compression is None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         own = self._agreement is not None and self._agreement.weights.are_own
         if own or self._registered.scaler is not None:
-            # Gradients are sums, not means, until all members have told their losses' weights.
+            # Gradients are sums, not means, until the members' votes have their losses' weights.
             self._settle()
         if self._passes.training is None:
             whole: Tensor = torch.nn.utils.clip_grad_norm_(self._model.parameters(), max_norm)
@@ -296,7 +297,7 @@ class DDP(SynchronousStrategy):
         replicas = self._replicas_of(self._passes.due)
         if not all(replica.exchange.complete for replica in replicas):
             raise self._not_averaged(each.ddp.module for each in replicas)
-            # The vote travels while this member looks at its gradients.
+        # Before the check below: the vote travels while this member examines its gradients.
         self._propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
@@ -306,7 +307,7 @@ class DDP(SynchronousStrategy):
             else:
                 overflowed = overflowed or not replica.exchange.has_finite_averages()
         self._settle()
-        # Before the optimizer steps: what fails here leaves the state of the last step.
+        # Before the optimizer steps: a failure here leaves the state of the last step.
         for replica in self._replicas.values():
             replica.running.share(group)
         self._generation_group.check()
@@ -320,8 +321,8 @@ class DDP(SynchronousStrategy):
         acknowledged()
 
     def _without_gradients(self) -> Sequence[str]:
-        """Parameters that the optimizer will skip, as after a script has dropped gradients: they
-        have to be the same on every member. Empty with several models, which train in turn."""
+        """Name the parameters without a gradient, which the optimizer will skip: they must be the
+        same on every member. Empty with several models, which train in turn."""
         if self._passes.training is not None:
             return ()
         parameters = self._state.parameters.items()
@@ -338,7 +339,7 @@ class DDP(SynchronousStrategy):
             self._checkpoints.write_alone(self._step, self._state_shard)
 
     def _not_averaged(self, models: Iterable[nn.Module]) -> InvalidSpec:
-        """The error for gradients that are this member's alone: the members would drift apart."""
+        """Build the error for gradients that were not averaged: the members would drift apart."""
         names = [
             self._state.name_of(parameter)
             for model in models
@@ -348,13 +349,13 @@ class DDP(SynchronousStrategy):
         return not_reduced(self._step, names, type(self).__name__)
 
     def metrics(self) -> Mapping[str, float]:
-        """Bytes that this member sent for its gradients, and the compression factor."""
+        """Return the bytes that this member sent for its gradients, and the compression ratio."""
         return self._traffic.metrics()
 
     # --- state ---
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model on the host; the same on every member after the same step."""
+        """Return the whole model on the host; the same on every member after the same step."""
         return state_dict_on_host(self._model)
 
     def weights(self) -> HeldWeights:

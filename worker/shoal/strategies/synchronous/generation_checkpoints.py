@@ -1,4 +1,4 @@
-"""The checkpoints of members that step together: whether to start from one, and when to write."""
+"""Checkpoints of synchronous strategies: which one to start from, and when to write one."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -21,7 +21,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 log = structlog.get_logger(__name__)
 
 Writes = Callable[[str], bool]
-"""A predicate: True if this member writes the tensor of that name in a state."""
+"""Predicate: True if this member writes the tensor of that name into a checkpoint."""
 MAX_CHECKPOINTS_NAMED = 100
 MAX_SETTINGS_NAMED = 8
 
@@ -30,24 +30,25 @@ class GenerationCheckpoints:
     """One member's part in the job's checkpoints; does nothing if the script asked for none."""
 
     def __init__(self, position: ScriptPosition) -> None:
-        """`position`: has the step of the checkpoint that is written because a member leaves."""
+        """`position`: has the step of a checkpoint that is written because a member leaves."""
         self._position = position
         self._checkpoints: CheckpointStore | None = None
         self.samples = TrainedSamples({}, None, moves=False)
         self._is_first = False
         self.owed = False
-        """True if a checkpoint of the last step is due, as soon as the script is done with that."""
+        """True if a checkpoint of the last step is to be written once the script has finished that
+        step."""
         self.failure: CheckpointFailed | None = None
         """The error of the job's last checkpoint."""
 
     def keep(self, checkpoints: CheckpointStore) -> None:
-        """Write these checkpoints, and start from one of them. Called first. Raises InvalidSpec if
-        no checkpoint can be kept."""
+        """Set the store to write to and to start from. Called first. Raises InvalidSpec if it
+        cannot be written."""
         checkpoints.probe()
         self._checkpoints = checkpoints
 
     def trains_on(self, samples: TrainedSamples) -> None:
-        """Set the description of the order of samples, which is kept in each checkpoint."""
+        """Set the description of the order of samples, which each checkpoint contains."""
         self.samples = samples
 
     def join_writers(self, world_size: int) -> None:
@@ -56,16 +57,16 @@ class GenerationCheckpoints:
             self._checkpoints.join(world_size)
 
     def steps(self) -> Sequence[int]:
-        """Steps of the complete checkpoints that this member sees, the newest 100."""
+        """Return the steps of the newest 100 complete checkpoints that this member sees."""
         if self._checkpoints is None:
             return ()
         return sorted(self._checkpoints.steps())[-MAX_CHECKPOINTS_NAMED:]
 
     def newest(self, generation: Generation, group: dist.ProcessGroup) -> int | None:
-        """The step of the newest complete checkpoint that every member sees; None without any.
+        """Return the step of the newest complete checkpoint that every member sees, or None.
         Collective.
 
-        Raises StateLost on all members if the generation has nothing else to start from.
+        Raises StateLost on all members if there is none and the generation needs one.
         """
         self._is_first = generation.rank == 0
         needed = generation.me.state == pb.STATE_ACTION_CHECKPOINT
@@ -87,10 +88,10 @@ class GenerationCheckpoints:
         return None
 
     def read(self, step: int, needs: Needs, fresh: Optimizer | None = None) -> StateShard:
-        """The needed part of the checkpoint of that step. `fresh`: an optimizer that is still as
-        the script has made it; its settings are compared with the checkpoint's.
+        """Read this member's part of the checkpoint of that step. `fresh`: an optimizer as the
+        script has made it; its settings are compared with the checkpoint's.
 
-        Raises InvalidSpec if the step stands for other samples.
+        Raises InvalidSpec if its step stands for other samples than in this job.
         """
         assert self._checkpoints is not None
         state_shard, path = self._checkpoints.read(step, needs), self._checkpoints.location(step)
@@ -117,8 +118,8 @@ class GenerationCheckpoints:
             try:
                 checkpoints.close()
             except CheckpointFailed as error:
-                # Training does not stop for a full disk: each checkpoint is tried, and the error of
-                # the last one is raised at the end.
+                # A full disk does not stop training: later checkpoints are tried, and only the
+                # error of the last one is raised, at the end.
                 log.error("checkpoint_failed", step=step, reason=str(error))
                 if checkpoints.is_writing:
                     return
@@ -126,7 +127,7 @@ class GenerationCheckpoints:
 
     def write_alone(self, step: int, state_shard: Callable[[], StateShard]) -> None:
         """Write a checkpoint of the whole state, which this member holds; return once it is written
-        or has failed. No effect if the newest one is of that step."""
+        or has failed. Does nothing if that step's checkpoint is written already."""
         if self._checkpoints is None or not step or self.written_step == step:
             return
         self._checkpoints.leave()
@@ -140,7 +141,7 @@ class GenerationCheckpoints:
         return self._checkpoints.written_step if self._checkpoints is not None else None
 
     def due(self, step: int) -> bool:
-        """True if a checkpoint is to be written of the state after this many steps."""
+        """True if a checkpoint of the state after this many steps is to be written."""
         checkpoints = self._checkpoints
         is_last = step > 0 and self._position.checkpoint_at == step
         return checkpoints is not None and (is_last or checkpoints.due(step))
@@ -151,8 +152,8 @@ class GenerationCheckpoints:
         return self._checkpoints is not None
 
     def conclude(self) -> None:
-        """Wait until a checkpoint in progress is written or has failed: see `failure`. The trained
-        state exists in either case, and the script is to have it first."""
+        """Wait until a checkpoint in progress is written or has failed. An error is kept in
+        `failure`: the script gets the trained state first."""
         try:
             self.close()
         except CheckpointFailed as error:

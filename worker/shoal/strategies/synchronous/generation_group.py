@@ -1,4 +1,4 @@
-"""The group of a member's generation: connected, cut by any thread, released."""
+"""The group of a member's generation: connected and released by the trainer, cut by any thread."""
 
 import sys
 import threading
@@ -23,13 +23,14 @@ log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
-"""A collective of a group that is cut ends within milliseconds, or (Gloo) only at its limit."""
+"""Time after a cut at which a collective is taken to be stuck: others end within milliseconds,
+these (Gloo) only at their limit."""
 TOLD_AFTER_S = 10.0
-"""A trainer that holds a group for so long after its cut is logged, with its stack."""
+"""Time after a cut at which the stack of a trainer that still holds the group is logged."""
 
 
 class GenerationGroup:
-    """The present group; one at a time. All methods but `cut` are the trainer's."""
+    """The present group; one at a time. All methods except `cut` are for the trainer's thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -40,17 +41,17 @@ class GenerationGroup:
         self._opened: dist.ProcessGroup | None = None
         """The opened group, also during the bring-up."""
         self.kept_rooms = KeptRegions()
-        """Memory that its members shared, for the members of the next generation."""
+        """Memory that members shared, kept for the next generation."""
         self._trainer = 0
         """The thread that connected the last group."""
         self._released = threading.Event()
         """Set when the present group was released."""
         self._judging = _Judging(self.check)
         self._freeing: Group | None = None
-        """The group from which a thread of ours frees the trainer."""
+        """The group from which a `_free_trainer` thread frees the trainer."""
 
     def connect(self, backend: Backend, generation: Generation, context: Context) -> Group:
-        """The group of a generation, not opened yet; cut already if its generation is over."""
+        """Return the group of a generation, not opened yet; cut already if that is over."""
         me = generation.me
         peers = generation.record.roster.entries
         watched, limits = backend.is_watched, context.limits
@@ -85,8 +86,8 @@ class GenerationGroup:
             group.check()
 
     def judging(self) -> AbstractContextManager[None]:
-        """A context in which NonFiniteGradient raises as `check` does if the group was cut: the
-        values then come from an aborted message."""
+        """Return a context that turns NonFiniteGradient into the error of `check` if the group was
+        cut: the values then come from an aborted collective."""
         return self._judging
 
     @property
@@ -99,7 +100,7 @@ class GenerationGroup:
         return self._cut_up_to >= generation
 
     def cut(self, generation: int) -> None:
-        """Make waits in the group raise, unless it is a later generation's. Any thread."""
+        """Make waits in the group raise, unless the group is a later generation's. Any thread."""
         with self._lock:
             self._cut_up_to = max(self._cut_up_to, generation)
             group = self._group if self.number <= generation else None
@@ -118,8 +119,8 @@ class GenerationGroup:
             ).start()
 
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
-        """Abort waits that Gloo does not end after a cut, until the trainer has released the group:
-        it may enter one late, from the script's own code, for example."""
+        """Abort waits that Gloo does not end after a cut, until the trainer has released the group.
+        The trainer may enter such a wait late, when it comes back from the script's own code."""
         cut_s, is_told = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):
             self._abort_stuck(group, reason)
@@ -173,7 +174,7 @@ class _Judging:
 
 
 def stack_of(thread: int) -> str:
-    """Stack of a Python thread, without the values of variables: tokens are among them."""
+    """Return the stack of a thread, without values of variables, as these include tokens."""
     frame = sys._current_frames().get(thread)
     return "".join(traceback.format_stack(frame)) if frame is not None else "it has ended"
 
@@ -181,8 +182,8 @@ def stack_of(thread: int) -> str:
 def check_same_step(
     generation: int, step: int, group: dist.ProcessGroup, memory: SharedMemory | None = None
 ) -> None:
-    """Collective: raise InternalError unless all members of the generation are at this step.
-    `memory`: the memory that they share, if they do."""
+    """Raise InternalError unless all members of the generation are at this step. Collective.
+    `memory`: used in place of the group if the members share it."""
     if memory is not None:
         found = list(memory.meet(step))
     else:

@@ -1,9 +1,9 @@
-"""A watch on the trainer, which looks a few times a second if the trainer waits for others.
+"""Watch of the trainer: checks a few times a second if the trainer waits for others.
 
-Gloo's own time limits cannot be changed while a collective is in progress, so the groups of a
-session have practically none, and this watch finds a hang: a collective that does not end although
-no pause suspends the limit. The watch's findings are sent with the heartbeats too, so that the
-coordinator can tell which member holds the others up, and that a bring-up makes progress.
+Gloo's own time limits cannot be changed while a collective is in progress. So the groups of a
+session have practically no limits, and this watch finds a hang: a collective that does not end in
+time, not counting pauses. Heartbeats carry the watch's findings too, so that the coordinator knows
+which member blocks the others, and that a bring-up makes progress.
 """
 
 import sys
@@ -33,7 +33,7 @@ _PLACES = tuple(
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
 )
-"""Folders of code in which a thread that does not run waits for other ranks."""
+"""Folders of code: a thread that does not run there waits for other ranks."""
 _THREADING = threading.__file__
 _CPU_FIELDS = slice(11, 13)
 """Fields of /proc/PID/task/TID/stat after the name: user and system time, in ticks of 10 ms."""
@@ -49,28 +49,28 @@ class TrainerStage(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HangWatchConfig:
-    """Limits of a watch, what it asks, and what it reports to."""
+    """Limits of a watch, and the functions that it calls."""
 
     limit_s: float
-    """A wait for others that lasts longer is a hang."""
+    """Time after which a wait for others is a hang."""
     leaderless_s: float
-    """A bring-up lasts at most so long without a coordinator, which else would end it."""
+    """Time that a bring-up may last without a coordinator, which would otherwise end it."""
     is_away: Callable[[], bool]
     """True if there is no coordinator."""
     num_moved: Callable[[], int]
-    """Counts what moves between members in the background."""
+    """Counter of transfers between members in the background."""
     held_until_s: Callable[[], float]
-    """The time until which no limit ran, by `time.monotonic`: now, while a member is paused."""
+    """Time until which limits were suspended, by `time.monotonic`: now, while a member pauses."""
     report_status: Callable[[TrainerStatus], None]
     """Receives the trainer's status, for the heartbeats."""
     hung: Callable[[int], None]
     """Cuts the group of the generation."""
     device_stalled_since_s: Callable[[float], float | None] = lambda now_s: None
-    """Time since which the device has been stuck in the trainer's work; None: it is not. Takes the
-    present time. A stuck device is, as a rule, in a collective, and so waits for others."""
+    """Takes the present time; returns the time since which the device has been stuck in the
+    trainer's work, or None. A stuck device usually is in a collective, and so waits for others."""
     report_wait: Callable[[float, float], None] = lambda waited_s, stood_s: None
-    """Receives, at each look, for how many seconds the trainer has waited for others in a step or
-    between two: while a limit ran, and in all. 0: the trainer does not wait."""
+    """Receives, at each look, the seconds for which the trainer has waited for others, in a step or
+    between steps: without pauses, and in all. 0: the trainer does not wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +90,7 @@ class TrainerThread:
 
 
 class HangWatch:
-    """Watches one trainer from a thread of its own. The trainer calls the methods."""
+    """Watch of one trainer, with a thread of its own. The trainer calls the methods."""
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
@@ -121,7 +121,7 @@ class HangWatch:
     def stage(
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
-        """Set the stage of the calling trainer. No group while one is being connected."""
+        """Set the stage of the calling trainer. `group`: None while it is being connected."""
         self._place = TrainerThread(
             stage=stage,
             generation=generation,
@@ -132,16 +132,16 @@ class HangWatch:
         self.sign()
 
     def sign(self) -> None:
-        """Note that the trainer makes progress. Costs next to nothing."""
+        """Note that the trainer makes progress. Cheap."""
         self._sign_s = time.monotonic()
 
     def waits_inside(self, *, begins: bool) -> None:
-        """Note that the trainer asks the coordinator what comes next, or has the answer."""
+        """Note that the trainer begins, or ends, to wait for the coordinator's answer."""
         self._inside += 1 if begins else -1
         self.sign()
 
     def loads(self, *, begins: bool) -> None:
-        """Note that the trainer waits for a batch to be loaded, or has it."""
+        """Note that the trainer begins, or ends, to wait for a batch to be loaded."""
         self._loads = begins
         self.sign()
 
@@ -195,7 +195,8 @@ class HangWatch:
         self._config.hung(generation)
 
     def _check_leader(self, generation: int, now_s: float) -> None:
-        """Cut the generation if no coordinator, which ends bring-ups, was there for too long."""
+        """Cut the generation if the coordinator, which would end the bring-up, is away for too
+        long."""
         if not self._config.is_away():
             self._leaderless_since_s = None
             return
@@ -206,7 +207,7 @@ class HangWatch:
             self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
     def _waits_since_s(self, place: TrainerThread, now_s: float) -> float | None:
-        """The time since which the trainer has waited for others; None: it does not wait."""
+        """Return the time since which the trainer has waited for others; None if it does not."""
         if place.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
             return None
@@ -220,7 +221,7 @@ class HangWatch:
         return min((since_s for since_s in found if since_s is not None), default=None)
 
     def _count(self, waiters: Iterable[AbortableWaiter]) -> None:
-        """Note if anything has ended since the last look."""
+        """Note if a collective or transfer has ended since the last look."""
         counted = (self._config.num_moved(), *sorted(each.num_ended for each in waiters))
         if counted != self._counted:
             self._counted = counted
@@ -229,7 +230,7 @@ class HangWatch:
 
     def _oldest_wait_s(self, waiters: Iterable[AbortableWaiter], now_s: float) -> float | None:
         known = self._pending
-        # Kept until the next look, so that no other completion can have its number.
+        # Completions are kept until the next look, so that no other one gets the same id.
         self._pending = {
             id(completion): known.get(id(completion), (completion, now_s))
             for each in waiters
@@ -238,22 +239,23 @@ class HangWatch:
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
     def _blocked_since_s(self, place: TrainerThread, now_s: float) -> float | None:
-        """The time since which the trainer has stood still in code that waits for other ranks.
+        """Return the time since which the trainer's thread has not run, in code that waits for
+        other ranks; None if it runs, or is elsewhere.
 
-        Finds the waits that are no wait of ours: torch's own collectives, memory that ranks share,
-        copies at peers.
+        Finds waits that are not in `AbortableWaiter`: torch's own collectives, shared memory,
+        copies to peers.
         """
         ticks = _cpu_ticks(place.native_id)
         if ticks is None or not _is_in_collective(place.ident):
             self._blocked = None
         elif self._blocked is None or self._blocked[0] != ticks:
             self._blocked = (ticks, now_s)
-            return None  # It runs; at the next look it may stand still.
+            return None  # The thread has run since the last look.
         return self._blocked[1] if self._blocked is not None else None
 
 
 def _cpu_ticks(native_id: int) -> int | None:
-    """CPU time of a thread, in ticks; None if the thread is gone."""
+    """Return the CPU time of a thread, in ticks; None if the thread is gone."""
     try:
         stat = Path(f"/proc/self/task/{native_id}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Hyperparameters applied in each step, and a comparison when a step is taken again."""
+"""Hyperparameters applied in each step, and their comparison when a step is repeated."""
 
 import json
 import math
@@ -18,19 +18,19 @@ Values = tuple[Mapping[str, Any], ...]
 """The hyperparameters of each group, by name."""
 
 KEPT_STEPS = 1024
-"""Number of steps whose hyperparameters are kept; copies at peers go back by 20, by default."""
+"""Number of steps whose hyperparameters are kept; copies at peers roll back by 20, by default."""
 TOLERANCE = 1e-9
-"""Relative: hosts with another libm compute a schedule with another last bit."""
+"""Relative tolerance: hosts with another libm compute a schedule with another last bit."""
 _CLIPPING = "max_norm of clip_grad_norm"
 _NORM_TOLERANCE = 1e-5
 """The tolerance for a `max_norm` that follows from the norms of earlier steps."""
 
 
 class Hyperparameters:
-    """Hyperparameters of one optimizer, now and in recent steps. Over all generations.
+    """Hyperparameters of one optimizer, now and in recent steps. One object for all generations.
 
-    A step that failed or was rolled back has to be the same when it is taken again. An object that
-    counts its own calls, as torch's schedulers do, has counted on meanwhile.
+    A step that failed or was rolled back has to be the same when it is repeated. But an object that
+    counts its own calls, such as one of torch's schedulers, has counted the first attempt too.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -56,7 +56,7 @@ class Hyperparameters:
             seen += group.values()
         known = self._seen
         if known is not None and len(seen) == len(known) and all(map(is_, seen, known)):
-            # In nearly every step: making plain values of them takes ten times as long.
+            # As in nearly every step; the conversion below takes ten times as long.
             return self._now
         found = tuple(
             {
@@ -79,8 +79,8 @@ class Hyperparameters:
     def entering(self) -> None:
         """Compare the values with those of a failed attempt, before a generation changes them.
 
-        No batch was handed out since a failed attempt, so a change since then was made for a step
-        that did not happen.
+        The script has got no batch since the failed attempt, so a change since then was made for a
+        step that did not happen.
         """
         failed, self._failed = self._failed, None
         if failed is not None:
@@ -89,12 +89,12 @@ class Hyperparameters:
             self._conflict = self._conflict or found
 
     def conflict(self, step: int) -> str:
-        """The reason why the step differs, or cannot be repeated as it was, in words; or ""."""
+        """Return the reason why the step cannot be repeated as it was; "" if it can."""
         conflict, self._conflict = self._conflict, ""
         return conflict or self.again(step)
 
     def again(self, step: int) -> str:
-        """Differences from when this step was committed before; "" if there are none."""
+        """Return the differences from the first time that this step was committed; "" if none."""
         before = self._applied.get(step)
         if before is None or before == self.now():
             return ""
@@ -109,18 +109,18 @@ class Hyperparameters:
 
 
 def with_norms(values: Values, norms: Sequence[float]) -> Values:
-    """The values, and the norms that gradients are clipped to."""
+    """Return the values with the norms that gradients are clipped to."""
     return (*values, {_CLIPPING: [*norms]}) if norms else values
 
 
 def digest_of(values: Any) -> int:
-    """Digest: a positive number below 2**56."""
+    """Return a digest: a positive number below 2**56."""
     text = json.dumps(values, default=repr).encode()
     return int.from_bytes(blake2b(text, digest_size=7).digest(), "big") or 1
 
 
 def differences(by_holder: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Fields that are not the same for all holders, with the value of each holder."""
+    """Return the fields that differ between holders, with the value of each holder."""
     first, *others = by_holder.values()
     fields = {
         (index, key) for groups in by_holder.values() for index, g in enumerate(groups) for key in g
@@ -150,7 +150,7 @@ def _changed(step: int, versions: Mapping[str, Values]) -> str:
 
 
 def by_value(values: Mapping[str, Any], most: int = 8) -> str:
-    """Values, each with its holders; of many holders the first `most` are named."""
+    """Text of values with their holders, of which the first `most` are named."""
     holders: dict[str, list[str]] = {}
     for name, value in values.items():
         holders.setdefault(str(value), []).append(name)

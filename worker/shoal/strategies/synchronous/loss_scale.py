@@ -1,8 +1,8 @@
 """Update of torch's GradScaler after a step that the session took.
 
-The scaler itself would look at this member's gradients alone, which are only a part under
-strategies that shard them, and would step the optimizer. Here all members have found out together
-if the step overflowed, and each updates its own scaler.
+The scaler itself would examine this member's gradients only, which may be a shard, and would step
+the optimizer. Here all members have determined together if the step overflowed, and each updates
+its own scaler.
 """
 
 import math
@@ -34,7 +34,7 @@ def update(scaler: torch.amp.GradScaler, *, overflowed: bool) -> None:
 
 
 def found_by_any(found: bool, group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Collective: True if any rank has found it."""
+    """True on all ranks if `found` on any of them. Collective."""
     flag = torch.tensor([float(found)], device=device)
     if group.size() > 1:
         wait_abortable(dist.all_reduce(flag, group=group, async_op=True), group)

@@ -1,10 +1,10 @@
 """Detection of members' scripts that wait for each other at different calls.
 
-Some calls take all members. A member that makes one alone (`if session.is_first:
-session.evaluate(...)`) waits there for the others, and they wait for it in their next step. Nothing
-of that is an error to any of them, and it would last until a collective's limit. So a member that
-has waited for some time writes its place to the generation's store. A member that waits in such a
-call compares the places. Most waits are far shorter, and nothing is written.
+Some calls must be made by all members. A member that makes one alone (`if session.is_first:
+session.evaluate(...)`) waits there for the others, while they wait for it in their next step. No
+member sees an error, and all would wait until a collective's limit. So a member that has waited for
+some time writes the point at which its script waits to the generation's store. A member that waits
+in such a call compares the points. Most waits are far shorter, and nothing is written.
 """
 
 import json
@@ -28,13 +28,13 @@ from shoal_proto.errors import InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 LOOK_AFTER_S = 2.0
-"""A wait that lasts longer is examined."""
+"""Time after which a wait is examined."""
 LOOKS_WITHIN_LIMIT = 6
-"""If a limit is short, a wait is examined early enough to notify all members."""
+"""Divisor of a short limit: a wait is examined after this part of it, to notify members in time."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between looks into one wait grow."""
 HEARD_WITHIN_S = 10.0
-"""Time within which a member is expected to read the verdict."""
+"""Time that members are given to read the verdict."""
 _HEARD_EVERY_S = 0.1
 _PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
@@ -50,14 +50,14 @@ class ScriptPoint:
     num_calls: int
     """Number of shared calls made since the last committed step."""
     what: str
-    """Description; empty if the script may still come to a call, or waits at none."""
+    """Description; empty if the script does not wait, or may still reach a call."""
     is_call: bool = False
-    """True if it is a call that all members make together."""
+    """True if all members have to make this call together."""
 
 
 class ScriptPoints:
     """One member's part in the detection, for one generation. The watch's thread calls all methods
-    but `refusal` and `tell`."""
+    except `refusal` and `report_refusal`."""
 
     def __init__(
         self,
@@ -70,8 +70,8 @@ class ScriptPoints:
         limit_s: float = math.inf,
         heard_within_s: float = HEARD_WITHIN_S,
     ) -> None:
-        """`members` by rank. `exchanges`: this member's. `limit_s`: a longer wait ends the
-        generation, and the detection with it."""
+        """`members`: names by rank. `exchanges`: this member's. `limit_s`: time after which a wait
+        ends the generation, and so the detection."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
         self._heard_within_s = heard_within_s
@@ -84,14 +84,14 @@ class ScriptPoints:
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
-        """True if the finding is about the layers within a pass."""
+        """True if members differ in the layers of a pass."""
         self._told_refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
 
     def look(self, place: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
-        """Examine a wait of the trainer at this place, so long without pauses and so long in all.
-        True if the wait is in vain; all members know by then."""
+        """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
+        `stood_s`: with pauses. True if the wait is in vain; all members know by then."""
         if self._found:
             return False
         try:
@@ -105,12 +105,12 @@ class ScriptPoints:
             if not self._found:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
-            # No coordinator, or the generation is over: other checks find what is wrong.
+            # No coordinator, or the generation is over: other checks handle that.
             log.debug("script_places_unknown", reason=str(error)[:200])
         return bool(self._found)
 
     def refusal(self, generation: int) -> InvalidSpec | None:
-        """The error for the script if a wait in that generation was in vain. Any thread."""
+        """Return the script's error if a wait in that generation was in vain. Any thread."""
         if not self._found or generation != self._generation:
             return None
         if self._told_refusal is not None:
@@ -128,15 +128,15 @@ class ScriptPoints:
         )
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
-        """Publish the error with which the trainer is about to leave, to members that wait for it.
+        """Publish the error with which the trainer is about to leave to members that wait for it.
         Returns once all members have read it, or after `heard_within_s`."""
-        # From now on the watch of this member has nothing to find.
+        # From now on this member's watch looks for nothing.
         self._found, self._told_refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
         try:
             self._store.set(_REFUSAL, json.dumps(parts))
-            # For members that know no other kind of refusal.
+            # For members of releases that know no other kind of refusal.
             self._store.set(_OF_LAYERS, "1")
             self._store.set(_VERDICT, refusal.seen)
             self._await_all()
@@ -161,14 +161,13 @@ class ScriptPoints:
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
                 self._told_refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
-            # Before the wait: the others may be gone before all members have read it.
+            # Set before the wait, during which other members may leave.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
 
     def _look_at_exchanges(self, stood_s: float) -> None:
-        """Write the exchanges of this member, which splits layers, and compare them. This is valid
-        while no limit runs too: if scripts do the same, a member's peers are at its last exchange
-        or past it, however slow they are and whatever is lost between them."""
+        """Publish this member's layer exchanges, and compare them with its peers'. Valid in pauses
+        too: peers with the same script have the same exchanges, however slow they are."""
         exchanges = self._exchanges
         finds = exchanges is not None and (exchanges.peers or exchanges.is_told)
         if exchanges is None or not finds or stood_s < self._look_after_s:
@@ -200,7 +199,7 @@ class ScriptPoints:
             self._read = []
             return
         places = [ScriptPoint(**json.loads(word)) for word in self._store.multi_get(keys)]
-        # The same twice in a row: no member has just gone on.
+        # Equal in two looks in a row: no member has moved in between.
         before, self._read = self._read, places
         together = len({(each.step, each.num_calls) for each in places}) == 1
         if together and places == before and len({each.what for each in places}) > 1:
@@ -208,7 +207,7 @@ class ScriptPoints:
             self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in words))
 
     def _await_all(self) -> None:
-        """Wait until all have read the verdict: the first member to leave ends the generation."""
+        """Wait until all members have read the verdict: the first to leave ends the generation."""
         self._store.add(_HEARD, 1)
         give_up_s = time.monotonic() + self._heard_within_s
         while self._store.add(_HEARD, 0) < len(self._members) and time.monotonic() < give_up_s:

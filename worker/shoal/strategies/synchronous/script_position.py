@@ -1,10 +1,10 @@
-"""The position of a member's script between two steps, and the step after which it is to end.
+"""The position of a member's script between two steps, and the step after which it stops.
 
-A call that members make together between steps (an evaluation, a sum) is made anew in the next
-generation if a member is lost. It ends with a collective: a member that returns from that has
-confirmed the call, and knows that all others have the result. A member that has the result and
-loses a peer in that collective returns all the same; whether the others have the result too is
-found out when the next generation begins.
+A call that members make together between steps (an evaluation, a sum) is repeated in the next
+generation if a member is lost. The call ends with a collective: a member that completes it has
+confirmed the call, and knows that all others have the result. A member that has the result but
+loses a peer in that collective returns too, unconfirmed: the beginning of the next generation shows
+if the others have the result.
 
 A script that wishes to stop says so in its vote on the next step, or when a generation begins.
 """
@@ -26,14 +26,14 @@ NO_STATE = -1
 
 
 class CallInterrupted(OSError):
-    """The other members are in a call that this member's script has passed, or has not reached.
+    """Raised if the other members are in a call that this member's script is not in.
 
-    An OSError: as with a port or a device that is taken, a later attempt may succeed.
+    An OSError, as a later attempt may succeed: like a port that is in use.
     """
 
 
 class StepStopped(Exception):
-    """The step is taken by no member: the script of one of them has stopped before it."""
+    """Raised if no member takes the step, as one member's script has stopped before it."""
 
 
 @dataclass
@@ -41,28 +41,28 @@ class ScriptPosition:
     """One member's position since the last committed step."""
 
     num_calls: int = 0
-    """Confirmed calls."""
+    """Number of confirmed calls."""
     in_call: bool = False
     unconfirmed: bool = False
-    """True if the script has the result of one more call."""
+    """True if the script has the result of one more call, which is not confirmed."""
     wish: int | None = None
     """The step after which this member's script wishes to stop."""
     stop_at: int | None = None
     """The step after which all members stop."""
     reason: str = ""
-    """The reason, in the words of the script that wished it."""
+    """The reason that the script gave for its wish."""
     leaves: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
-    """True if this member is to leave and no generation follows without it."""
+    """True if this member is to leave and no generation can follow without it."""
     checkpoint_at: int | None = None
     """The step at which all members write a checkpoint, because one of them leaves after it."""
     is_shared: bool = False
-    """True if the generation began with all members after the same step, with its state."""
+    """True if the generation began with all members holding the state after the same step."""
     exchanges: LayerExchanges = field(default_factory=LayerExchanges, repr=False, compare=False)
-    """The meetings of members that split layers, in the present generation."""
+    """Exchanges of members that split layers, in the present generation."""
     norms: list[float] = field(default_factory=list)
     """The norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
-    """A look at what the optimizer keeps after each step."""
+    """Inspection of the optimizer's state after each step."""
     _place: ScriptPoint | None = None
     """The point at which the script waits for others, without the step."""
 
@@ -72,8 +72,8 @@ class ScriptPosition:
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
-        """Note, within the block, that the script waits in a call that all members make together in
-        a step."""
+        """Return a context in which the script waits in a call, within a step, that all members
+        make together."""
         before = self._place
         self.mark_wait(what, is_call=True)
         try:
@@ -82,14 +82,14 @@ class ScriptPosition:
             self._place = before
 
     def place(self, step: int) -> ScriptPoint:
-        """The point at which the script waits, if it waits. Any thread."""
+        """Return the point at which the script waits, or one without description. Any thread."""
         place = self._place
         if place is None or self.unconfirmed:
             return ScriptPoint(step=step, num_calls=self.num_calls, what="")
         return replace(place, step=step)
 
     def stop(self, step: int, reason: str) -> None:
-        """Note the script's wish that no step after this one is taken."""
+        """Note that the script wishes to stop after this step."""
         if self.wish is None:
             self.wish, self.reason = step, reason
 
@@ -98,12 +98,12 @@ class ScriptPosition:
         self.stop_at = step if self.stop_at is None else min(step, self.stop_at)
 
     def begin_step(self, step: int) -> None:
-        """Note that a step begins, after so many committed ones."""
+        """Note that a step begins. `step`: number of committed steps."""
         self.mark_wait(f"session.step() after {step} steps")
         self.norms.clear()
 
     def undo(self, step: int) -> None:
-        """Forget the wishes of a step that was rolled back."""
+        """Discard wishes that were made in a step that is rolled back."""
         self._place = None
         if self.wish is not None and self.wish > step:
             self.wish = None
@@ -123,9 +123,10 @@ class ScriptPosition:
         self.unconfirmed = not confirmed
 
     def meet(self, group: dist.ProcessGroup, step: int, *, has_state: bool) -> None:
-        """Find out what became of a call in progress. Collective, when a generation begins.
+        """Exchange positions, and determine if a call in progress is repeated or confirmed.
+        Collective, when a generation begins.
 
-        Raises AmidACall if the others repeat a call that this member's script is not in.
+        Raises CallInterrupted if the others repeat a call that this member's script is not in.
         """
         self.is_shared = False
         self.exchanges = LayerExchanges()
@@ -137,14 +138,14 @@ class ScriptPosition:
         self.is_shared = has_state and all(row[0] == step for row in told)
 
     def words(self, step: int, *, has_state: bool) -> list[int]:
-        """This member's position, as integers for the others."""
+        """Return this member's position as integers for the others."""
         at_step = step if has_state else NO_STATE
         ends = [step for step in (self.wish, self.stop_at) if step is not None]
         end = min(ends) + 1 if ends else 0
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
     def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
-        """Apply what follows from the positions of all members; no I/O."""
+        """Apply the consequences of all members' positions; no I/O."""
         newest = max(step for step, *_ in told)
         if newest == NO_STATE:
             return

@@ -1,9 +1,9 @@
 """One member's part in the members' agreement on each step, before it is committed.
 
-Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. A
-member whose vote differs is reported there, on all members. Without votes, another number of
-backward passes would pair a member's collectives with the next step's, and another learning rate
-would let its model drift away; neither is an error to any member alone.
+Each member casts a vote before any further pass, and before the step is applied: see `StepVote`. If
+votes differ, all members raise. Without votes, a member with a different number of backward passes
+would have its collectives matched with those of the next step, and a member with another learning
+rate would drift away. No member alone can detect either.
 """
 
 import math
@@ -37,83 +37,82 @@ from shoal_proto.errors import InvalidSpec
 
 
 class StepCut:
-    """The parts into which a step is cut, all of whose gradients are reduced with the last one.
+    """The parts into which a step is cut; the gradients of all parts are reduced with the last one.
 
     Members that cut a step differently would begin different collectives: in the first pass one
-    would reduce and another would not. So each step begins as the last one did, and a member that
-    wants another cut votes for it at a point where all members vote. After a step without parts no
-    member votes before the first pass, and that is reduced on its own, also if it is a part's.
-    After a step with parts all members vote. Members that work on the same samples vote in every
-    step: their messages in the first forward pass have the shape of a part.
+    would reduce and another would not. So each step begins as the last one did, and a new cut is
+    voted on at a point where all members vote. After a step without parts, no member votes before
+    the first pass, and that pass is reduced on its own, even if it is a part. After a step with
+    parts, all members vote. Members that work on the same samples vote in every step: the messages
+    of their first forward pass have the shape of a part.
     """
 
     def __init__(self, *, shares_samples: bool = False) -> None:
         self.shares_samples = shares_samples
         self._last = 1
-        """Parts of the last committed step; 1 for a step that was not cut."""
+        """Number of parts of the last committed step; 1 if it was not cut."""
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.num_parts = 1
         self.is_agreed = False
         """True once all members have voted to cut this step in the same way."""
 
     def begin_part(self, index: int, num_parts: int) -> bool:
-        """Note that the next pass is that of one of so many parts; returns True if it is to be
-        reduced."""
+        """Note that the next pass is that of a part; return True if the pass is to be reduced."""
         self.num_parts = num_parts
         is_alone = index == 0 and self._last == 1 and not self.shares_samples
         return index == num_parts - 1 or is_alone
 
     @property
     def is_voted_on_first(self) -> bool:
-        """True if a vote on the parts is still due, before the first backward pass."""
+        """True if members still have to vote on the parts, before the first backward pass."""
         return (self._last > 1 or self.shares_samples) and not self.is_agreed
 
     @property
     def says_all_passes(self) -> bool:
-        """True if all members know how many passes each of them makes."""
+        """True if each member's number of passes follows from the agreed parts."""
         return self.is_agreed and self.num_parts > 1
 
     def commit(self) -> None:
-        """The step is taken by all members."""
+        """Note that all members take the step."""
         self._last = self.num_parts
 
 
 class StepWeights:
-    """The weights of one member's losses in a step, for losses that are means over something other
-    than samples: tokens, for example.
+    """The weights of one member's losses in a step, for losses that are means over units other than
+    samples, such as tokens.
 
-    The weight of the whole step is known after its last pass. So gradients are summed up as they
-    are weighted, and divided by the sum of the weights after the last pass.
+    The weight of the whole step is known only after its last pass. So weighted gradients are
+    summed, and divided by the sum of the weights after the last pass.
     """
 
     def __init__(self) -> None:
         self.unit = 1.0
-        """Losses are multiplied by weight / unit: roughly the member's last step weight, so that
-        gradients stay as large as without weights. A power of two: it causes no rounding. The same
-        on all members, from one step to the next in a generation."""
+        """Divisor of the weights: about a member's weight in the last step, so that gradients are
+        about as large as without weights. A power of two, so that it causes no rounding; the same
+        on all members of a generation."""
         self.begin()
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.own: float | None = None
-        """The sum of this member's weights; None while its losses weigh by samples."""
+        """The sum of this member's weights; None while its losses are weighted by samples."""
 
     @property
     def are_own(self) -> bool:
-        """True if this member's losses are weighted by something other than samples."""
+        """True if the script has given weights for this member's losses."""
         return self.own is not None
 
     def add(self, weight: float) -> None:
-        """Add the weight of one more loss."""
+        """Add the weight of a loss."""
         self.own = (self.own or 0.0) + weight
 
     def factor(self, weights: Sequence[float]) -> float:
-        """The factor for the mean over the members of their gradients, which are sums over each
-        member's losses. Members that share samples all pass the weight of the samples that they
-        share."""
+        """Return the factor that turns the averaged gradients, which are weighted sums, into
+        weighted means. `weights`: by member; members that share samples all give the weight of
+        these samples."""
         mean = math.fsum(weights) / len(weights)
         unit, self.unit = self.unit, 2.0 ** math.floor(math.log2(mean))
         return unit / mean
@@ -131,7 +130,7 @@ class StepAgreement:
         *,
         shares_samples: bool = False,
     ) -> None:
-        """`members` by rank. `shares_samples`: True if some members work on the same samples."""
+        """`members`: names by rank. `shares_samples`: some members work on the same samples."""
         self._group = group
         self._members = members
         self._hyper = hyperparameters
@@ -140,20 +139,20 @@ class StepAgreement:
         self._vote = StepVote()
         """The newest vote."""
         self._digested: tuple[tuple[object, ...], int] = ((), 0)
-        """Content and value of the newest digest: in nearly every step they are the same."""
+        """Content and value of the newest digest, which nearly every step reuses."""
         self._steps = 0
         self._step = 0
         self._passes = 0
         self._cut = StepCut(shares_samples=shares_samples)
         self.weights = StepWeights()
         self.faults: Sequence[bool] = ()
-        """By rank: True for members whose vote on this step reports gradients that are not
-        finite. Valid once the step is settled."""
+        """True, by rank, for members whose vote on this step reports gradients that are not finite.
+        Valid once the step is settled."""
         self._announced = False
         self._settled = False
 
     def begin(self, step: int) -> None:
-        """A step begins, after so many committed ones."""
+        """Begin a step. `step`: number of committed steps."""
         self._step = step
         self._passes = 0
         self._cut.begin()
@@ -183,8 +182,7 @@ class StepAgreement:
     def exchange_parts(self) -> None:
         """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
         into parts, members vote before the first backward pass; members that share samples vote in
-        each step, and before the first forward pass. Raises UnequalPasses on all members that share
-        samples if their votes differ."""
+        each step, before the first forward pass, and raise UnequalPasses if their votes differ."""
         if self._cut.is_voted_on_first and not self._words.is_told:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
@@ -192,8 +190,8 @@ class StepAgreement:
                 self._cut.is_agreed = True
 
     def announce(self) -> None:
-        """Vote on a further pass, as a forward pass that communicates begins. All members have to
-        make it. Raises UnequalPasses on all if some do not."""
+        """Vote on a further pass, as a forward pass that communicates begins. Raises UnequalPasses
+        on all members unless all of them make that pass."""
         if self._passes and not self._announced and not self._cut.says_all_passes:
             self._announced = True
             is_cut = self._cut.num_parts > 1
@@ -203,7 +201,7 @@ class StepAgreement:
             self._cut.is_agreed |= is_cut
 
     def passing(self) -> None:
-        """Vote as a backward pass begins. Raises as `announce`, before the pass sends anything."""
+        """Vote, as a backward pass begins. Raises as `announce`, before the pass sends anything."""
         self.exchange_parts()
         if self._words.is_told:
             self._hear_passes()
@@ -213,9 +211,10 @@ class StepAgreement:
         self._passes += 1
 
     def meet(self, action: OptimizerAction, optimizers: Collection[str]) -> None:
-        """Return if all members take this action now, with the same ones of several optimizers.
+        """Vote on an action on some of several optimizers, which all members have to take now.
 
-        Raises UnequalPasses on all of them if not; for an update also HyperparametersDiffer.
+        Raises UnequalPasses on all members if votes differ; for an update HyperparametersDiffer
+        too.
         """
         mask = sum(1 << self._hyper.names.index(name) for name in optimizers)
         applied = self._applied() if action is OptimizerAction.UPDATE else ()
@@ -232,7 +231,7 @@ class StepAgreement:
     def propose(self, *, is_faulty: bool = False, idle: Sequence[str] = ()) -> None:
         """Vote for the step, after all of its passes. `is_faulty`: this member's own gradients are
         not finite. `idle`: parameters without a gradient, which have to be the same on all members.
-        No effect in a step that is voted on or settled."""
+        Does nothing if this member has voted on the step already."""
         if self._words.is_told or self._settled:
             return
         exchanges, refusal = self._position.exchanges, self._position.inspection.refusal
@@ -256,12 +255,11 @@ class StepAgreement:
         )
 
     def settle(self) -> float | None:
-        """Wait for all votes, and return the number by which gradients are to be multiplied before
-        they are used, if all members take the step in the same way. None if the step was settled
-        before.
+        """Wait for all votes; return the factor by which gradients have to be multiplied before
+        they are used. None if the step was settled before.
 
-        Raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or a member's refusal, on all
-        members.
+        If votes differ, raises UnequalPasses, HyperparametersDiffer, InvalidSpec, or a member's
+        refusal, on all members.
         """
         if self._settled:
             return None
@@ -280,7 +278,7 @@ class StepAgreement:
         return factor
 
     def _count(self, ballots: Sequence[Ballot]) -> float:
-        """The factor of `settle`, from ballots that do not agree."""
+        """Return the factor of `settle` from ballots that are not all plain and equal."""
         self._check_passes(ballots)
         stops = any(each.has(Flag.STOPS_BEFORE) for each in ballots)
         if need_whole_votes(ballots):
@@ -300,10 +298,10 @@ class StepAgreement:
         return 1.0 if weights is None else self.weights.factor(weights)
 
     def settle_round(self, applied: Mapping[int, Values], conflict: str) -> None:
-        """Return if all members applied the same values in each of a round's local steps.
-        `applied`: by step. `conflict`: see `Hyperparameters`.
+        """Vote on the values applied in a round's local steps. `applied`: by step. `conflict`: see
+        `Hyperparameters`.
 
-        Raises HyperparametersDiffer, on all members.
+        Raises HyperparametersDiffer on all members if they differ.
         """
         first, *later = _changes(applied)
         after = max(applied) + 1
@@ -330,7 +328,7 @@ class StepAgreement:
 
     def _cast(self, vote: StepVote) -> None:
         if self._steps > 1 and self._words.may_share:
-            # Not in the first step: members wait in it if another member has just left them.
+            # Not in the first step: that would lengthen the stop after a member was lost.
             self._words.share()
         self._vote, applied = vote, vote.applied
         if applied and applied != self._digested[0]:
@@ -338,7 +336,7 @@ class StepAgreement:
         self._words.send_values(vote.ballot(self._digested[1] if applied else 0))
 
     def _hear_passes(self) -> Sequence[Ballot]:
-        """The ballots of all. Raises UnequalPasses on all members if their passes differ."""
+        """Return all members' ballots. Raises UnequalPasses on all members if passes differ."""
         ballots = [Ballot(*row) for row in self._words.receive_values()]
         self._check_passes(ballots)
         return ballots
@@ -351,8 +349,8 @@ class StepAgreement:
         check_passes(by_member, self._step, self._hyper.names)
 
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
-        """Collective: exchange whole votes, on a step or on a round that began with `step`. See
-        `check_votes`."""
+        """Exchange whole votes on a step, or on a round that began with `step`. Collective; raises
+        as `check_votes`."""
         told = self._position.exchanges.record()
         own = replace(self._vote, told=None if told is None else vars(told)).encode()
         alone = len(self._members) == 1
@@ -361,16 +359,16 @@ class StepAgreement:
         check_votes(dict(zip(self._members, votes, strict=True)), step, is_taken=is_taken)
 
     def cut(self, reason: str) -> None:
-        """Let this member wait for no vote of the others. Any thread."""
+        """Make this member's waits for votes raise. Any thread."""
         self._words.cut(reason)
 
     def close(self) -> None:
-        """The generation is over for this member."""
+        """Release the memory, as the generation is over for this member."""
         self._words.close()
 
 
 def _changes(applied: Mapping[int, Values]) -> list[tuple[int, Values]]:
-    """The first step of each run of steps with the same values."""
+    """Return the first step, and the values, of each run of steps with the same values."""
     found: list[tuple[int, Values]] = []
     for step, values in sorted(applied.items()):
         if not found or found[-1][1] != values:

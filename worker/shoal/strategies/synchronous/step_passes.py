@@ -1,4 +1,4 @@
-"""The passes of the step in progress: which gradients count, and what is undone if it fails."""
+"""Passes of the step in progress: which gradients count, and what is undone if the step fails."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,8 +24,8 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 
 class EarlyUpdates:
-    """Updates of some of several optimizers within a step, undone if the step fails: the tensors
-    that an update changes are copied before the first update."""
+    """Updates of some of several optimizers within a step. They are undone if the step fails:
+    tensors that an update changes are copied before its first update."""
 
     def __init__(self) -> None:
         self._tensors: dict[int, tuple[Tensor, Tensor]] = {}
@@ -35,7 +35,7 @@ class EarlyUpdates:
 
     @torch.no_grad()
     def keep(self, optimizers: Iterable[Optimizer], held: Iterable[Tensor]) -> None:
-        """Copy the held tensors and the optimizers' state, which a step is about to change."""
+        """Copy tensors and optimizers' state that an update is about to change."""
         for optimizer in optimizers:
             if optimizer not in self._states:
                 self._states[optimizer] = {
@@ -62,18 +62,18 @@ class EarlyUpdates:
 
     @property
     def of_state(self) -> Collection[int]:
-        """The tensors that the optimizers had as state when they stepped, by identity."""
+        """Ids of the tensors that were in the optimizers' state when they stepped."""
         return self._state_tensors.keys()
 
     def forget(self) -> None:
-        """Drop the copies: the step is committed, or begins."""
+        """Discard the copies, as a step is committed or begins."""
         self._tensors.clear()
         self._states.clear()
         self._state_tensors.clear()
 
 
 class StepPasses:
-    """Passes of the present step; the object is kept from step to step."""
+    """State of the passes of the present step; one object for all steps."""
 
     def __init__(self) -> None:
         self.in_step = False
@@ -82,7 +82,7 @@ class StepPasses:
         self.training: Training | None = None
         """The optimizer of each model, if there are several optimizers."""
         self.chosen: frozenset[str] = frozenset()
-        """The optimizers that the next pass, or the next clipping, is for."""
+        """The optimizers for the next pass, clipping or update."""
         self.due: frozenset[str] = frozenset()
         """The optimizers that have gradients."""
         self.updates = EarlyUpdates()
@@ -106,7 +106,7 @@ class StepPasses:
         return frozenset([""]) if self.training is None else self.training.models_of(optimizers)
 
     def take(self, call: str) -> frozenset[str]:
-        """The chosen optimizers, for an update. Raises InvalidSpec if one has no gradients."""
+        """Return the chosen optimizers. Raises InvalidSpec if one of them has no gradients."""
         if missing := self.chosen - self.due:
             raise InvalidSpec(
                 f"{call} of an optimizer that has no gradients in this step",
@@ -117,7 +117,7 @@ class StepPasses:
 
     def update(self, optimizer: Optimizer, names: frozenset[str], held: Sequence[Tensor]) -> None:
         """Step these optimizers within the step, with complete gradients. `held`: the tensors of
-        their models that change with it on this member."""
+        their models that this changes on this member."""
         assert isinstance(optimizer, SeveralOptimizers), "one that is alone is not updated early"
         optimizer.due = names
         self._writes.updating()
@@ -130,24 +130,24 @@ class StepPasses:
         self.due -= names
 
     def updated(self) -> None:
-        """Note that, after `update`, all members have the changed values."""
+        """Note that all members have the values that `update` has changed."""
         self._writes.updated()
 
     def aim(self, optimizer: Optimizer) -> None:
-        """Let the optimizers that have gradients step at the end of the step, which is settled."""
+        """Settle the step, and select the optimizers that have gradients for its end."""
         self.settle()
         if isinstance(optimizer, SeveralOptimizers):
             optimizer.due = self.due
 
     def settle(self) -> None:
-        """Note that all passes of the step are made: from here on the session makes all changes,
-        until it commits the step. Raises InvalidSpec as `settle_buffers`."""
+        """Note that all passes of the step are made: from here until the commit, changes are the
+        session's own. Raises InvalidSpec as `settle_buffers`."""
         self._buffers.settle()
         self._writes.settle()
         self._state_writes.settle()
 
     def parameters(self, optimizer: Optimizer) -> list[Tensor]:
-        """The parameters of the chosen optimizers."""
+        """List the parameters of the chosen optimizers."""
         return [
             one
             for name, each in optimizers_of(optimizer).items()
@@ -159,8 +159,8 @@ class StepPasses:
     def begin(
         self, model: nn.Module | None = None, parameters: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Begin a step. Changes that passes and the script make to the buffers of `model`, and to
-        these parameters (see `ScriptWrites.begin`), are undone if the step fails."""
+        """Begin a step. If it fails, changes that passes and the script make to the buffers of
+        `model` and to `parameters` (see `ScriptWrites.begin`) are undone."""
         if model is not None:
             self._buffers.keep(model)
         if parameters is not None:
@@ -172,18 +172,18 @@ class StepPasses:
         self.updates.forget()
 
     def settle_buffers(self) -> None:
-        """Move the content of replaced buffers into the model's own, before state is collected.
+        """Copy the contents of replaced buffers into the model's own, before state is collected.
 
         Raises InvalidSpec if a replacement does not fit.
         """
         self._buffers.settle()
 
     def state_as_begun(self) -> AbstractContextManager[None]:
-        """A context in which optimizers have the state that they had when the step began."""
+        """Return a context in which optimizers have their state from when the step began."""
         return self._state_writes.as_begun()
 
     def as_begun(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copies, from the step's beginning, of those held tensors that may have changed since.
+        """Return copies, from when the step began, of the held tensors that may have changed since.
 
         Raises GenerationBroken if the script has written to parameters that have no copy: this
         member no longer holds the state of the last committed step.
@@ -253,7 +253,7 @@ class StepPasses:
         return self._computes or not self.in_step
 
     def weighing(self) -> AbstractContextManager[None]:
-        """A context for a backward pass whose loss is weighted by this member's share."""
+        """Return a context for a backward pass whose loss is weighted by this member's share."""
         return self._weighing
 
     def _weighs(self, begins: bool) -> None:
@@ -264,7 +264,7 @@ class StepPasses:
 
 
 class _Weighing:
-    """Reports the begin and the end of a pass, also if the pass raises."""
+    """Context that reports the beginning and the end of a pass, even if the pass raises."""
 
     def __init__(self, says: Callable[[bool], None]) -> None:
         self._says = says

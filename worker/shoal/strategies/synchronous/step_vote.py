@@ -1,10 +1,10 @@
 """A member's vote on a step: its passes, and the values with which the step is to be applied.
 
-Members exchange ballots as often as they have to agree within a step. A ballot has four integers:
-the passes, a digest of what has to be the same on all members, what may differ, and the weight of
-the losses. The passes are sent in the ballot itself: members with different passes are at different
-collectives, and have none in common in which to send more. If digests differ, or a member refuses
-the step, they exchange the whole votes, and the error names field, members and values.
+Members exchange ballots whenever they have to agree within a step. A ballot has four integers: the
+passes, a digest of values that have to be the same on all members, flags that may differ, and the
+weight of the losses. The passes are in the ballot itself: members with different passes are about
+to run different collectives, so they cannot send more. If digests differ, or a member refuses the
+step, members exchange whole votes, and the error names field, members and values.
 
 Pure: `StepAgreement` sends and receives.
 """
@@ -27,16 +27,16 @@ from shoal_proto.errors import HyperparametersDiffer, InvalidSpec, ShoalError, U
 
 MAX_IDLE_NAMED = 5
 _NAMED = 1 << 40
-"""Numbers from here on stand for an action and its optimizers, not for passes."""
+"""Values of `passes` from here on are an action and its optimizers, not a number of passes."""
 _ACTION_BITS = 16
 _BY_SAMPLES = -1.0
-"""The `weight` of a ballot if losses are means over samples, and are weighted by these."""
+"""The `weight` of a ballot if losses are weighted by samples."""
 _LAYERS_FROM = 8
-"""The first bit of the layers' word in the ballot; flags stand below it."""
+"""First bit of the layers' digest in `flags_and_layers`; flags are below it."""
 
 
 class OptimizerAction(enum.IntEnum):
-    """Actions of a script with some of several optimizers."""
+    """Actions of a script on some of several optimizers."""
 
     BACKWARD = 0
     UPDATE = 1
@@ -79,27 +79,28 @@ BY_SAMPLES = bits_of(_BY_SAMPLES)
 
 @dataclass(frozen=True, kw_only=True)
 class StepVote:
-    """One member's vote. Votes are equal if the parts that have to be the same are."""
+    """One member's vote. Comparison ignores fields that may differ between members."""
 
     passes: int = 0
     """Number of backward passes that were begun."""
     is_last: bool = False
     """True if the member makes no further pass in this step."""
     parts: int = 0
-    """Parts into which the member cuts the step; 0: this vote is not on that."""
+    """Number of parts into which the member cuts the step; 0 if the vote is not about parts."""
     action: OptimizerAction | None = None
-    """The action on the `optimizers`, numbered as bits; None: this vote is not on that."""
+    """The action on the `optimizers`; None if the vote is not about an action."""
     optimizers: int = 0
+    """Bit mask of optimizers, in the order of their names."""
     hyperparameters: Values = ()
     """Values with which the step is applied, including norms that gradients were clipped to."""
     changes: tuple[tuple[int, Values], ...] = ()
-    """In a round of local steps: the values applied from a step on, by the number of steps after
-    the first."""
+    """Values applied in a round of local steps, each with the number of the step in the round from
+    which on they were applied."""
     idle: tuple[str, ...] = ()
     """Parameters without a gradient."""
 
     layers: int = field(default=0, compare=False)
-    """`LayerExchanges.word`: the same on members that split layers with each other."""
+    """`LayerExchanges.summary`: the same on members that split layers with each other."""
     weight: float | None = field(default=None, compare=False)
     """The weight of the losses; None: they are weighted by samples."""
     is_faulty: bool = field(default=False, compare=False)
@@ -110,20 +111,20 @@ class StepVote:
     leaves: bool = field(default=False, compare=False)
     """True if the member leaves after this step and no other replaces it."""
     conflict: str = field(default="", compare=False)
-    """The difference of a step that is taken again from the first time, in words."""
+    """The difference between a repeated step and its first attempt; empty if there is none."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
-    """The error, as a dict, with which the optimizer's state after the last step is refused."""
+    """The error, as a dict, that refuses the optimizer's state after the last step."""
     told: Mapping[str, Any] | None = field(default=None, compare=False)
-    """`LayerExchanges.told`; in whole votes only."""
+    """`LayerExchanges.record`; in whole votes only."""
 
     @property
     def applied(self) -> tuple[Any, ...]:
-        """The content of a ballot's digest; empty in a vote on something else."""
+        """The content of the ballot's digest; empty in a vote without such values."""
         content = (self.hyperparameters, self.changes, self.idle)
         return content if any(content) else ()
 
     def ballot(self, digest: int) -> Ballot:
-        """The ballot, exchanged first; `digest`: of `applied`, below 2**56."""
+        """Return the ballot of this vote. `digest`: of `applied`, below 2**56."""
         flags = (
             Flag.CONFLICT * bool(self.conflict)
             | Flag.STOPS_BEFORE * self.stops_before
@@ -141,27 +142,27 @@ class StepVote:
         return -self.parts if self.parts else 2 * self.passes + self.is_last
 
     def encode(self) -> bytes:
-        """The whole vote."""
+        """Encode the whole vote."""
         return json.dumps(vars(self), default=repr).encode()
 
     @classmethod
     def decode(cls, encoded: bytes) -> Self:
-        """The vote that `encode` has encoded. Fields of a later release are ignored."""
+        """Decode a whole vote. Fields of a later release are ignored."""
         content = json.loads(encoded)
         known = {each.name for each in fields(cls)}
         return cls(**{name: value for name, value in content.items() if name in known})
 
 
 def agree(ballots: Sequence[Sequence[int]]) -> bool:
-    """True if all members vote the same, and for the step as it is: in nearly every step."""
+    """True if all ballots are equal, without flags or weights, as in nearly every step."""
     first = ballots[0]
     flags, weight = first[2] & ((1 << _LAYERS_FROM) - 1), first[3]
     return not flags and weight == BY_SAMPLES and ballots.count(first) == len(ballots)
 
 
 def check_passes(ballots: Mapping[str, Ballot], step: int, optimizers: Sequence[str]) -> None:
-    """Raise UnequalPasses unless all members make the same passes, or take the same action with
-    the same of these optimizers."""
+    """Raise UnequalPasses unless all members make the same passes, or take the same action on the
+    same optimizers. `optimizers`: all names, in the order of the bits."""
     found = [each.passes for each in ballots.values()]
     if found.count(found[0]) == len(found):
         return
@@ -195,7 +196,7 @@ def _passes_in_words(number: int, optimizers: Sequence[str]) -> str:
 
 
 def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
-    """True if the ballots do not suffice: members differ, or one of them refuses the step."""
+    """True if members' ballots differ, or a member refuses the step."""
     return (
         any(each.digest != ballots[0].digest for each in ballots)
         or any(each.has(Flag.CONFLICT | Flag.REFUSES) for each in ballots)
@@ -204,10 +205,10 @@ def need_whole_votes(ballots: Sequence[Ballot]) -> bool:
 
 
 def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = True) -> None:
-    """Return if the members' votes differ by rounding errors at most.
+    """Raise unless the members' votes differ by rounding errors at most: the error with which a
+    member refuses the step, InvalidSpec, or HyperparametersDiffer.
 
     `is_taken`: False for a step before which a script has stopped; its values may differ.
-    Raises the error with which a member refuses the step, InvalidSpec, or HyperparametersDiffer.
     """
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
@@ -246,7 +247,8 @@ def _applied_at(applied: Sequence[tuple[int, Values]], after: int) -> Values:
 
 
 def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
-    """Refuse different layers: a member would gather and reduce other layers than its peers."""
+    """Raise InvalidSpec if members have gradients for different parameters: they would gather and
+    reduce different layers."""
     everywhere = set.intersection(*map(set, idle.values()))
     own = {name: [each for each in some if each not in everywhere] for name, some in idle.items()}
     if not any(own.values()):
@@ -265,7 +267,7 @@ def _check_idle(idle: Mapping[str, Sequence[str]], step: int) -> None:
 
 
 def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | None:
-    """The weight of each member's losses; None: they are weighted by samples.
+    """Return the weight of each member's losses; None if they are weighted by samples.
 
     Raises InvalidSpec if only some of the members give weights, or all weights are 0.
     """

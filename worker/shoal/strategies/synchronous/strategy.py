@@ -1,4 +1,4 @@
-"""Strategies whose members take each step together, over a group that lives for one generation."""
+"""Base of the strategies whose members step together, over a new group in each generation."""
 
 import time
 from abc import abstractmethod
@@ -39,11 +39,11 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError
 log = structlog.get_logger(__name__)
 
 STORE_S = 2.0
-"""Time in which a member's call to the coordinator, for the others' places, has to succeed."""
+"""Time limit of a call to the coordinator's store, for the points at which scripts wait."""
 
 
 class SynchronousStrategy(Strategy):
-    """Forms the group of each generation, cuts it when a peer is lost, and releases it.
+    """Base that forms the group of each generation, cuts it when a peer is lost, and releases it.
 
     A subclass builds the training: `_bring_up` makes it, `_release_training` drops it.
     """
@@ -63,13 +63,13 @@ class SynchronousStrategy(Strategy):
         self._has_state = False
         self._passes = StepPasses()
         self._reduces = True
-        """True if the passes of the step are reduced as they are made."""
+        """True if the next passes of the step reduce their gradients."""
         self._watch: HangWatch | None = None
         self._places: ScriptPoints | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
 
-    # --- what a subclass answers for ---
+    # --- for subclasses ---
 
     @abstractmethod
     def _bring_up(self, generation: Generation, group: dist.ProcessGroup) -> None:
@@ -156,7 +156,7 @@ class SynchronousStrategy(Strategy):
             if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
-            # Copies to a device may have been aborted since: then the state is incomplete.
+            # Copies to a device may have been aborted meanwhile: then the state is incomplete.
             self._generation_group.check()
         except RuntimeError as error:
             if self._generation_group.has_cut(generation.number):
@@ -185,7 +185,7 @@ class SynchronousStrategy(Strategy):
         )
 
     def batchnorm_members(self, *, has_samples: bool) -> BatchNormMembers | None:
-        """Members whose samples BatchNorm normalises together; None: each normalises its own."""
+        """Return the members over whose samples BatchNorm normalises; None: each over its own."""
         if not self.syncs_batchnorm or self._process_group is None:
             return None
         return BatchNormMembers(self._process_group, has_samples)
@@ -219,20 +219,20 @@ class SynchronousStrategy(Strategy):
     def hand_over(self, *, leaving: Collection[str] = ()) -> None:
         group = self._process_group
         if group is not None:
-            # Takes as long as the state is large: watched like a bring-up.
+            # The time depends on the size of the state: watched like a bring-up.
             self._set_stage(TrainerStage.BRINGING_UP, self._generation_group.number, group)
             members = self._agreement.members if self._agreement is not None else ()
             self._hand_over([rank for rank, each in enumerate(members) if each in leaving])
             self._set_stage(TrainerStage.TRAINING, self._generation_group.number, group)
 
     def _hand_over(self, leaving: Collection[int]) -> None:
-        """See `Strategy.hand_over`; by rank."""
+        """See `Strategy.hand_over`. `leaving`: ranks."""
 
     def abandon(self) -> None:
         self._set_stage(TrainerStage.AWAY)
         self._checkpoints.owed = False
         with ExitStack() as releases:
-            # Whatever raises: a group that is not released blocks all later ones.
+            # Whatever raises, release the group: otherwise it blocks all later ones.
             releases.callback(self._generation_group.release)
             releases.callback(self._release_training)
             releases.callback(self._passes.forget)
@@ -270,13 +270,14 @@ class SynchronousStrategy(Strategy):
             self._write_checkpoint()
 
     def _check_registered(self) -> None:
-        """Collective: raise RegisteredStateDiffers unless it is the same on all members."""
+        """Raise RegisteredStateDiffers unless registered state is the same on all members.
+        Collective."""
         group, agreement = self._process_group, self._agreement
         if self._registered and group is not None and agreement is not None:
             self._compare_registered(group, agreement.members)
 
     def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
-        # Before there is a job's state, members have their own weights, and averages of them.
+        # Without a state of the job, members still have their own weights and averages of them.
         content = self._registered.comparable(with_tensors=self._has_state)
         compare(group, members, self._step if self._has_state else UNTRAINED, content)
 
@@ -291,13 +292,12 @@ class SynchronousStrategy(Strategy):
 
     @property
     def origin(self) -> SamplePosition:
-        """The position from which on batches have their present size."""
+        """The position in the samples since which batches have their present size."""
         return self._checkpoints.samples.origin
 
     def _checkpoint(self) -> None:
-        """Write a checkpoint after a committed step, if one is due.
-
-        The checkpoint includes what the script still changes after the step, weights too.
+        """Write a checkpoint after a committed step, if one is due: at once, or once the script has
+        finished the step, as it may still change registered state or weights.
         """
         if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.due(self._step)
@@ -332,7 +332,7 @@ class SynchronousStrategy(Strategy):
     # --- steps ---
 
     def _open_step(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a step: changes that passes and the script make in the model can be undone."""
+        """Begin a step. Changes that passes and the script make to the model can be undone."""
         if self._watch is not None:
             self._watch.sign()
         self._registered.attempt()
@@ -345,7 +345,7 @@ class SynchronousStrategy(Strategy):
             self._reduce_in_backward(True)
 
     def choose(self, optimizers: frozenset[str]) -> None:
-        """Choose, of several optimizers, those for the next call: a pass, an update, clipping.
+        """Choose the optimizers for the next pass, update or clipping, if there are several.
 
         Raises InvalidSpec if they train only a part of a model.
         """
@@ -353,14 +353,14 @@ class SynchronousStrategy(Strategy):
         self._passes.chosen = optimizers
 
     def update(self) -> None:
-        """Step the chosen ones of several optimizers now; undone if the step fails."""
+        """Step the chosen optimizers now, within the step; undone if the step fails."""
         raise InvalidSpec(
             "an update within a step, of the session's only optimizer",
             expected="session.step() alone, which steps the optimizer when its block ends",
         )
 
     def _agree_on(self, action: OptimizerAction) -> None:
-        """See `StepAgreement.meet`; for the chosen ones of several optimizers."""
+        """See `StepAgreement.meet`, for the chosen optimizers. Does nothing with a single one."""
         if self._agreement is not None and self._passes.training is not None:
             self._agreement.meet(action, self._passes.chosen)
 
@@ -386,7 +386,7 @@ class SynchronousStrategy(Strategy):
     def _weighing(self) -> AbstractContextManager[None]:
         """See `StepPasses.weighing`.
 
-        Raises UnequalPasses, on all members, if not all of them make this backward pass.
+        Raises UnequalPasses on all members unless all of them make this backward pass.
         """
         if self._agreement is not None and self.passes_meet:
             self._agreement.passing()
@@ -414,10 +414,10 @@ class SynchronousStrategy(Strategy):
                 self._scale_gradients(factor)
 
     def _scale_gradients(self, factor: float) -> None:
-        """Multiply the gradients that this member's optimizer uses."""
+        """Multiply the gradients that this member's optimizer uses by `factor`."""
 
     def _weigh(self, weight: float) -> float:
-        """Add the weight of a loss, and return the factor for the loss."""
+        """Add the weight of a loss; return the factor for the loss."""
         agreement = self._agreement
         if agreement is None:
             raise GenerationBroken(f"step {self._step} was begun outside any generation")
@@ -433,7 +433,7 @@ class SynchronousStrategy(Strategy):
             )
 
     def _update_scale(self, *, overflowed: bool) -> None:
-        """Update the loss scale, together with the step that is about to be committed."""
+        """Update the loss scale when the step is committed."""
         scaler = self._registered.scaler
         if scaler is not None:
             log.debug("loss_scaled", step=self._step, overflowed=overflowed)
@@ -449,7 +449,7 @@ class SynchronousStrategy(Strategy):
         self.position.stepped()
 
     def withdraw_step(self) -> None:
-        """Undo the step in progress; no member takes it or a later one. May raise StateLost."""
+        """Undo the step in progress, as no member takes it or a later one. May raise StateLost."""
         self._passes.undo()
         self._registered.undo()
         self.position.mark_wait("")
@@ -466,7 +466,7 @@ class SynchronousStrategy(Strategy):
             self.position.inspection.raise_on_all(group)
         self._check_registered()
         self.between_steps()
-        # Before any member leaves: each writes its part, and leaves copies of it with others.
+        # Before any member leaves: each writes its part of the checkpoint, and hands over copies.
         self._checkpoints.conclude()
         self.hand_over()
         wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)

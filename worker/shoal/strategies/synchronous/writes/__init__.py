@@ -1,2 +1,1 @@
-"""Detection and undoing of changes to parameters and optimizer state within a step, before the
-optimizer's step at its end."""
+"""Detection and undo of a script's changes to parameters and optimizer state within a step."""

@@ -1,4 +1,4 @@
-"""Detection of writes to parameters; the caller decides if the script or the session wrote."""
+"""Detection of writes to parameters; the caller knows if the script or the session wrote."""
 
 import ctypes
 from abc import ABC, abstractmethod
@@ -15,19 +15,19 @@ from shoal.torch_private.dtensor import all_local
 from shoal.torch_private.tensors import all_writes, num_writes
 
 EVERY_STEPS, NUM_TURNS = 4, 7
-"""Every so many steps, the elements of one in so many parameters are compared. The number of turns
-is a prime, since scripts do things every so many steps."""
+"""Elements are compared every `EVERY_STEPS` steps, those of one in `NUM_TURNS` parameters at a
+time. The number of turns is a prime, as scripts may write at regular intervals."""
 NUM_ELEMENTS = 4
-"""Maximum number of elements of each parameter."""
+"""Maximum number of compared elements of a parameter."""
 EVERY_STEPS_ON_GPU = 64
-"""The interval for devices on which a comparison waits."""
+"""Interval on devices for which a comparison waits, in place of `EVERY_STEPS`."""
 
 
 class OwnParts:
     """This member's parts of some parameters, in the memory that they have in this generation.
 
-    Not the tensors that a module has at the time: if parameters are gathered for a pass and freed
-    after it, those are in temporary memory.
+    A module's own tensors may differ from these: parameters that are gathered for a pass are in
+    temporary memory.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -41,24 +41,24 @@ class OwnParts:
         self._are_counted = not any(each.is_inference() for each in self._counted)
 
     def all(self) -> list[Tensor]:
-        """The part of each parameter, as it is now: a script may have replaced its memory."""
+        """Return the present part of each parameter: a script may have replaced its memory."""
         return [*self._whole, *all_local(self._cut)] if self._cut else self._whole
 
     def present(self, names: Iterable[str]) -> list[Tensor]:
-        """The parts of these parameters, as `all`."""
+        """Return the parts of these parameters, as `all`."""
         own = dict(zip(self.parameters, self.all(), strict=True))
         return [own[name] for name in names]
 
     def num_writes(self) -> list[int]:
-        """The number of writes to each."""
+        """Return the number of writes to each parameter; see `differing`."""
         if not self._are_counted:
             return list(map(num_writes, self._counted))
         own = all_writes(self._counted)
-        # Of a sharded tensor, writes to the whole and to the local part are counted separately.
+        # torch counts writes to a DTensor and to its local part separately.
         return own + all_writes(all_local(self._cut)) if self._cut else own
 
     def differing(self, one: Sequence[int], other: Sequence[int]) -> set[str]:
-        """Names of the parameters whose numbers differ."""
+        """Return the names of the parameters whose numbers of writes differ."""
         counts = zip(self._names, one, other, strict=False)
         return {name for name, before, now in counts if before != now}
 
@@ -70,11 +70,12 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 class ParameterWatch:
-    """Finds the parameters that were written to since `mark`.
+    """Finder of the parameters that were written to since `mark`.
 
-    torch counts writes, except those through `.data` and those of `torch._foreach` functions to
-    DTensors. So some elements are compared too: in some steps those of some parameters, and those
-    of all if the answer has to be sure (`closely`). On a GPU, where comparing waits, in few steps.
+    torch counts writes, except writes through `.data` and those of `torch._foreach` functions to
+    DTensors. So some elements are compared too: of all parameters if the answer has to be certain
+    (`closely`), else of some parameters in some steps. On a GPU, where comparing waits, these are
+    few.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -84,14 +85,14 @@ class ParameterWatch:
         self._num_steps = 0
 
     def mark(self) -> None:
-        """Find writes from here on."""
+        """Begin to look for writes."""
         self._num_steps += 1
         self._num_writes = self._own.num_writes()
         for samples in self._samples:
             samples.mark()
 
     def changed(self, *, closely: bool) -> set[str]:
-        """Names of the parameters that were written to."""
+        """Return the names of the parameters that were written to."""
         found: set[str] = set()
         now = self._own.num_writes()
         if now != self._num_writes:
@@ -102,7 +103,7 @@ class ParameterWatch:
         return found
 
     def _turn(self, samples: "_Samples", *, closely: bool) -> slice:
-        """The slice of the samples that is compared now."""
+        """Return the slice of parameters that is compared now."""
         num, every = samples.num, EVERY_STEPS_ON_GPU if samples.waits else EVERY_STEPS
         turn, rest = divmod(self._num_steps, every)
         if closely or rest:
@@ -112,7 +113,7 @@ class ParameterWatch:
 
 
 def _alike(own: OwnParts) -> Iterable[Mapping[str, Tensor]]:
-    """The parameters by device; on a device that a look waits for, by dtype too."""
+    """Group the parameters by device; on a GPU by dtype too."""
     alike: dict[tuple[torch.device, torch.dtype | None], dict[str, Tensor]] = {}
     for name, part in zip(own.parameters, own.all(), strict=True):
         key = (part.device, None if is_on_host(part) else part.dtype)
@@ -126,10 +127,10 @@ def _samples_of(alike: Mapping[str, Tensor]) -> "_Samples":
 
 
 class _Samples(ABC):
-    """Some elements of parameters of one device, and the addresses of the parameters."""
+    """Samples of the elements of one device's parameters, and the parameters' addresses."""
 
     waits: ClassVar[bool]
-    """True if comparing them waits for a GPU."""
+    """True if a comparison waits for a GPU."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._own = OwnParts(parameters)
@@ -139,7 +140,7 @@ class _Samples(ABC):
 
     @abstractmethod
     def mark(self) -> None:
-        """Remember the present elements."""
+        """Save the present elements."""
 
     @property
     def num(self) -> int:
@@ -147,7 +148,7 @@ class _Samples(ABC):
         return len(self._names)
 
     def changed(self, turn: slice) -> set[str]:
-        """Names of the parameters in this slice that have other elements or another address."""
+        """Return the names of the parameters in this slice with other elements or addresses."""
         names, known = self._names[turn], self._places[turn]
         if not names:
             return set()
@@ -157,18 +158,17 @@ class _Samples(ABC):
 
     @abstractmethod
     def _written(self, turn: slice) -> set[str]:
-        """Names of the parameters whose elements differ from those at `mark`."""
+        """Return the names of the parameters whose elements differ from those at `mark`."""
 
 
 class _OnHost(_Samples):
-    """Samples on the host, read as bytes: torch's functions, called in each step, would take about
-    ten times as long."""
+    """Samples on the host, read as bytes: torch's functions would take about ten times as long."""
 
     waits = False
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
-        # The views keep the memory.
+        # `_views` keeps the memory alive.
         self._rooms = [
             (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
             for view in self._views
@@ -185,7 +185,7 @@ class _OnHost(_Samples):
 
 
 class _OnDevice(_Samples):
-    """Samples on a device, concatenated, so that one look waits for all."""
+    """Samples on a device, concatenated, so that one comparison waits for all."""
 
     waits = True
 
@@ -208,7 +208,8 @@ class _OnDevice(_Samples):
 
 
 def _elements(own: Tensor) -> Tensor:
-    """A view of some adjacent elements: others take four times as long to concatenate."""
+    """Return a view of a few adjacent elements: separate ones take four times as long to
+    concatenate."""
     held = own.detach()
     if not held.numel():
         return held.reshape(-1)
@@ -219,5 +220,5 @@ def _elements(own: Tensor) -> Tensor:
 
 
 def _have_same_bits(one: Tensor, other: Tensor) -> bool:
-    """True if the bits are equal: unlike `equal`, also for NaN."""
+    """True if the bits are equal; unlike for `equal`, a NaN equals itself."""
     return one.contiguous().view(torch.uint8).equal(other.contiguous().view(torch.uint8))

@@ -13,22 +13,23 @@ from shoal.torch_private.tensors import foreach_copy_
 log = structlog.get_logger(__name__)
 
 FIRST_STEPS = 3
-"""Steps in which each parameter is copied. In the first, a teacher that began as a copy does not
-move, nor in the second if the first had a learning rate of 0."""
+"""Number of steps in which each parameter is copied. More than one, as a teacher (a moving average)
+that began as a copy does not change in the first step, nor in the second if the first had a
+learning rate of 0."""
 PART_OF_FREE_MEMORY = 8
-"""Copies of the first steps may take one in so many parts of a GPU's free memory: gradients, the
-optimizer's state and activations are allocated later."""
+"""Copies of the first steps may take 1/8 of a GPU's free memory: gradients, the optimizer's state
+and activations are allocated later."""
 
 
 class ScriptWrites:
-    """Writes of a script to parameters within a step: sharpness-aware minimisation writes between
-    two passes, a teacher in the model follows its student in the forward pass.
+    """Writes of a script to parameters within a step: by sharpness-aware minimisation between two
+    passes, for example, or by a model that updates a teacher in its forward pass.
 
     A script without such writes should not pay for copies. In the first steps all parameters are
-    copied as the step begins, which covers scripts that write from the start. The copies lie on the
-    same device, or on the host if a GPU has too little memory. From then on only parameters that
-    the script has written to are copied. The others are compared when the step ends, in any way. A
-    first write that is found then cannot be undone; from the next step on writes can.
+    copied when a step begins, which covers scripts that write from the start. Copies are on the
+    same device, or on the host if a GPU has too little memory. Later only parameters that the
+    script has written to are copied; the others are watched for writes. The first write to one of
+    these cannot be undone; from the next step on, writes to it can.
     """
 
     def __init__(self) -> None:
@@ -37,20 +38,21 @@ class ScriptWrites:
         self._watch = ParameterWatch({})
         self._copies: dict[str, Tensor] = {}
         self._num_steps: dict[str, int] = {}
-        """Number of committed steps by parameter, up to `FIRST_STEPS`. Over all generations."""
+        """Number of steps in which a parameter was copied, up to `FIRST_STEPS`; in all
+        generations."""
         self._written: set[str] = set()
-        """Parameters that the script has written to. Over all generations."""
+        """Parameters that the script has written to, in all generations."""
         self._is_planned = False
         self._is_open = self._is_watched = False
-        """True if a step is in progress; True if changes in it are the script's."""
+        """True if a step is in progress; and True if a change would be the script's."""
         self._is_updated = False
         """True if the session has changed parameters since the step began."""
         self._is_lost = False
-        """True if a parameter was written to in this step that has no copy."""
+        """True if the script has written to a parameter without a copy in this step."""
 
     def begin(self, parameters: Mapping[str, Tensor]) -> None:
-        """Begin a step. `parameters`: the same mapping in all steps of a generation, of all
-        parameters that this member has, in their lasting memory."""
+        """Begin a step. `parameters`: all parameters that this member has, not gathered ones; the
+        same mapping in all steps of a generation."""
         if parameters is not self._parameters:
             self._parameters, self._own = parameters, OwnParts(parameters)
             self._copies, self._is_planned = {}, False
@@ -97,7 +99,7 @@ class ScriptWrites:
 
     def note(self, *, closely: bool = False) -> None:
         """Attribute changes so far to the script: the session changes parameters only between
-        `updating` and `updated`, and after `settle`. `closely`: compare all, at any cost."""
+        `updating` and `updated`, and after `settle`. `closely`: see `ParameterWatch`."""
         if self._is_watched and (found := self._watch.changed(closely=closely)):
             self._written |= found
             self._is_lost = self._is_lost or not found <= self._copies.keys()
@@ -105,8 +107,7 @@ class ScriptWrites:
 
     @property
     def is_lost(self) -> bool:
-        """True if `note` has seen a write, in this step, to a parameter that cannot be
-        restored."""
+        """True if `note` has found a write in this step that cannot be undone."""
         return self._is_lost
 
     @property
@@ -142,17 +143,16 @@ class ScriptWrites:
 
     @torch.no_grad()
     def _differing(self, names: Sequence[str]) -> set[str]:
-        """Names of parameters that differ from their copies."""
+        """Return the names of parameters that differ from their copies."""
         pairs = zip((self._copies[name] for name in names), self._own.present(names), strict=True)
         are_same = [own.eq(copy.to(own.device)).all() for copy, own in pairs]
-        # Stacked, so that one look waits for all.
+        # Stacked, so that one read waits for all.
         told = torch.stack([each.to(are_same[0].device) for each in are_same]).tolist()
         return {name for name, is_same in zip(names, told, strict=True) if not is_same}
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Undo the step, after `note`; True if its parameters are again as when the step
-        began."""
+        """Undo the step, after `note`; return True if all parameters are as when the step began."""
         if not self._is_open:
             return True
         self._is_open = self._is_watched = False
@@ -174,7 +174,7 @@ class ScriptWrites:
 
 
 def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
-    """True if this device has memory for copies of those tensors that are on it."""
+    """True if the device has memory for copies of those of the tensors that are on it."""
     if device.type != "cuda":
         return True
     free_bytes, _ = torch.cuda.mem_get_info(device)

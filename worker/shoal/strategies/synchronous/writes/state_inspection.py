@@ -1,4 +1,4 @@
-"""Inspection of an optimizer's state after each step: can it be handed to a member?"""
+"""Inspection of an optimizer's state after each step: can it be sent to another member?"""
 
 import json
 from collections.abc import Callable
@@ -16,21 +16,21 @@ from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 class StateInspection:
     """Inspection of one optimizer, step by step.
 
-    Members that hold parts of one state raise a refusal together: in the job's first step, before
-    a checkpoint, and else with their votes on the next step. State that is the same as after the
-    last step is not inspected again: in nearly every step all of it, except for counters.
+    Members that hold shards of one state raise a refusal together: in the job's first step, before
+    a checkpoint, or else with their votes on the next step. Objects that were in the state after
+    the last step too are not inspected again: in nearly every step these are all.
     """
 
     def __init__(self) -> None:
         self._state = _InspectedObjects()
         self._settings = _InspectedObjects()
         self.refusal: ShoalError | None = None
-        """The error with which the state after the last step is to be refused."""
+        """The error that refuses the state after the last step; None if it is accepted."""
 
     def inspect(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """Keep the error with which `look`, which collects the whole state, refuses it, if any.
+        """Inspect the state by `look`, which collects it; keep its error in `refusal`.
 
-        Raises UnsupportedOptimizer for a setting: settings are the same on all members.
+        Raises UnsupportedOptimizer at once for a setting, as settings are the same on all members.
         """
         optimizers = optimizers_of(optimizer).values()
         groups = (group for each in optimizers for group in each.param_groups)
@@ -53,13 +53,13 @@ class StateInspection:
         self.refusal = None
 
     def check(self, optimizer: Optimizer, look: Callable[[], object]) -> None:
-        """Inspect as `inspect`, and raise the refusal: for members that all hold the same state."""
+        """Inspect, and raise the refusal at once: for members that all hold the same state."""
         self.inspect(optimizer, look)
         if self.refusal is not None:
             raise self.refusal
 
     def raise_on_all(self, group: dist.ProcessGroup) -> None:
-        """Collective: raise the refusal of a member, the same on all, if there is one."""
+        """Raise one member's refusal on all members, if there is one. Collective."""
         own = self.refusal.to_dict() if self.refusal is not None else None
         words = gather(json.dumps(own).encode(), group)
         found = next((told for told in map(json.loads, words) if told is not None), None)
@@ -74,13 +74,13 @@ class _InspectedObjects:
     def __init__(self) -> None:
         self._contents: list[object] = []
         self._can_change = False
-        """True if one of them is a container."""
+        """True if one of them is a list or dict."""
 
     def has(self, contents: list[object]) -> bool:
         """True if these are the same objects, and cannot have changed."""
         return not self._can_change and are_same(contents, self._contents)
 
     def keep(self, contents: list[object]) -> None:
-        """Remember these objects as inspected."""
+        """Note these objects as inspected."""
         self._contents = contents
         self._can_change = any(isinstance(each, list | dict) for each in contents)

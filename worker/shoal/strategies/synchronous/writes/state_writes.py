@@ -16,32 +16,32 @@ class StateWrites:
     """Writes of a script to optimizers' state within a step: to reset momentum, for example, or to
     keep the original of weights that it perturbs.
 
-    Objects in the state when a step begins are put back. Tensors that the script writes to in
-    place, by torch's count of writes, are copied as each later step begins. The first write in
-    place cannot be undone.
+    To undo a step, the objects that were in the state when it began are put back. Tensors that the
+    script writes to in place, by torch's count of writes, are copied at the beginning of each later
+    step. The first write in place cannot be undone.
     """
 
     def __init__(self) -> None:
         self._begun: list[tuple[Optimizer, dict[Tensor, dict[str, Any]]]] = []
         """The state when the step began."""
         self._contents: list[object] = []
-        """All optimizers, keys and values in it, in order."""
+        """All optimizers, keys and values in that state, in order."""
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._num_writes: list[int] = []
-        """The tensors in it, the name of each in the state, and the number of writes to each."""
+        """The tensors in that state, their names, and the number of writes to each."""
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
-        """Tensors by identity, each with its content when the step began."""
+        """Tensors by id, each with its content when the step began."""
         self._written: set[str] = set()
-        """Names of state that the script has written to in place. Over all generations."""
+        """Names of state that the script has written to in place, in all generations."""
         self._is_open = self._are_counted = False
         self._kept: Collection[int] = ()
-        """Tensors copied within the step, by identity: before an optimizer stepped."""
+        """Ids of tensors that were copied within the step, before an optimizer stepped."""
         self.is_lost = False
-        """True if a tensor was written to in this step that has no copy."""
+        """True if the script has written to a tensor without a copy in this step."""
 
     def begin(self, optimizers: Collection[Optimizer]) -> None:
-        """Begin a step: note the state, and copy the parts that the script writes to."""
+        """Begin a step: note the state's objects, and copy those that the script writes to."""
         contents = _contents_of(optimizers)
         if not are_same(contents, self._contents):
             self._look(optimizers)
@@ -56,7 +56,7 @@ class StateWrites:
         return {id(each): (each, each.clone()) for name, each in pairs if name in self._written}
 
     def _look(self, optimizers: Iterable[Optimizer]) -> None:
-        """Take note of the state's objects, which differ from those at the last step."""
+        """Note the state's objects, as they differ from those at the last step."""
         self._begun = [
             (each, {parameter: dict(state) for parameter, state in each.state.items()})
             for each in optimizers
@@ -91,19 +91,19 @@ class StateWrites:
                 self.is_lost = self.is_lost or not has_copy
 
     def updated(self, kept: Collection[int]) -> None:
-        """Note that an optimizer has stepped within the step, after `note`. `kept`: the tensors of
-        its state that were copied before, by identity."""
+        """Note that an optimizer has stepped within the step, after `note`. `kept`: ids of the
+        tensors of its state that were copied before."""
         self._kept = kept
         self._num_writes = self._counts()
 
     def settle(self) -> None:
-        """Note that, from here on, the session changes the state, and then commits the step."""
+        """Note that from here until the commit the session itself changes the state."""
         self.note()
         self._copies, self._is_open = {}, False
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
-        """A context with the state that the step began with, unless it `is_lost`."""
+        """Return a context with the state from when the step began, unless it `is_lost`."""
         begun = self._begun if self._is_open else []
         present = [(each, dict(each.state)) for each, _ in begun]
         self._put(begun, self._copies)
@@ -114,8 +114,8 @@ class StateWrites:
 
     @torch.no_grad()
     def restore(self) -> bool:
-        """Undo the step, after `note`; True if the state is as it was. Updates within the step are
-        undone already."""
+        """Undo the step, after `note` and after updates within the step are undone; return True if
+        the state is as when the step began."""
         if not self._is_open:
             return True
         self._is_open = False
@@ -144,7 +144,7 @@ class StateWrites:
 
 
 def _contents_of(optimizers: Iterable[Optimizer]) -> list[object]:
-    """Optimizers, and keys and values of their state."""
+    """List optimizers, and the keys and values of their state."""
     contents: list[object] = []
     for each in optimizers:
         contents.append(each)

@@ -1,0 +1,57 @@
+"""Readers of bench/weights.py that relay: many in one process, without torch.
+
+Started with the address of a coordinator, a series, a name, and the number of readers. Says
+"ready", and for each reader and version: "done", its number, when it was verified, and the bytes
+that came from servers. Each relay sends to each of the two that fetch from it at half of the speed
+of a link, as if it had a network of its own.
+"""
+
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from shoal_client.weights import relay
+from shoal_client.weights.reader import SeriesReader
+
+LINK_BYTES_PER_S = 40e6
+CHILDREN = 2
+
+
+class PacedWire(relay._Wire):
+    """A connection of a relay, at its share of the link."""
+
+    def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
+        time.sleep(num_bytes * CHILDREN / LINK_BYTES_PER_S)
+        super().send_part(descriptor, start, num_bytes)
+
+
+def follow(reader: SeriesReader) -> None:
+    before = 0
+    while True:
+        record = reader.wait(reader.installed)
+        for segment in reader.fetch(record):
+            segment.close()
+        done_s = time.monotonic()
+        reader.report(record.number, record.digest)
+        from_servers = reader.fetched_bytes - reader.relayed_bytes
+        print("done", record.number, done_s, from_servers - before, flush=True)
+        before = from_servers
+
+
+def main() -> None:
+    coordinator, series, name, count = sys.argv[1:]
+    relay._Wire = PacedWire  # type: ignore[misc]
+    readers = [
+        SeriesReader([coordinator], series, f"{name}-{i}", may_be_local=False, relay_at="127.0.0.1")
+        for i in range(int(count))
+    ]
+    for each in readers:
+        each.view()
+    print("ready", flush=True)
+    with ThreadPoolExecutor(len(readers)) as pool:
+        for call in [pool.submit(follow, each) for each in readers]:
+            call.result()
+
+
+if __name__ == "__main__":
+    main()

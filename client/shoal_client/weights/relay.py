@@ -1,0 +1,484 @@
+"""A relay: a reader that passes on to others what it has of a series, and what is arriving.
+
+It answers what a parameter server answers a reader: `WeightStore.OpenBulk`, and SEGMENT_FETCH on
+the bulk connection that its key opens. What is asked for is named by its digest, and verified where
+it arrives, so that no reader has to trust a relay. Chunks go on as soon as they are verified here.
+"""
+
+import os
+import select
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from secrets import token_hex
+from typing import Any, NoReturn
+
+import grpc
+import structlog
+from google.protobuf.message import DecodeError
+
+from shoal_client.weights.stores import WeightStores
+from shoal_proto import CHUNK_BYTES, MAX_MESSAGE_BYTES, bulk
+from shoal_proto.bulk import BEAT_S, Frame, FrameKind, FrameReader
+from shoal_proto.errors import (
+    AccessDenied,
+    CertificateRefused,
+    MalformedMessage,
+    ShoalError,
+    Unavailable,
+)
+from shoal_proto.segments.sealed import Segment
+from shoal_proto.segments.transfer import StagedSegment, asked_chunks
+from shoal_proto.status import to_detail, to_status
+from shoal_proto.tls import identity
+from shoal_proto.tls.bulk_offers import BulkOffers, PermittedUse, Purpose
+from shoal_proto.tls.channels import add_port
+from shoal_proto.tls.names import READER_NAME, Caller, CertificateRole, caller_among
+from shoal_proto.tls.sockets import accepted
+from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_proto.v1.weights_pb2 import (
+    SEGMENT_TRANSFER_CHUNKS,
+    SEGMENT_TRANSFER_DESCRIPTOR,
+    CopySegmentsRequest,
+    DifferenceRequest,
+    FetchSegmentReply,
+    FetchSegmentRequest,
+    HoldsSegmentsRequest,
+    OpenSegmentsRequest,
+    StoreServer,
+)
+from shoal_proto.v1.weights_pb2_grpc import WeightStoreServicer, add_WeightStoreServicer_to_server
+
+log = structlog.get_logger(__name__)
+
+READING = frozenset({CertificateRole.READER, CertificateRole.WORKER, CertificateRole.OPERATOR})
+"""Roles that may fetch segments."""
+MAX_CONNECTIONS = 32
+"""Connections of all readers together: the coordinator sends two, which fetch four segments at a
+time."""
+HELLO_S = 3.0
+IDLE_S = 10.0
+"""A connection without a call for so long is closed."""
+SEND_S = 10.0
+"""The longest that SENT_BYTES may take."""
+SENT_BYTES = 1024 * 1024
+UNKNOWN_S = 0.5
+"""Time to wait for a segment that this reader has not begun to fetch: the coordinator may have sent
+both readers on just now. A difference to another base than this reader's never comes."""
+STALLED_S = 10.0
+"""The longest that nothing may arrive here until those that wait for it are sent on."""
+
+
+class _Memory:
+    """File descriptor of a memory file, open for as long as anything refers to this."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = os.dup(descriptor)
+        weakref.finalize(self, os.close, self.descriptor)
+
+
+@dataclass(eq=False)
+class _Passed:
+    """A segment to pass on, or that is to be once it arrives."""
+
+    staged: StagedSegment | None = None
+    """While it arrives."""
+    memory: _Memory | None = None
+    num_bytes: int = 0
+    chunk_digests: bytes = b""
+    is_whole: bool = False
+    is_given_up: bool = False
+
+    def has(self, index: int) -> bool:
+        return self.is_whole or (self.staged is not None and self.staged.has(index))
+
+
+class Relay(WeightStoreServicer):
+    """Thread-safe. Holds the segments of one version, and of the one that is being fetched."""
+
+    def __init__(self, series: str, host: str) -> None:
+        """Serve at this address of the machine, on free ports, until `close`. Raises Unavailable,
+        and CertificateRefused for a certificate by which others do not take it for a relay."""
+        self._series = series
+        self._changed = threading.Condition()
+        self._segments: dict[bytes, _Passed] = {}
+        self._fetched: set[bytes] = set()
+        """Digests that came within the block of `version`."""
+        self._progress_s = 0.0
+        """Time at which anything arrived last."""
+        self._offers = BulkOffers()
+        self._connections: set[socket.socket] = set()
+        self._is_closed = False
+        with ExitStack() as stack:
+            try:
+                self._listeners, name = _listeners(host, stack)
+                self._offers.listening(name, self._listeners[0].getsockname()[1])
+                options = (
+                    ("grpc.so_reuseport", 0),
+                    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                )
+                pool = ThreadPoolExecutor(2, thread_name_prefix="shoal-relay-calls")
+                self._server = grpc.server(
+                    pool, options=options, maximum_concurrent_rpcs=2 * MAX_CONNECTIONS
+                )
+                add_WeightStoreServicer_to_server(self, self._server)
+                bracketed = f"[{host}]" if ":" in host else host
+                self.address = f"{bracketed}:{add_port(self._server, f'{bracketed}:0')}"
+            except (OSError, RuntimeError) as error:
+                raise Unavailable(
+                    f"a reader of {series} cannot relay",
+                    seen=repr(error),
+                    expected=f"a free port at {host}",
+                ) from error
+            self._server.start()
+            self._stack = stack.pop_all()
+        self._accepting = threading.Thread(target=self._accept, name="shoal-relay", daemon=True)
+        self._accepting.start()
+        try:
+            self._check_certificate()
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_certificate(self) -> None:
+        """Connect as another reader would. Raises CertificateRefused."""
+        if identity.own() is None:
+            return
+        with closing(WeightStores(self._series, may_be_local=False, of_relays=True)) as stores:
+            try:
+                stores.check_reached(StoreServer(id="itself", address=self.address))
+            except ShoalError as error:
+                raise CertificateRefused(
+                    "a relay needs a reader's certificate",
+                    seen=str(error),
+                    expected=f"one with the name {READER_NAME}, for series {self._series}",
+                    fix=f"`shoal certs issue reader --series {self._series}`, or relay=False.",
+                ) from error
+
+    # --- from the reader ---
+
+    @contextmanager
+    def version(self, digests: Iterable[bytes]) -> Iterator[None]:
+        """Hold what is staged and added within the block in place of what was held before; if it
+        fails, what was held before. `digests`: the segments that are to come."""
+        before = self._segments
+        with self._changed:
+            # One that both have is in both.
+            self._segments = {each: _Passed() for each in digests} | before
+            self._fetched = set()
+            self._progress_s = time.monotonic()
+            self._changed.notify_all()
+        try:
+            yield
+        except BaseException:
+            with self._changed:
+                for digest in self._segments.keys() - before.keys():
+                    self._segments[digest].is_given_up = True
+                self._segments = {} if self._is_closed else before
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._segments = {d: s for d, s in self._segments.items() if d in self._fetched}
+
+    def staged(self, digest: bytes) -> StagedSegment:
+        """A segment to fetch, which others get while it arrives."""
+
+        def progressed() -> None:
+            with self._changed:
+                if passed.memory is None and staged.descriptor is not None:
+                    passed.memory = _Memory(staged.descriptor)
+                    passed.num_bytes = os.fstat(staged.descriptor).st_size
+                    passed.chunk_digests = staged.chunk_digests
+                self._progress_s = time.monotonic()
+                self._changed.notify_all()
+
+        staged = StagedSegment(digest, on_progress=progressed)
+        with self._changed:
+            passed = self._announced(digest)
+            passed.staged = staged
+        return staged
+
+    def add(self, segment: Segment) -> None:
+        """Pass on a segment that is whole, and sealed."""
+        with self._changed:
+            passed = self._announced(segment.digest)
+            passed.memory = _Memory(segment.descriptor)
+            passed.num_bytes, passed.chunk_digests = segment.num_bytes, segment.chunk_digests
+            passed.is_whole, passed.staged = True, None
+            self._progress_s = time.monotonic()
+
+    def close(self) -> None:
+        """End; transfers in progress fail at the other end, which goes on from a server."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._segments = {}
+            for connected in self._connections:
+                with suppress(OSError):
+                    socket.socket.shutdown(connected, socket.SHUT_RDWR)
+            self._changed.notify_all()
+        self._server.stop(None)
+        for listener in self._listeners:
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
+        self._stack.close()
+
+    def _announced(self, digest: bytes) -> _Passed:
+        """The segment as others find it, from now on if it was not known."""
+        self._fetched.add(digest)
+        self._changed.notify_all()
+        return self._segments.setdefault(digest, _Passed())
+
+    # --- to other readers: over gRPC ---
+
+    def OpenBulk(  # noqa: N802 - the name of the call
+        self, request: OpenSegmentsRequest, context: grpc.ServicerContext
+    ) -> OpenBulkReply:
+        try:
+            if request.series != self._series:
+                raise _denied(f"series {request.series!r}", f"series {self._series}")
+            caller = None if identity.own() is None else self._caller(context)
+            with self._changed:
+                return self._offers.make(Purpose.SEGMENTS, caller, series=self._series)
+        except ShoalError as error:
+            code, text, metadata = to_status(error)
+            context.set_trailing_metadata(metadata)
+            context.abort(code, text)
+            raise
+
+    def Holds(  # noqa: N802 - the name of the call
+        self, request: HoldsSegmentsRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
+    def Copy(  # noqa: N802 - the name of the call
+        self, request: CopySegmentsRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
+    def Difference(  # noqa: N802 - the name of the call
+        self, request: DifferenceRequest, context: grpc.ServicerContext
+    ) -> NoReturn:
+        _not_served(context)
+
+    def _caller(self, context: grpc.ServicerContext) -> Caller:
+        """The caller by its certificate. Raises AccessDenied for one that may not read the
+        series."""
+        found: Any = context.auth_context()
+        caller = caller_among(found.get("x509_subject_alternative_name", ()))
+        job = self._series.partition("/")[0]
+        if (
+            caller is None
+            or caller.role not in READING
+            or caller.series not in ("", self._series)
+            or caller.job not in ("", job)
+            # A session that goes on: its certificate was not checked.
+            or b"true" in found.get("ssl_session_reused", ())
+        ):
+            raise _denied(f"the certificate of {caller}", f"one that reads series {self._series}")
+        return caller
+
+    # --- to other readers: over bulk connections ---
+
+    def _accept(self) -> None:
+        poll = select.poll()
+        for listener in self._listeners:
+            poll.register(listener, select.POLLIN)
+        by_number = {each.fileno(): each for each in self._listeners}
+        while True:
+            for number, _ in poll.poll():
+                try:
+                    connected, _ = by_number[number].accept()
+                except BlockingIOError:
+                    continue
+                except OSError as error:
+                    if self._is_closed:
+                        return
+                    log.warning("relay_connection_not_accepted", reason=repr(error))
+                    time.sleep(BEAT_S)
+                    continue
+                with self._changed:
+                    if self._is_closed or len(self._connections) >= MAX_CONNECTIONS:
+                        connected.close()
+                        continue
+                    self._connections.add(connected)
+                threading.Thread(
+                    target=self._serve, args=(connected,), name="shoal-relayed", daemon=True
+                ).start()
+
+    def _serve(self, plain: socket.socket) -> None:
+        connected = plain
+        try:
+            plain.settimeout(HELLO_S)
+            if plain.family != socket.AF_UNIX:
+                plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connected = accepted(plain)
+            with self._changed:
+                self._connections.discard(plain)
+                self._connections.add(connected)
+            wire = _Wire(connected)
+            use = self._greeted(wire)
+            while not self._is_closed:
+                opening = wire.frame(IDLE_S)
+                try:
+                    self._answer(wire, use, opening)
+                except ShoalError as error:
+                    detail = to_detail(error).SerializeToString()
+                    wire.send(bulk.message(FrameKind.ERROR, detail))
+                    raise
+        except (OSError, ShoalError) as error:
+            log.debug("relay_connection_ended", series=self._series, reason=repr(error))
+        finally:
+            with self._changed:
+                self._connections -= {plain, connected}
+            connected.close()
+
+    def _greeted(self, wire: "_Wire") -> PermittedUse:
+        key = bytes(wire.frame(HELLO_S).body)
+        with self._changed:
+            use = self._offers.redeem(key)
+        if use is None:
+            raise MalformedMessage("a bulk connection with a key that this relay did not give")
+        wire.send(bulk.header(FrameKind.HELLO))
+        return use
+
+    def _answer(self, wire: "_Wire", use: PermittedUse, opening: Frame) -> None:
+        if (
+            opening.kind is not FrameKind.SEGMENT_FETCH
+            or wire.frame(HELLO_S).kind is not FrameKind.END
+        ):
+            raise MalformedMessage(
+                "a call that a relay does not answer",
+                seen=opening.kind.name,
+                expected=FrameKind.SEGMENT_FETCH.name,
+            )
+        try:
+            request = FetchSegmentRequest.FromString(bytes(opening.body))
+        except DecodeError as error:
+            raise MalformedMessage("a request that does not parse", seen=repr(error)) from error
+        if request.series != use.series:
+            raise _denied(f"series {request.series!r}", f"series {use.series}")
+        passed = self._found(request.digest)
+        self._wait(wire, passed, lambda: passed.memory is not None)
+        assert passed.memory is not None
+        as_descriptor = wire.is_local and request.takes_descriptor
+        wanted = () if as_descriptor else asked_chunks(request, passed.num_bytes)
+        reply = FetchSegmentReply(
+            num_bytes=passed.num_bytes,
+            chunk_digests=passed.chunk_digests,
+            transfer=SEGMENT_TRANSFER_DESCRIPTOR if as_descriptor else SEGMENT_TRANSFER_CHUNKS,
+        )
+        wire.send(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
+        if as_descriptor:
+            self._wait(wire, passed, lambda: passed.is_whole)
+            socket.send_fds(
+                wire.socket, [bulk.header(FrameKind.DESCRIPTOR)], [passed.memory.descriptor]
+            )
+        self._send_chunks(wire, passed, passed.memory, wanted)
+        wire.send(bulk.header(FrameKind.END))
+
+    def _send_chunks(
+        self, wire: "_Wire", passed: _Passed, memory: _Memory, wanted: Sequence[range]
+    ) -> None:
+        for index in (index for each in wanted for index in each):
+            self._wait(wire, passed, partial(passed.has, index))
+            start = index * CHUNK_BYTES
+            size = min(CHUNK_BYTES, passed.num_bytes - start)
+            wire.send(bulk.header(FrameKind.CHUNK, offset_bytes=start, num_bytes=size))
+            wire.send_part(memory.descriptor, start, size)
+
+    def _found(self, digest: bytes) -> _Passed:
+        """Raises Unavailable for a segment that this reader neither has nor fetches."""
+        with self._changed:
+            self._changed.wait_for(lambda: digest in self._segments or self._is_closed, UNKNOWN_S)
+            passed = self._segments.get(digest)
+        if passed is None:
+            raise Unavailable(
+                f"this relay does not hold the segment of series {self._series}",
+                seen=f"digest {digest.hex()}",
+                expected="one of the version that it has, or fetches",
+                details={"digest": digest.hex()},
+            )
+        return passed
+
+    def _wait(self, wire: "_Wire", passed: _Passed, is_there: Callable[[], bool]) -> None:
+        """Beat until a part of a segment is there. Raises Unavailable if it does not arrive."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(is_there, BEAT_S):
+                    return
+                is_late = time.monotonic() >= self._progress_s + STALLED_S
+                if passed.is_given_up or is_late or self._is_closed:
+                    raise Unavailable(
+                        f"a segment of series {self._series} does not arrive at this relay",
+                        expected=f"some of it within {STALLED_S:g} s",
+                    )
+            wire.send(bulk.header(FrameKind.BEAT))
+
+
+class _Wire:
+    """A connection, used by one thread."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.is_local = connected.family == socket.AF_UNIX
+        self._reader = FrameReader(first=FrameKind.HELLO)
+        self._part = bytearray(SENT_BYTES)
+
+    def frame(self, within_s: float) -> Frame:
+        """The next frame. Raises OSError, also if the other end hangs up or is silent for so
+        long."""
+        self.socket.settimeout(within_s)
+        while (frame := self._reader.next()) is None:
+            count = self.socket.recv_into(self._reader.space())
+            if not count:
+                raise ConnectionResetError("the other end hung up")
+            self._reader.received(count)
+        return frame
+
+    def send(self, data: bytes | memoryview) -> None:
+        self.socket.settimeout(SEND_S)
+        self.socket.sendall(data)
+
+    def send_part(self, descriptor: int, start: int, num_bytes: int) -> None:
+        """Send a part of a memory file. Its bytes are copied: pages that the network refers to
+        would keep the file from being sealed."""
+        for at in range(start, start + num_bytes, SENT_BYTES):
+            room = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
+            os.preadv(descriptor, [room], at)
+            self.send(room)
+
+
+def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:
+    """Sockets where bulk connections are accepted: at a port, and for this machine by a name, which
+    comes with them."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    remote = stack.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    remote.bind((host, 0))
+    local = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+    name = f"shoal-{token_hex(16)}"
+    local.bind(f"\0{name}")
+    for listener in (remote, local):
+        listener.listen(MAX_CONNECTIONS)
+        listener.setblocking(False)
+    return [remote, local], name
+
+
+def _not_served(context: grpc.ServicerContext) -> NoReturn:
+    context.abort(grpc.StatusCode.UNIMPLEMENTED, "a relay gives out segments, and nothing else")
+
+
+def _denied(seen: str, expected: str) -> AccessDenied:
+    return AccessDenied(
+        "a relay passes on the versions of its own series, to those that may read it",
+        seen=seen,
+        expected=expected,
+    )

@@ -1,0 +1,97 @@
+"""Trees of relays: readers that pass versions on to other readers while they fetch them.
+
+A relay that begins to fetch a version gets another relay as its source, if that relay has or
+fetches the version and serves fewer than MAX_CHILDREN others. So the servers send a version once,
+whatever the number of relays. A relay whose source fails continues from the servers. Each version
+has its own tree, of the relays present at the time.
+"""
+
+from collections import Counter
+from collections.abc import Mapping
+
+from shoal_server.core.publications.limits import HELD_S, MAX_CHILDREN, MAX_RELAYS
+from shoal_server.core.publications.readers import Reader
+
+SERVERS = ""
+"""Source that stands for the parameter servers, instead of a relay's id."""
+
+_Tree = dict[str, str | None]
+"""Source of each relay, in order of arrival; None if the relay has the whole version."""
+
+
+class RelayTrees:
+    """The trees of one series, one for each version, as one leader knows them."""
+
+    def __init__(self) -> None:
+        self._trees: dict[int, _Tree] = {}
+
+    def sources(self, name: str, readers: Mapping[str, Reader], now_s: float) -> dict[int, str]:
+        """The source of each version that a reader holds a lease on: the id of a relay, or SERVERS.
+
+        Call it after each report of that reader. A source stays the same as long as the lease.
+        """
+        self._look_at(readers, now_s)
+        reader = readers.get(name)
+        if reader is None:
+            return {}
+        if not reader.report.serves_at:
+            return dict.fromkeys(reader.leases, SERVERS)
+        if reader.report.installed:
+            self._join(reader.report.installed, name, None)
+        return {number: self._source(number, name, readers) for number in reader.leases}
+
+    def _look_at(self, readers: Mapping[str, Reader], now_s: float) -> None:
+        """Forget relays that are gone, or do not have the version any more."""
+        for number, tree in list(self._trees.items()):
+            for name in list(tree):
+                reader = readers.get(name)
+                is_live = reader is not None and now_s < reader.seen_s + HELD_S
+                if reader is None or not is_live or not reader.report.serves_at:
+                    del tree[name]
+                elif number not in reader.leases:
+                    if reader.report.installed == number:
+                        tree[name] = None
+                    else:
+                        del tree[name]
+            if not tree:
+                del self._trees[number]
+
+    def _source(self, number: int, name: str, readers: Mapping[str, Reader]) -> str:
+        tree = self._trees.get(number, {})
+        found = tree.get(name)
+        if found is None:
+            may_join = name in tree or len(tree) < MAX_RELAYS
+            found = self._chosen(tree, name, readers) if may_join else SERVERS
+            self._join(number, name, found)
+        return found
+
+    def _chosen(self, tree: _Tree, name: str, readers: Mapping[str, Reader]) -> str:
+        """The first relay that may serve one more, on the same host if there is one."""
+        num_children = Counter(source for source in tree.values() if source)
+        free = [
+            each
+            for each in tree
+            if num_children[each] < MAX_CHILDREN and not _waits_for(tree, each, name)
+        ]
+        host = _host(readers[name])
+        return next((e for e in free if _host(readers[e]) == host), free[0] if free else SERVERS)
+
+    def _join(self, number: int, name: str, source: str | None) -> None:
+        tree = self._trees.setdefault(number, {})
+        if source is not None and name in tree:
+            tree[name] = source
+        elif len(tree) < MAX_RELAYS:
+            tree.setdefault(name, source)
+
+
+def _waits_for(tree: _Tree, relay: str | None, other: str) -> bool:
+    """True if the relay is the other one, or gets its bytes through it."""
+    while relay:
+        if relay == other:
+            return True
+        relay = tree.get(relay)
+    return False
+
+
+def _host(reader: Reader) -> str:
+    return reader.report.serves_at.rpartition(":")[0]

@@ -1,0 +1,259 @@
+"""Readers that pass on to each other what they fetch."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from client.weights.test_series import LIMIT_S, SERIES, Script, contents, sealed
+from support.clusters.parameter_cluster import ParameterCluster
+from support.processes.served_process import awaited
+from support.weights import halting_relay
+
+from shoal_client.weights.reader import SeriesReader
+from shoal_client.weights.relay import Relay
+from shoal_client.weights.stores import RelaySource, WeightStores
+from shoal_proto import CHUNK_BYTES
+from shoal_proto.errors import AccessDenied, ChecksumMismatch, InvalidSpec, Unavailable
+from shoal_proto.segments.digests import chunk_digests
+from shoal_proto.segments.sealed import Segment, SegmentWriter
+from shoal_proto.segments.transfer import StagedSegment
+from shoal_proto.v1.weights_pb2 import StoreServer
+
+HOST = "127.0.0.1"
+WAYS = {"descriptor": True, "socket": False}
+
+
+@pytest.fixture
+def relay() -> Iterator[Relay]:
+    with closing(Relay(SERIES, HOST)) as relay:
+        yield relay
+
+
+def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SERIES) -> Segment:
+    """The segment as another reader gets it."""
+    server = StoreServer(id="relay", address=relay.address)
+    stores = WeightStores(series, may_be_local=may_be_local, of_relays=True)
+    with closing(stores):
+        return stores.fetch([server], StagedSegment(digest), LIMIT_S)
+
+
+@pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
+def test_a_relay_passes_on_what_it_has(relay: Relay, may_be_local: bool) -> None:
+    """On one host it is the same memory."""
+    segment = sealed(os.urandom(2 * CHUNK_BYTES + 3))
+    with relay.version([segment.digest]):
+        relay.add(segment)
+    found = fetched(relay, segment.digest, may_be_local=may_be_local)
+    assert found.view() == segment.view()
+    assert os.path.sameopenfile(found.descriptor, segment.descriptor) == may_be_local
+
+
+def arrive(staged: StagedSegment, data: bytes, index: int) -> None:
+    room = staged.room(index)
+    room[:] = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    staged.verify(index, room)
+
+
+def test_chunks_go_on_as_soon_as_they_have_arrived(relay: Relay) -> None:
+    data = os.urandom(2 * CHUNK_BYTES + 3)
+    digests = chunk_digests(data)
+    digest = sealed(data).digest
+    has_chunk = threading.Semaphore(0)
+    own = StagedSegment(digest, on_progress=has_chunk.release)
+    with (
+        closing(RelaySource(SERIES, relay.address, may_be_local=False)) as source,
+        ThreadPoolExecutor(1) as pool,
+        relay.version([digest]),
+    ):
+        staged = relay.staged(digest)
+        found = pool.submit(source.fetch, own, LIMIT_S)
+        staged.open(digests, len(data))
+        assert has_chunk.acquire(timeout=LIMIT_S)
+        for index in range(3):
+            assert not found.done()
+            arrive(staged, data, index)
+            while not own.has(index):
+                assert has_chunk.acquire(timeout=LIMIT_S)
+        relay.add(staged.seal())
+        segment = found.result()
+        assert segment is not None
+        assert segment.view() == data
+
+
+def test_what_a_relay_gives_up_is_not_waited_for(relay: Relay) -> None:
+    data = os.urandom(CHUNK_BYTES + 3)
+    digest = sealed(data).digest
+    with (
+        closing(RelaySource(SERIES, relay.address, may_be_local=False)) as source,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        own = StagedSegment(digest)
+        with pytest.raises(ZeroDivisionError), relay.version([digest]):
+            staged = relay.staged(digest)
+            staged.open(chunk_digests(data), len(data))
+            arrive(staged, data, 0)
+            found = pool.submit(source.fetch, own, LIMIT_S)
+            awaited(lambda: own.has(0), LIMIT_S, "the first chunk")
+            raise ZeroDivisionError
+        assert found.result(LIMIT_S) is None
+        assert own.received_bytes == CHUNK_BYTES
+
+
+def test_a_relay_holds_one_version(relay: Relay) -> None:
+    """Besides the one that it fetches; after a failure the one that it had."""
+    old, shared, new = (sealed(os.urandom(100)) for _ in range(3))
+    with relay.version([]):
+        relay.add(old)
+        relay.add(shared)
+    with pytest.raises(ZeroDivisionError), relay.version([]):
+        relay.add(new)
+        raise ZeroDivisionError
+    for each in (old, shared):
+        assert fetched(relay, each.digest, may_be_local=True).view() == each.view()
+    with relay.version([]):
+        relay.add(shared)
+        relay.add(new)
+    for each in (shared, new):
+        assert fetched(relay, each.digest, may_be_local=True).view() == each.view()
+    with pytest.raises(Unavailable, match="does not hold"):
+        fetched(relay, old.digest, may_be_local=True)
+
+
+def test_another_series_is_refused(relay: Relay) -> None:
+    segment = sealed(b"bytes")
+    with relay.version([]):
+        relay.add(segment)
+    with pytest.raises(AccessDenied, match="its own series"):
+        fetched(relay, segment.digest, may_be_local=True, series="svc/other")
+
+
+@pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
+def test_a_relay_is_not_taken_at_its_word(relay: Relay, may_be_local: bool) -> None:
+    """It has other bytes than the digests that it gives."""
+    segment = sealed(b"what was published")
+    writer = SegmentWriter(segment.num_bytes)
+    forged = writer.seal(segment.chunk_digests)
+    assert forged.digest == segment.digest
+    with relay.version([]):
+        relay.add(forged)
+    with pytest.raises(ChecksumMismatch):
+        fetched(relay, segment.digest, may_be_local=may_be_local)
+
+
+# --- with a cluster ---
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[ParameterCluster]:
+    with ParameterCluster(tmp_path, 2) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def script(cluster: ParameterCluster) -> Iterator[Script]:
+    with closing(Script(cluster, 2)) as script:
+        yield script
+
+
+def relaying(cluster: ParameterCluster, name: str, *, may_be_local: bool = False) -> SeriesReader:
+    return SeriesReader(
+        [cluster.coordinator.grpc], SERIES, name, may_be_local=may_be_local, relay_at=HOST
+    )
+
+
+@pytest.mark.long
+def test_servers_send_a_version_once_to_all_relays(
+    cluster: ParameterCluster, script: Script
+) -> None:
+    """All fetch at the same time, and one comes later. Of the second version one part is new."""
+    same, parts = os.urandom(10), [os.urandom(3 * CHUNK_BYTES) for _ in range(2)]
+    with ExitStack() as stack:
+        readers = [stack.enter_context(closing(relaying(cluster, f"reader-{n}"))) for n in range(8)]
+        late = readers.pop()
+        pool = stack.enter_context(ThreadPoolExecutor(len(readers)))
+
+        def install(reader: SeriesReader) -> list[bytes]:
+            record = reader.wait(reader.installed, LIMIT_S)
+            segments = reader.fetch(record)
+            reader.report(record.number, record.digest)
+            return contents(segments)
+
+        for number, part in enumerate(parts, 1):
+            script.publish(part, same)
+            assert list(pool.map(install, readers)) == [[part, same]] * len(readers)
+            every = [*readers, late] if number == 2 else readers
+            if number == 2:
+                assert install(late) == [part, same]
+            from_servers = sum(each.fetched_bytes - each.relayed_bytes for each in every)
+            # Once, or in part twice if the machine is so busy that a relay begins late.
+            num_bytes = number * (len(part) + len(same))
+            assert num_bytes <= from_servers <= 2 * num_bytes
+
+
+@pytest.mark.long
+def test_a_relay_beside_a_server_passes_nothing_on(
+    cluster: ParameterCluster, script: Script
+) -> None:
+    """Its memory is the server's, which is to be free to drop it."""
+    parts = [os.urandom(CHUNK_BYTES), b"bytes"]
+    record = script.publish(*parts)
+    with closing(relaying(cluster, "beside", may_be_local=True)) as beside:
+        assert contents(beside.fetch(beside.wait(0, LIMIT_S))) == parts
+        beside.report(record.number, record.digest)
+        with closing(relaying(cluster, "apart")) as apart:
+            assert contents(apart.fetch(record)) == parts
+            assert apart.relayed_bytes == 0
+
+
+def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -> None:
+    script.publish(os.urandom(2 * CHUNK_BYTES), b"bytes")
+    with (
+        closing(relaying(cluster, "slices")) as reader,
+        pytest.raises(InvalidSpec, match="whole segments"),
+    ):
+        reader.fetch(reader.wait(0, LIMIT_S), [0], {0: [(0, 1)]})
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "hung"])
+def test_a_relay_that_dies_costs_a_retry(
+    cluster: ParameterCluster, script: Script, sent: signal.Signals
+) -> None:
+    """What it had sent counts; the rest comes from a server."""
+    part = os.urandom(6 * CHUNK_BYTES)
+    record = script.publish(part, b"bytes")
+    command = [sys.executable, halting_relay.__file__, cluster.coordinator.grpc, SERIES]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        with closing(relaying(cluster, "child")) as child, ThreadPoolExecutor(1) as pool:
+            found = pool.submit(child.fetch, record)
+            awaited(lambda: _has_two_chunks(child), LIMIT_S, "two chunks from the relay")
+            process.send_signal(sent)
+            assert contents(found.result(LIMIT_S)) == [part, b"bytes"]
+            assert child.relayed_bytes >= 2 * CHUNK_BYTES
+            assert child.fetched_bytes - child.relayed_bytes <= len(part) - 2 * CHUNK_BYTES + 5
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _has_two_chunks(child: SeriesReader) -> bool:
+    relay = child._relay
+    assert relay is not None
+    return any(
+        each.num_bytes > CHUNK_BYTES and each.has(1) for each in list(relay._segments.values())
+    )
+
+
+def test_an_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(Unavailable, match="cannot relay"):
+        Relay(SERIES, "192.0.2.1")
