@@ -23,23 +23,23 @@ class _Acknowledgement:
 class _AcknowledgementEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Acknowledgement.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     ACKNOWLEDGEMENT_DEFAULT: _Acknowledgement.ValueType  # 0
-    """REPLICATED where the job's shards have backups, else APPLIED."""
+    """REPLICATED if the job's shards have backups, else APPLIED."""
     ACKNOWLEDGEMENT_APPLIED: _Acknowledgement.ValueType  # 1
     """Applied by the primary; lost if it dies before its backup has it."""
     ACKNOWLEDGEMENT_REPLICATED: _Acknowledgement.ValueType  # 2
     """Received by every backup in step."""
     ACKNOWLEDGEMENT_DURABLE: _Acknowledgement.ValueType  # 3
-    """On the primary's disk too."""
+    """Also on the primary's disk."""
 
 class Acknowledgement(_Acknowledgement, metaclass=_AcknowledgementEnumTypeWrapper):
-    """What a push waits for before it is answered."""
+    """The condition under which a push is answered."""
 
 ACKNOWLEDGEMENT_DEFAULT: Acknowledgement.ValueType  # 0
-"""REPLICATED where the job's shards have backups, else APPLIED."""
+"""REPLICATED if the job's shards have backups, else APPLIED."""
 ACKNOWLEDGEMENT_APPLIED: Acknowledgement.ValueType  # 1
 """Applied by the primary; lost if it dies before its backup has it."""
 ACKNOWLEDGEMENT_REPLICATED: Acknowledgement.ValueType  # 2
 """Received by every backup in step."""
 ACKNOWLEDGEMENT_DURABLE: Acknowledgement.ValueType  # 3
-"""On the primary's disk too."""
+"""Also on the primary's disk."""
 Global___Acknowledgement: _TypeAlias = Acknowledgement  # noqa: Y015

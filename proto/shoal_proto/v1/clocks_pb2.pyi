@@ -33,17 +33,19 @@ class AdvanceRequest(_message.Message):
     acknowledged.
     """
     enters: _builtins.bool
-    """The first call, and the first after Rest: the reply says where to begin, `clock` is ignored."""
+    """True in the first call, and in the first after Rest: the reply has the clock to begin with, and
+    `clock` is ignored.
+    """
     bound: _builtins.int
-    """By how many rounds the caller may be ahead of the slowest member that takes steps."""
+    """Number of rounds that the caller may be ahead of the slowest member that takes steps."""
     pulled: _builtins.bool
     """The caller has the values of this round and asks to push: allowed once all others have theirs.
-    For members whose bound is 0, who then all compute on the same values.
+    For members whose bound is 0: so all compute on the same values.
     """
     begins: _builtins.bool
-    """The caller knows by an earlier answer that it may begin, and does so whatever it is answered."""
+    """The caller knows from an earlier answer that it may begin, and does so whatever the answer is."""
     wait_s: _builtins.float
-    """Wait up to so long for leave to go on; 0: say how it stands."""
+    """Longest time to wait until the caller may continue; 0: answer at once."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -74,15 +76,15 @@ class AdvanceReply(_message.Message):
     SLOWEST_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     clock: _builtins.int
-    """The round of the caller's next step; higher than it said where the others are further. A caller
-    that begins is in the round that it said, until it says this one.
+    """The round of the caller's next step; higher than in the request if the others are further. A
+    caller that has begun a round is in that round until it reports this one.
     """
     allowed: _builtins.bool
-    """The caller may go on. If not: call again."""
+    """The caller may continue. If not: call again."""
     slowest: _builtins.int
     """The lowest clock. It never falls, so a caller that knows it to be high enough need not wait."""
     reason: _builtins.str
-    """What the caller waits for, in words."""
+    """What the caller waits for, as text."""
     def __init__(
         self,
         *,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ClocksStub(object):
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     def __init__(self, channel):
@@ -49,20 +49,20 @@ class ClocksStub(object):
 
 
 class ClocksServicer(object):
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     def Advance(self, request, context):
-        """Says where the caller is, and waits until it may go on. Safe to repeat.
+        """Reports the caller's clock, and waits until the caller may continue. Safe to repeat.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rest(self, request, context):
-        """The caller takes no steps for now, as it has no samples: nobody waits for it. Its next Advance
-        enters again. To be repeated now and then while it rests, for a coordinator that is new.
+        """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
+        Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,8 +90,8 @@ def add_ClocksServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Clocks(object):
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     @staticmethod

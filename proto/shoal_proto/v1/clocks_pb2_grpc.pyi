@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ClocksStub:
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     @_typing.overload
@@ -36,29 +36,29 @@ class ClocksStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ClocksAsyncStub: ...
     Advance: _grpc.UnaryUnaryMultiCallable[_clocks_pb2.AdvanceRequest, _clocks_pb2.AdvanceReply]
-    """Says where the caller is, and waits until it may go on. Safe to repeat."""
+    """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
     Rest: _grpc.UnaryUnaryMultiCallable[_clocks_pb2.RestRequest, _clocks_pb2.RestReply]
-    """The caller takes no steps for now, as it has no samples: nobody waits for it. Its next Advance
-    enters again. To be repeated now and then while it rests, for a coordinator that is new.
+    """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
+    Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
     """
 
 @_typing.type_check_only
 class ClocksAsyncStub(ClocksStub):
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Advance: _aio.UnaryUnaryMultiCallable[_clocks_pb2.AdvanceRequest, _clocks_pb2.AdvanceReply]  # type: ignore[assignment]
-    """Says where the caller is, and waits until it may go on. Safe to repeat."""
+    """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
     Rest: _aio.UnaryUnaryMultiCallable[_clocks_pb2.RestRequest, _clocks_pb2.RestReply]  # type: ignore[assignment]
-    """The caller takes no steps for now, as it has no samples: nobody waits for it. Its next Advance
-    enters again. To be repeated now and then while it rests, for a coordinator that is new.
+    """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
+    Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
     """
 
 class ClocksServicer(metaclass=_abc_1.ABCMeta):
-    """How far the members of a job that trains with a bound on staleness are. Served by the
-    coordinator, from memory: after a change of leaders members say their clocks again.
+    """Clocks of the members of a job that trains with a staleness bound. Served by the coordinator,
+    from memory: after a leader failover members report their clocks again.
     """
 
     @_abc_1.abstractmethod
@@ -67,7 +67,7 @@ class ClocksServicer(metaclass=_abc_1.ABCMeta):
         request: _clocks_pb2.AdvanceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_clocks_pb2.AdvanceReply, _abc.Awaitable[_clocks_pb2.AdvanceReply]]:
-        """Says where the caller is, and waits until it may go on. Safe to repeat."""
+        """Reports the caller's clock, and waits until the caller may continue. Safe to repeat."""
 
     @_abc_1.abstractmethod
     def Rest(
@@ -75,8 +75,8 @@ class ClocksServicer(metaclass=_abc_1.ABCMeta):
         request: _clocks_pb2.RestRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_clocks_pb2.RestReply, _abc.Awaitable[_clocks_pb2.RestReply]]:
-        """The caller takes no steps for now, as it has no samples: nobody waits for it. Its next Advance
-        enters again. To be repeated now and then while it rests, for a coordinator that is new.
+        """Reports that the caller takes no steps for now, as it has no samples: no member waits for it.
+        Its next Advance enters again. Repeated from time to time while it rests, for a new leader.
         """
 
 def add_ClocksServicer_to_server(servicer: ClocksServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

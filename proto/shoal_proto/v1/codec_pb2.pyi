@@ -20,10 +20,10 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class GradientCodec(_message.Message):
-    """How the gradient of one shard is written, where not as it is. Numbers are little-endian; values of
-    32 bits, whatever the shard's dtype. Decoded, it has a value for each element of the blocks with a
-    gradient, one block after the other. It is always smaller than the gradient as it is: then nobody
-    who does not know of codecs takes the one for the other.
+    """The encoding of a compressed gradient of one shard. Numbers are little-endian; values have 32
+    bits, whatever the shard's dtype. Decoded, the gradient has a value for each element of the
+    blocks with a gradient, one block after the other. An encoded gradient is always smaller than an
+    uncompressed one: so a server that does not know codecs cannot take the one for the other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -36,20 +36,20 @@ class GradientCodec(_message.Message):
     COLUMNS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     """"fp16", "bf16": values of 16 bits.
-    "int8": scales, one for each `block` values, as float32; then an int8 a value: how many times
-    the scale it is. Values are filled up with zeros to a whole number of blocks. Rows of a table: a
-    scale for each row, in front of its values.
-    "one-bit": scales as for "int8"; then a bit a value, the highest of a byte first: set, the value
-    is the scale, else its negative.
-    "top-k": values as float32; then their places as int32, rising. All others are 0.
-    "powersgd": for each block with a gradient, as `low_rank` says: `lead` values as float32, then
-    the factor P (rows x rank), then the values that are left of the block; behind all blocks, for
-    each matrix the factor Q (columns x rank). The rows of a block are P Q^T.
+    "int8": scales, one for each `block` values, as float32; then an int8 per value, which times
+    the scale gives the value. Values are padded with zeros to a whole number of blocks. For rows
+    of a table: a scale for each row, before its values.
+    "one-bit": scales as for "int8"; then a bit per value, the highest bit of a byte first. If the
+    bit is set, the value is the scale, else its negative.
+    "top-k": values as float32; then their positions as int32, rising. All other values are 0.
+    "powersgd": for each block with a gradient, by its `low_rank`: `lead` values as float32, then
+    the factor P (rows x rank), then the other values of the block; after all blocks, for each
+    matrix the factor Q (columns x rank). The rows of a block are P Q^T.
     """
     num_bytes: _builtins.int
-    """Bytes of the gradient so written. Not set for rows of a table, where they follow from the rows."""
+    """Bytes of the encoded gradient. Not set for rows of a table, where they follow from the rows."""
     block: _builtins.int
-    """"int8", "one-bit": values with one scale; a multiple of 8."""
+    """"int8", "one-bit": number of values with one scale; a multiple of 8."""
     rank: _builtins.int
     """"powersgd" """
     @_builtins.property
@@ -58,8 +58,8 @@ class GradientCodec(_message.Message):
 
     @_builtins.property
     def columns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """"powersgd": the columns of each matrix. It consists of the rows of one parameter that lie in the
-        shard, whichever blocks they are in.
+        """"powersgd": the columns of each matrix. A matrix consists of the rows of one parameter that lie
+        in the shard, in any of its blocks.
         """
 
     def __init__(
@@ -82,7 +82,7 @@ Global___GradientCodec: _TypeAlias = GradientCodec  # noqa: Y015
 
 @_typing.final
 class LowRankRows(_message.Message):
-    """The part of a block that makes whole rows of its parameter. Without rows, the block is as it is."""
+    """The whole rows of its parameter in a block. Without rows, the block is not compressed."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -90,10 +90,10 @@ class LowRankRows(_message.Message):
     ROWS_FIELD_NUMBER: _builtins.int
     MATRIX_FIELD_NUMBER: _builtins.int
     lead: _builtins.int
-    """Elements of the block in front of them."""
+    """Elements of the block before the rows."""
     rows: _builtins.int
     matrix: _builtins.int
-    """Index of the matrix whose rows they are."""
+    """Index of the matrix that has the rows."""
     def __init__(
         self,
         *,

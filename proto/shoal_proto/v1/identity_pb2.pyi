@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class Token(_message.Message):
-    """Who speaks, and as of which agreed generation. Every call that can change something carries
-    one; a stale one is refused and the refusal names the generation that is current.
+    """Identity of a caller, and its generation. Every call that can change something carries a token. A
+    stale token is refused; the refusal has the current generation.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -38,19 +38,19 @@ class Token(_message.Message):
     """0 before the member is part of a generation."""
     member_id: _builtins.str
     incarnation: _builtins.str
-    """A fresh UUID for each process start, so that a process that was declared lost and
-    comes back is told apart from its successor under the same member_id.
+    """A fresh UUID for each process start. It distinguishes a process that was declared lost and
+    comes back from its successor under the same member_id.
     """
     run: _builtins.str
-    """Of the shard map that the caller goes by (ShardMap.run): one of another run is refused, for what
-    it knows of shards is of others. Empty: it goes by none.
+    """The run of the shard map that the caller uses (ShardMap.run). A call with the map of another
+    run is refused, as that run's shards are others. Empty: the caller uses no map.
     """
     job_secret: _builtins.str
-    """What the job was begun with, where it was begun with a secret: nobody joins it, or acts on its
-    members by their names, who does not know it. Empty: there is none.
+    """The secret with which the job was begun, if any. Without it, no process can join the job, or
+    act on its members by their names. Empty: none.
     """
     traceparent: _builtins.str
-    """The span that the call belongs to, as W3C Trace Context writes it. Empty: none."""
+    """The span of which the call is part, in the form of W3C Trace Context. Empty: none."""
     def __init__(
         self,
         *,
@@ -73,7 +73,7 @@ Global___Token: _TypeAlias = Token  # noqa: Y015
 @_typing.final
 class ErrorDetail(_message.Message):
     """An error as data. It travels in the trailing metadata `shoal-error-bin` of a failed call,
-    and inside notices and records that tell of a failure.
+    and inside notices and records of failures.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -32,8 +32,9 @@ class _StateActionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StateActi
     STATE_ACTION_KEEP: _StateAction.ValueType  # 2
     STATE_ACTION_RECEIVE: _StateAction.ValueType  # 3
     STATE_ACTION_CHECKPOINT: _StateAction.ValueType  # 4
-    """The job has trained before, and nobody in the roster holds its state: every member starts from
-    the newest checkpoint that all of them see. There is one: see AnswerRequest.checkpoint_steps.
+    """The job has trained before, and no member of the roster holds its state: every member starts
+    from the newest checkpoint that all of them see. There is one: see
+    AnswerRequest.checkpoint_steps.
     """
 
 class StateAction(_StateAction, metaclass=_StateActionEnumTypeWrapper): ...
@@ -44,8 +45,9 @@ STATE_ACTION_INITIAL: StateAction.ValueType  # 1
 STATE_ACTION_KEEP: StateAction.ValueType  # 2
 STATE_ACTION_RECEIVE: StateAction.ValueType  # 3
 STATE_ACTION_CHECKPOINT: StateAction.ValueType  # 4
-"""The job has trained before, and nobody in the roster holds its state: every member starts from
-the newest checkpoint that all of them see. There is one: see AnswerRequest.checkpoint_steps.
+"""The job has trained before, and no member of the roster holds its state: every member starts
+from the newest checkpoint that all of them see. There is one: see
+AnswerRequest.checkpoint_steps.
 """
 Global___StateAction: _TypeAlias = StateAction  # noqa: Y015
 
@@ -78,12 +80,12 @@ class JobSpec(_message.Message):
     job: _builtins.str
     min_members: _builtins.int
     max_members: _builtins.int
-    """At most so many train; who is surplus stands by."""
+    """Most members that train; surplus members are on standby."""
     desired_members: _builtins.int
-    """A first generation forms at once when so many are there."""
+    """Number of members with which a first generation forms at once."""
     last_call_s: _builtins.float
-    """With fewer than desired, but enough, a first generation forms so long after the first of them
-    was ready. 0: as the coordinator's limits say.
+    """With fewer members than desired, but at least min_members, a first generation forms this long
+    after the first of them was ready. 0: by the coordinator's limits.
     """
     def __init__(
         self,
@@ -123,14 +125,15 @@ class MemberInfo(_message.Message):
     torch_version: _builtins.str
     shoal_version: _builtins.str
     num_devices: _builtins.int
-    """Devices of that kind that the member sees on its host; 0: not stated."""
+    """Number of devices of that kind that the member sees on its host; 0: unknown."""
     probe_port: _builtins.int
-    """TCP port at which peers find out, before a generation starts, whether they reach this member.
-    0: it has none.
+    """TCP port on which peers check, before a generation starts, that they can reach this member.
+    0: none.
     """
     launch_digest: _builtins.str
-    """SHA-256, in hexadecimal digits, of the secret by which its launcher proves that it is that.
-    Empty: only an operator's report of this process' exit is believed, or anyone's without TLS.
+    """SHA-256, in hexadecimal digits, of the secret with which the launcher proves its identity.
+    Empty: a report of this process's exit is accepted only from an operator; without TLS, from any
+    caller.
     """
     def __init__(
         self,
@@ -164,12 +167,13 @@ class AttendRequest(_message.Message):
     INFO_FIELD_NUMBER: _builtins.int
     FETCHES_ROSTERS_FIELD_NUMBER: _builtins.int
     protocol: _builtins.int
-    """The newest version of the protocol that the member speaks, and the oldest; 0: that one alone."""
+    """The newest version of the protocol that the member speaks, and the oldest; 0: only the newest."""
     oldest_protocol: _builtins.int
     fetches_rosters: _builtins.bool
-    """The caller keeps the rosters that it was shown, and gets others by their digests, with
-    `GetRoster`. Then a notice has only the generation of a roster that was shown on this stream
-    before, or that is large: ten thousand members would each be sent ten thousand entries, twice.
+    """The caller keeps the rosters that it has received, and fetches others by digest, with
+    `GetRoster`. Then a notice has only the generation of a roster that was sent on this stream
+    before, or is large: otherwise ten thousand members would each be sent ten thousand entries,
+    twice.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -328,27 +332,27 @@ class Proposal(_message.Message):
     OPTIONAL_FIELDS_FIELD_NUMBER: _builtins.int
     LISTINGS_FIELD_NUMBER: _builtins.int
     synchronous: _builtins.bool
-    """False for strategies whose members train on through a change of membership."""
+    """False for strategies whose members train on during a change of membership."""
     step: _builtins.int
-    """Optimizer steps this member's state has behind it."""
+    """Number of optimizer steps in this member's state."""
     has_state: _builtins.bool
-    """Whether the member holds trained state that others could be given."""
+    """True if the member holds trained state that could be sent to others."""
     stateless: _builtins.bool
-    """True where no training state is Shoal's to keep (torchrun agents, whose scripts see to their own):
-    then a job whose members are all gone has lost nothing here.
+    """True if Shoal keeps no training state (torchrun agents, whose scripts keep their own): then a
+    job whose members are all gone has lost nothing.
     """
     @_builtins.property
     def fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def optional_fields(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """As `fields`, but compared among those members alone that state the field: a release that adds
-        one trains with members of the release before, which do not.
+        """As `fields`, but compared only among the members that set the field: so a release that adds a
+        field can train with members of the release before.
         """
 
     @_builtins.property
     def listings(self) -> _containers.ScalarMap[_builtins.str, _builtins.bytes]:
-        """By field: what its value is a digest of, as shoal_proto.packing.listings packs it. Not compared: it names
-        the first entry that differs where members differ in the field.
+        """By field: the content of which the value is a digest, packed by shoal_proto.packing.listings.
+        Not compared: if members differ in the field, it shows the first entry that differs.
         """
 
     def __init__(
@@ -388,12 +392,12 @@ class RosterEntry(_message.Message):
     address: _builtins.str
     state: Global___StateAction.ValueType
     step: _builtins.int
-    """Optimizer steps behind the member's state when the roster was frozen."""
+    """Number of optimizer steps in the member's state when the roster was frozen."""
     probe_port: _builtins.int
     """See MemberInfo."""
     public_id: _builtins.str
-    """Tells this process start from others of the same member: 16 hexadecimal digits of a hash of
-    its incarnation, which nobody else is to know.
+    """Identifies this process start among those of the member: 16 hexadecimal digits of a hash of its
+    incarnation, which is secret.
     """
     def __init__(
         self,
@@ -417,7 +421,7 @@ Global___RosterEntry: _TypeAlias = RosterEntry  # noqa: Y015
 
 @_typing.final
 class Roster(_message.Message):
-    """Members accept its digest, which covers fields that they do not know."""
+    """Members accept the digest, which also covers fields that they do not know."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -450,12 +454,12 @@ class Roster(_message.Message):
     FIELDS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
     source_member_id: _builtins.str
-    """The member whose state the others take, and the step it stands at. In a planned change the
-    step is fixed by StopAt, and all old members stand there.
+    """The member whose state the others receive, and the step of that state. In a planned change
+    StopAt sets the step, at which all old members stop.
     """
     step: _builtins.int
     planned: _builtins.bool
-    """True when the previous generation still trains while this one is agreed."""
+    """True if the previous generation still trains while this one is being agreed."""
     synchronous: _builtins.bool
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___RosterEntry]: ...
@@ -489,7 +493,7 @@ class Conflict(_message.Message):
     field: _builtins.str
     @_builtins.property
     def values(self) -> _containers.RepeatedCompositeFieldContainer[Global___ConflictingValue]:
-        """value -> the members that hold it"""
+        """Each value, with the members that have it."""
 
     def __init__(
         self,
@@ -543,8 +547,8 @@ class GenerationRecord(_message.Message):
     verdict: Global___Verdict.ValueType
     reason: _builtins.str
     digest: _builtins.str
-    """SHA-256 in hex of the whole roster: its encoding with the fields in the order of their
-    numbers and the entries of `fields` by key, in bytes. What the members accepted.
+    """SHA-256 in hex of the whole roster, which the members accepted: of its encoding with the fields
+    in the order of their numbers, and the entries of `fields` by key, in bytes.
     """
     decided_unix_s: _builtins.float
     @_builtins.property
@@ -572,7 +576,7 @@ Global___GenerationRecord: _TypeAlias = GenerationRecord  # noqa: Y015
 
 @_typing.final
 class StoredRoster(_message.Message):
-    """A roster as it lies in etcd, deflated, within the decided record of its generation."""
+    """A roster as stored in etcd, deflated, within the record of its generation."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -582,7 +586,7 @@ class StoredRoster(_message.Message):
     def roster(self) -> Global___Roster: ...
     @_builtins.property
     def incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The processes of the members, in the order of the entries: members are not told these."""
+        """The incarnations of the members, in the order of the entries. They are not sent to members."""
 
     def __init__(
         self,
@@ -616,7 +620,7 @@ class Notice(_message.Message):
     CLOSING_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why this notice came; the same words the log and the page show."""
+    """The reason for this notice, as the log and the page show it."""
     @_builtins.property
     def admitted(self) -> Global___Admitted: ...
     @_builtins.property
@@ -753,7 +757,7 @@ class Break(_message.Message):
     GENERATION_FIELD_NUMBER: _builtins.int
     LOST_MEMBER_IDS_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """The generation that is over."""
+    """The generation that has ended."""
     @_builtins.property
     def lost_member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -810,9 +814,9 @@ Global___Standby: _TypeAlias = Standby  # noqa: Y015
 
 @_typing.final
 class Pauses(_message.Message):
-    """Who is paused now, of those whom others wait for. Nobody: the limits run again, from their start.
-    Told whenever it changes, on admission if it is somebody, and again and again while the state of
-    a long bring-up is under way: limits that run begin anew with each.
+    """The members that are paused now, of those for which others wait. None: the time limits start
+    again from zero. Sent whenever it changes, on admission if there are any, and repeatedly while
+    state is being transferred in a long bring-up: running limits start again with each notice.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -835,7 +839,7 @@ Global___Pauses: _TypeAlias = Pauses  # noqa: Y015
 
 @_typing.final
 class Closing(_message.Message):
-    """The job takes in no more members: those that train end by themselves."""
+    """The job accepts no more members; those that train end by themselves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -852,8 +856,8 @@ Global___Closing: _TypeAlias = Closing  # noqa: Y015
 
 @_typing.final
 class Waiting(_message.Message):
-    """Members without a rank that would be in the next roster. Told to torchrun's nodes, whenever the
-    number changes.
+    """Number of members without a rank that would be in the next roster. Sent to torchrun's nodes
+    whenever it changes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -880,13 +884,13 @@ class Drain(_message.Message):
     NOW_FIELD_NUMBER: _builtins.int
     UNREPLACED_FIELD_NUMBER: _builtins.int
     now: _builtins.bool
-    """False: train on; a generation without this member is being agreed, and the agreed boundary is
-    where it stops. True: nothing needs this member any more, or nobody can take over; it leaves
+    """False: train on; a generation without this member is being agreed, and the member stops at the
+    agreed boundary. True: the member is not needed any more, or no other can take over; it leaves
     at its next step boundary.
     """
     unreplaced: _builtins.bool
-    """With `now`: no generation follows without this member. The members write a checkpoint of one
-    more step, if they keep any, before it leaves.
+    """With `now`: no generation without this member follows. If the members keep checkpoints, they
+    write one after one more step, before the member leaves.
     """
     def __init__(
         self,
@@ -910,11 +914,11 @@ class Ack(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     LOST_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """The job's newest generation and phase, so that a member that missed a notice finds out."""
+    """The job's newest generation and phase, which show a member that it has missed a notice."""
     phase: _builtins.str
     @_builtins.property
     def lost(self) -> _identity_pb2.ErrorDetail:
-        """Set where the job is lost: what everybody is refused with."""
+        """Set if the job is lost: the error with which all members are refused."""
 
     def __init__(
         self,
@@ -968,19 +972,20 @@ class AnswerRequest(_message.Message):
     generation: _builtins.int
     """The generation number of the Prepare that is answered."""
     digest: _builtins.str
-    """Computed by the member from the roster it was shown."""
+    """Computed by the member from the roster that it received."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def rejections(self) -> _containers.RepeatedCompositeFieldContainer[Global___Rejection]: ...
     @_builtins.property
     def unreachable(self) -> _containers.RepeatedCompositeFieldContainer[Global___Unreachable]:
-        """The peers in the roster that this member could not reach. Weighed with what the others say."""
+        """The peers in the roster that this member could not reach. Compared with the others' reports."""
 
     @_builtins.property
     def checkpoint_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Where the roster says STATE_ACTION_CHECKPOINT: the steps of the complete checkpoints that this
-        member sees. If no step is seen by anybody, the job is lost, and all are refused with StateLost.
+        """If the roster has STATE_ACTION_CHECKPOINT: the steps of the complete checkpoints that this
+        member sees. If no member sees any, the job is lost, and all members are refused with
+        StateLost.
         """
 
     def __init__(
@@ -1009,7 +1014,7 @@ class Unreachable(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     error: _builtins.str
-    """What came of the attempt."""
+    """The error of the attempt."""
     def __init__(
         self,
         *,
@@ -1061,7 +1066,8 @@ class SettleRequest(_message.Message):
     has_state: _builtins.bool
     enough_for_call: _builtins.int
     """Not 0: the script is in a call that all members make together between two steps, such as an
-    evaluation, and so many of those who are in it are enough to make it again. Nobody comes in before.
+    evaluation, and this many of the members in the call are enough to make it again. No member
+    joins before that.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -1114,7 +1120,9 @@ class ReadyRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Optimizer steps behind the state that the member starts from, or stands at when it says so again."""
+    """Number of optimizer steps in the state from which the member starts; in a repeated report, in
+    its present state.
+    """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1165,17 +1173,17 @@ class Beat(_message.Message):
     LOADS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     moved: _builtins.int
-    """Counts what came of a bring-up: connections, messages, parts of the state. That it changes is
-    what counts.
+    """Counter of progress in a bring-up: connections, messages, parts of the state. Only its changes
+    matter.
     """
     own_code_s: _builtins.float
-    """For how many seconds the trainer has been in the script's own code; 0: it is not, or nothing is
-    known of it.
+    """Seconds for which the trainer has been in the script's own code; 0: it is not, or that is
+    unknown.
     """
     waits: _builtins.bool
-    """Whether the trainer waits for other members."""
+    """True if the trainer waits for other members."""
     loads: _builtins.bool
-    """Whether that code of the script's is its dataset: the trainer waits for a batch to be loaded."""
+    """True if that code of the script is its dataset: the trainer waits for a batch to be loaded."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1229,7 +1237,7 @@ class BeatReply(_message.Message):
     phase: _builtins.str
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set when the beat was refused: the member is fenced, the job unknown or finished."""
+        """Set if the beat was refused: the member is fenced, or the job is unknown or finished."""
 
     def __init__(
         self,
@@ -1256,11 +1264,11 @@ class ReportBrokenRequest(_message.Message):
     STATE_LOST_FIELD_NUMBER: _builtins.int
     error: _builtins.str
     own: _builtins.bool
-    """In a bring-up: it was this member's own failure, not the consequence of a lost peer or of a
-    connection that closed. Tried three times, with pauses in which the others go on without it.
+    """In a bring-up: the failure was this member's own, not the consequence of a lost peer or of a
+    closed connection. Tried three times, with pauses in which the others go on without the member.
     """
     state_lost: _builtins.bool
-    """In a bring-up: what the members hold together is no whole state, and no checkpoint is there."""
+    """In a bring-up: the members together do not have a complete state, and there is no checkpoint."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1295,7 +1303,7 @@ class ReportExitRequest(_message.Message):
     host: _builtins.str
     exit_code: _builtins.int
     launch_secret: _builtins.str
-    """Which the launcher has given to the process: see MemberInfo.launch_digest."""
+    """The secret that the launcher has given to the process: see MemberInfo.launch_digest."""
     def __init__(
         self,
         *,
@@ -1362,12 +1370,14 @@ class DrainRequest(_message.Message):
     job: _builtins.str
     member_id: _builtins.str
     incarnation: _builtins.str
-    """Both empty: whichever process is that member now. Else another one is left alone."""
+    """The process to drain; another process of the member is left alone. If this and `public_id` are
+    empty: whichever process is the member now.
+    """
     reason: _builtins.str
     public_id: _builtins.str
-    """As rosters and the status endpoint have it."""
+    """The process to drain, by its id in rosters and at the status endpoint."""
     job_secret: _builtins.str
-    """See Token.job_secret; not needed with `incarnation`, nor of an operator with a certificate."""
+    """See Token.job_secret; not needed with `incarnation`, nor by an operator with a certificate."""
     def __init__(
         self,
         *,
@@ -1397,16 +1407,16 @@ class PauseRequest(_message.Message):
     ELAPSED_S_FIELD_NUMBER: _builtins.int
     PAUSE_NUMBER_FIELD_NUMBER: _builtins.int
     paused: _builtins.bool
-    """False: it is over."""
+    """False: the pause is over."""
     reason: _builtins.str
-    """What for, in the words of the script."""
+    """The reason that the script gave."""
     limit_s: _builtins.float
-    """The longest it may take; then the member is taken for hung."""
+    """Longest duration of the pause; then the member counts as hung."""
     elapsed_s: _builtins.float
-    """Since when it is paused, where that is said again."""
+    """Time since the pause began, in a repeated report."""
     pause_number: _builtins.int
-    """Rises from pause to pause of one process, so that a word of one that is over, which was long on
-    its way, is known as that. 0: not stated.
+    """Rises from pause to pause of one process, so that a delayed report of an earlier pause is
+    recognised. 0: not set.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -1438,16 +1448,16 @@ class LeaveRequest(_message.Message):
     STAYS_FIELD_NUMBER: _builtins.int
     CLOSES_FIELD_NUMBER: _builtins.int
     completed: _builtins.bool
-    """True when the member has done all its work: the job ends with it. Of torchrun's nodes, which
+    """True if the member has done all its work: the job ends with it. With torchrun's nodes, which
     may end at different times, the job ends with the last.
     """
     reason: _builtins.str
     stays: _builtins.bool
-    """The member has done its own work and remains for the others, which may use a store that it
-    serves: nobody waits for it any more. Only with `completed`.
+    """The member has done its own work and stays for the others, which may use a store that it
+    serves: no member waits for it any more. Only with `completed`.
     """
     closes: _builtins.bool
-    """The member remains, and the job takes in no more members. Only with `completed`."""
+    """The member stays, and the job accepts no more members. Only with `completed`."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -1488,7 +1498,7 @@ class Cluster(_message.Message):
 
     HTTP_URL_FIELD_NUMBER: _builtins.int
     http_url: _builtins.str
-    """Base URL of the status endpoint of the coordinator that leads."""
+    """Base URL of the status endpoint of the leading coordinator."""
     def __init__(
         self,
         *,
@@ -1532,7 +1542,7 @@ class JobStanding(_message.Message):
     phase: _builtins.str
     """As on the status page: "collect", "running", "finished" ..."""
     finished: _builtins.bool
-    """Nobody can join it any more."""
+    """The job cannot be joined any more."""
     reason: _builtins.str
     @_builtins.property
     def member_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -1584,7 +1594,7 @@ class StopJobRequest(_message.Message):
     JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     reason: _builtins.str
-    """What people are told."""
+    """The reason to show."""
     job_secret: _builtins.str
     """See DrainRequest."""
     def __init__(
@@ -1611,7 +1621,7 @@ class RetryJobRequest(_message.Message):
     JOB_SECRET_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     from_scratch: _builtins.bool
-    """From step 0, whatever it had come to."""
+    """Start from step 0, whatever step the job had reached."""
     job_secret: _builtins.str
     """See DrainRequest."""
     def __init__(
@@ -1636,7 +1646,7 @@ class ResetJobReply(_message.Message):
     EXISTED_FIELD_NUMBER: _builtins.int
     LAST_GENERATION_FIELD_NUMBER: _builtins.int
     existed: _builtins.bool
-    """Whether anything was kept of the job."""
+    """True if anything was stored of the job."""
     last_generation: _builtins.int
     """The generations of the next run have higher numbers."""
     def __init__(

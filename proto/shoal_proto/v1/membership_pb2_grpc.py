@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class MembershipStub(object):
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
     Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome
@@ -143,7 +143,7 @@ class MembershipStub(object):
 
 
 class MembershipServicer(object):
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
     Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome
@@ -152,16 +152,16 @@ class MembershipServicer(object):
     """
 
     def Attend(self, request, context):
-        """Makes the caller a member and keeps it one while the stream lives. The first notice is
-        Admitted. A re-attendance with the same incarnation resumes, and the server sends again
-        whatever the member has still to act on.
+        """Makes the caller a member as long as the stream is open. The first notice is Admitted. If the
+        same incarnation attends again, it resumes, and the server sends again all notices on which the
+        member still has to act.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Propose(self, request, context):
-        """States what this member would train. It makes the member a candidate for a generation.
+        """Submits the member's proposal, which makes it a candidate for a generation.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -175,65 +175,66 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Settle(self, request, context):
-        """After a Break or an aborted generation: the trainer stands still at this step.
+        """After a Break or an aborted generation: reports the step at which the trainer has stopped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Offer(self, request, context):
-        """In a planned change: the member will not begin `next_step` until StopAt says where to stop.
+        """In a planned change: the member will not begin `next_step` before it has received StopAt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ready(self, request, context):
-        """The member's first collective of the generation passed.
+        """Reports that the member's first collective of the generation passed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Batched: one call may speak for all members of a host.
+        """One call may report all members of a host.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportBroken(self, request, context):
-        """A collective failed under this member. A hint, weighed with what else is known.
+        """Reports that a collective of this member failed. The coordinator also considers what else it
+        knows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportExit(self, request, context):
-        """From the launcher, which saw the process exit.
+        """From the launcher: the process has exited.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportHalt(self, request, context):
-        """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT).
+        """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Asks that a member finish its step, hand over and leave. From an operator, or from the member
-        itself, which was told to end. The others go on without a break.
+        """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
+        was asked to end. The others go on without a break.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pause(self, request, context):
-        """The trainer runs code of the script's own that the others are to wait for, or has ended it.
-        Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+        """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
+        of their time limits runs. The newest report counts; it may be repeated.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -246,52 +247,52 @@ class MembershipServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetGeneration(self, request, context):
-        """The durable record. With `wait_s` above zero the call waits that long for the record to exist.
+        """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetRoster(self, request, context):
-        """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters.
+        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetJob(self, request, context):
-        """How a job stands: what a launcher asks before it starts workers.
+        """Returns the state of a job, for a launcher before it starts workers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ResetJob(self, request, context):
-        """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
-        Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+        Refused while the job has members. Snapshots are kept. An unknown job is no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def StopJob(self, request, context):
-        """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
-        any more. Of a job that is over already nothing changes.
+        """Makes all members of a job leave at their next step boundary; then the job is stopped, and
+        cannot be joined any more. A job that is over is not changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def RetryJob(self, request, context):
-        """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
-        is.
+        """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+        from the state that it still has.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCluster(self, request, context):
-        """Where else the cluster is found: what a command asks that knows one address of it.
+        """Returns other addresses of the cluster, for a command that knows one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -409,7 +410,7 @@ def add_MembershipServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Membership(object):
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
     Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome

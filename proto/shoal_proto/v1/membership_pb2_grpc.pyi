@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class MembershipStub:
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
       Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome
@@ -40,61 +40,63 @@ class MembershipStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> MembershipAsyncStub: ...
     Attend: _grpc.UnaryStreamMultiCallable[_membership_pb2.AttendRequest, _membership_pb2.Notice]
-    """Makes the caller a member and keeps it one while the stream lives. The first notice is
-    Admitted. A re-attendance with the same incarnation resumes, and the server sends again
-    whatever the member has still to act on.
+    """Makes the caller a member as long as the stream is open. The first notice is Admitted. If the
+    same incarnation attends again, it resumes, and the server sends again all notices on which the
+    member still has to act.
     """
     Propose: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ProposeRequest, _membership_pb2.Ack]
-    """States what this member would train. It makes the member a candidate for a generation."""
+    """Submits the member's proposal, which makes it a candidate for a generation."""
     Answer: _grpc.UnaryUnaryMultiCallable[_membership_pb2.AnswerRequest, _membership_pb2.Ack]
     """Accepts or rejects the Prepare with the same attempt number."""
     Settle: _grpc.UnaryUnaryMultiCallable[_membership_pb2.SettleRequest, _membership_pb2.Ack]
-    """After a Break or an aborted generation: the trainer stands still at this step."""
+    """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
     Offer: _grpc.UnaryUnaryMultiCallable[_membership_pb2.OfferRequest, _membership_pb2.Ack]
-    """In a planned change: the member will not begin `next_step` until StopAt says where to stop."""
+    """In a planned change: the member will not begin `next_step` before it has received StopAt."""
     Ready: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReadyRequest, _membership_pb2.Ack]
-    """The member's first collective of the generation passed."""
+    """Reports that the member's first collective of the generation passed."""
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatReply]
-    """Batched: one call may speak for all members of a host."""
+    """One call may report all members of a host."""
     ReportBroken: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportBrokenRequest, _membership_pb2.Ack]
-    """A collective failed under this member. A hint, weighed with what else is known."""
+    """Reports that a collective of this member failed. The coordinator also considers what else it
+    knows.
+    """
     ReportExit: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]
-    """From the launcher, which saw the process exit."""
+    """From the launcher: the process has exited."""
     ReportHalt: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]
-    """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+    """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
     Drain: _grpc.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]
-    """Asks that a member finish its step, hand over and leave. From an operator, or from the member
-    itself, which was told to end. The others go on without a break.
+    """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
+    was asked to end. The others go on without a break.
     """
     Pause: _grpc.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]
-    """The trainer runs code of the script's own that the others are to wait for, or has ended it.
-    Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+    """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
+    of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _grpc.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]
     GetGeneration: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]
-    """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
     GetRoster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]
-    """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]
-    """How a job stands: what a launcher asks before it starts workers."""
+    """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]
-    """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
-    Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+    Refused while the job has members. Snapshots are kept. An unknown job is no error.
     """
     StopJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]
-    """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
-    any more. Of a job that is over already nothing changes.
+    """Makes all members of a job leave at their next step boundary; then the job is stopped, and
+    cannot be joined any more. A job that is over is not changed.
     """
     RetryJob: _grpc.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]
-    """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
-    is.
+    """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+    from the state that it still has.
     """
     GetCluster: _grpc.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]
-    """Where else the cluster is found: what a command asks that knows one address of it."""
+    """Returns other addresses of the cluster, for a command that knows one."""
 
 @_typing.type_check_only
 class MembershipAsyncStub(MembershipStub):
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
       Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome
@@ -104,60 +106,62 @@ class MembershipAsyncStub(MembershipStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Attend: _aio.UnaryStreamMultiCallable[_membership_pb2.AttendRequest, _membership_pb2.Notice]  # type: ignore[assignment]
-    """Makes the caller a member and keeps it one while the stream lives. The first notice is
-    Admitted. A re-attendance with the same incarnation resumes, and the server sends again
-    whatever the member has still to act on.
+    """Makes the caller a member as long as the stream is open. The first notice is Admitted. If the
+    same incarnation attends again, it resumes, and the server sends again all notices on which the
+    member still has to act.
     """
     Propose: _aio.UnaryUnaryMultiCallable[_membership_pb2.ProposeRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """States what this member would train. It makes the member a candidate for a generation."""
+    """Submits the member's proposal, which makes it a candidate for a generation."""
     Answer: _aio.UnaryUnaryMultiCallable[_membership_pb2.AnswerRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     """Accepts or rejects the Prepare with the same attempt number."""
     Settle: _aio.UnaryUnaryMultiCallable[_membership_pb2.SettleRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """After a Break or an aborted generation: the trainer stands still at this step."""
+    """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
     Offer: _aio.UnaryUnaryMultiCallable[_membership_pb2.OfferRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """In a planned change: the member will not begin `next_step` until StopAt says where to stop."""
+    """In a planned change: the member will not begin `next_step` before it has received StopAt."""
     Ready: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReadyRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """The member's first collective of the generation passed."""
+    """Reports that the member's first collective of the generation passed."""
     Heartbeat: _aio.UnaryUnaryMultiCallable[_membership_pb2.HeartbeatRequest, _membership_pb2.HeartbeatReply]  # type: ignore[assignment]
-    """Batched: one call may speak for all members of a host."""
+    """One call may report all members of a host."""
     ReportBroken: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportBrokenRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """A collective failed under this member. A hint, weighed with what else is known."""
+    """Reports that a collective of this member failed. The coordinator also considers what else it
+    knows.
+    """
     ReportExit: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportExitRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """From the launcher, which saw the process exit."""
+    """From the launcher: the process has exited."""
     ReportHalt: _aio.UnaryUnaryMultiCallable[_membership_pb2.ReportHaltRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+    """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
     Drain: _aio.UnaryUnaryMultiCallable[_membership_pb2.DrainRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """Asks that a member finish its step, hand over and leave. From an operator, or from the member
-    itself, which was told to end. The others go on without a break.
+    """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
+    was asked to end. The others go on without a break.
     """
     Pause: _aio.UnaryUnaryMultiCallable[_membership_pb2.PauseRequest, _membership_pb2.Ack]  # type: ignore[assignment]
-    """The trainer runs code of the script's own that the others are to wait for, or has ended it.
-    Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+    """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
+    of their time limits runs. The newest report counts; it may be repeated.
     """
     Leave: _aio.UnaryUnaryMultiCallable[_membership_pb2.LeaveRequest, _membership_pb2.Ack]  # type: ignore[assignment]
     GetGeneration: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetGenerationRequest, _membership_pb2.GenerationRecord]  # type: ignore[assignment]
-    """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+    """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
     GetRoster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetRosterRequest, _membership_pb2.PackedRoster]  # type: ignore[assignment]
-    """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+    """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
     GetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
-    """How a job stands: what a launcher asks before it starts workers."""
+    """Returns the state of a job, for a launcher before it starts workers."""
     ResetJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.ResetJobRequest, _membership_pb2.ResetJobReply]  # type: ignore[assignment]
-    """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
-    Refused while the job has members. Snapshots stay. A job that never was is no error.
+    """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+    Refused while the job has members. Snapshots are kept. An unknown job is no error.
     """
     StopJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.StopJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
-    """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
-    any more. Of a job that is over already nothing changes.
+    """Makes all members of a job leave at their next step boundary; then the job is stopped, and
+    cannot be joined any more. A job that is over is not changed.
     """
     RetryJob: _aio.UnaryUnaryMultiCallable[_membership_pb2.RetryJobRequest, _membership_pb2.JobStanding]  # type: ignore[assignment]
-    """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
-    is.
+    """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+    from the state that it still has.
     """
     GetCluster: _aio.UnaryUnaryMultiCallable[_membership_pb2.GetClusterRequest, _membership_pb2.Cluster]  # type: ignore[assignment]
-    """Where else the cluster is found: what a command asks that knows one address of it."""
+    """Returns other addresses of the cluster, for a command that knows one."""
 
 class MembershipServicer(metaclass=_abc_1.ABCMeta):
-    """Membership of jobs: who is there, and which roster all of them agreed on.
+    """Membership of jobs: the members of each job, and the rosters on which they agree.
 
     A member's life, as calls:
       Attend (stays open) -> Propose -> notice Prepare -> Answer -> notice Outcome
@@ -171,9 +175,9 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.AttendRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_membership_pb2.Notice], _abc.AsyncIterator[_membership_pb2.Notice]]:
-        """Makes the caller a member and keeps it one while the stream lives. The first notice is
-        Admitted. A re-attendance with the same incarnation resumes, and the server sends again
-        whatever the member has still to act on.
+        """Makes the caller a member as long as the stream is open. The first notice is Admitted. If the
+        same incarnation attends again, it resumes, and the server sends again all notices on which the
+        member still has to act.
         """
 
     @_abc_1.abstractmethod
@@ -182,7 +186,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ProposeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """States what this member would train. It makes the member a candidate for a generation."""
+        """Submits the member's proposal, which makes it a candidate for a generation."""
 
     @_abc_1.abstractmethod
     def Answer(
@@ -198,7 +202,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.SettleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """After a Break or an aborted generation: the trainer stands still at this step."""
+        """After a Break or an aborted generation: reports the step at which the trainer has stopped."""
 
     @_abc_1.abstractmethod
     def Offer(
@@ -206,7 +210,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.OfferRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """In a planned change: the member will not begin `next_step` until StopAt says where to stop."""
+        """In a planned change: the member will not begin `next_step` before it has received StopAt."""
 
     @_abc_1.abstractmethod
     def Ready(
@@ -214,7 +218,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReadyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """The member's first collective of the generation passed."""
+        """Reports that the member's first collective of the generation passed."""
 
     @_abc_1.abstractmethod
     def Heartbeat(
@@ -222,7 +226,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.HeartbeatReply, _abc.Awaitable[_membership_pb2.HeartbeatReply]]:
-        """Batched: one call may speak for all members of a host."""
+        """One call may report all members of a host."""
 
     @_abc_1.abstractmethod
     def ReportBroken(
@@ -230,7 +234,9 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportBrokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """A collective failed under this member. A hint, weighed with what else is known."""
+        """Reports that a collective of this member failed. The coordinator also considers what else it
+        knows.
+        """
 
     @_abc_1.abstractmethod
     def ReportExit(
@@ -238,7 +244,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportExitRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """From the launcher, which saw the process exit."""
+        """From the launcher: the process has exited."""
 
     @_abc_1.abstractmethod
     def ReportHalt(
@@ -246,7 +252,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ReportHaltRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """From the launcher, which saw a signal halt the process (SIGSTOP), or let it go on (SIGCONT)."""
+        """From the launcher: a signal has halted the process (SIGSTOP), or continued it (SIGCONT)."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -254,8 +260,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.DrainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """Asks that a member finish its step, hand over and leave. From an operator, or from the member
-        itself, which was told to end. The others go on without a break.
+        """Asks a member to finish its step, hand over and leave. From an operator, or from a member that
+        was asked to end. The others go on without a break.
         """
 
     @_abc_1.abstractmethod
@@ -264,8 +270,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.PauseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Ack, _abc.Awaitable[_membership_pb2.Ack]]:
-        """The trainer runs code of the script's own that the others are to wait for, or has ended it.
-        Meanwhile no limit of theirs runs. The newest word counts; it may be said again.
+        """The trainer begins or ends code of the script for which the others are to wait. Meanwhile none
+        of their time limits runs. The newest report counts; it may be repeated.
         """
 
     @_abc_1.abstractmethod
@@ -281,7 +287,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.GenerationRecord, _abc.Awaitable[_membership_pb2.GenerationRecord]]:
-        """The durable record. With `wait_s` above zero the call waits that long for the record to exist."""
+        """Returns the durable record. With `wait_s` above zero, waits that long for the record to exist."""
 
     @_abc_1.abstractmethod
     def GetRoster(
@@ -289,7 +295,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetRosterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.PackedRoster, _abc.Awaitable[_membership_pb2.PackedRoster]]:
-        """One of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
+        """Returns one of a job's newest rosters, by its digest: see AttendRequest.fetches_rosters."""
 
     @_abc_1.abstractmethod
     def GetJob(
@@ -297,7 +303,7 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
-        """How a job stands: what a launcher asks before it starts workers."""
+        """Returns the state of a job, for a launcher before it starts workers."""
 
     @_abc_1.abstractmethod
     def ResetJob(
@@ -305,8 +311,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.ResetJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.ResetJobReply, _abc.Awaitable[_membership_pb2.ResetJobReply]]:
-        """Takes away all that is kept of a job, so that the next run of its name begins from nothing.
-        Refused while the job has members. Snapshots stay. A job that never was is no error.
+        """Deletes all that is stored of a job, so that the next run of its name starts from nothing.
+        Refused while the job has members. Snapshots are kept. An unknown job is no error.
         """
 
     @_abc_1.abstractmethod
@@ -315,8 +321,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.StopJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
-        """Has all members of a job leave at their next step boundary. Then it is stopped: nobody joins it
-        any more. Of a job that is over already nothing changes.
+        """Makes all members of a job leave at their next step boundary; then the job is stopped, and
+        cannot be joined any more. A job that is over is not changed.
         """
 
     @_abc_1.abstractmethod
@@ -325,8 +331,8 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.RetryJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.JobStanding, _abc.Awaitable[_membership_pb2.JobStanding]]:
-        """Lets a job be joined again that failed, was stopped, or whose state is lost: from where its state
-        is.
+        """Allows members to join a job again that failed, was stopped, or lost its state. It continues
+        from the state that it still has.
         """
 
     @_abc_1.abstractmethod
@@ -335,6 +341,6 @@ class MembershipServicer(metaclass=_abc_1.ABCMeta):
         request: _membership_pb2.GetClusterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_membership_pb2.Cluster, _abc.Awaitable[_membership_pb2.Cluster]]:
-        """Where else the cluster is found: what a command asks that knows one address of it."""
+        """Returns other addresses of the cluster, for a command that knows one."""
 
 def add_MembershipServicer_to_server(servicer: MembershipServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -20,8 +20,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class OptimizerSpec(_message.Message):
-    """What the parameter servers do with the gradients that they are pushed. It is the same for all
-    shards of a job and travels with whatever makes one.
+    """The rule by which parameter servers apply pushed gradients. It is the same for all shards of a
+    job, and part of every message from which a shard is made.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -31,16 +31,16 @@ class OptimizerSpec(_message.Message):
     SCHEDULE_FIELD_NUMBER: _builtins.int
     STALENESS_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"sgd", "adagrad", "adam", "adamw"; or "outer", whose gradients are what a member's own steps
-    have taken away from the values since it received them.
+    """"sgd", "adagrad", "adam", "adamw"; or "outer", whose gradients are the values that a member has
+    received, minus those that its own steps have reached.
     """
     @_builtins.property
     def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___HyperParameters]:
-        """One entry a parameter group."""
+        """One entry per parameter group."""
 
     @_builtins.property
     def schedule(self) -> Global___Schedule:
-        """Of the learning rates of all groups, for pushes that bring none."""
+        """Schedule of the learning rates of all groups, for pushes that set none."""
 
     @_builtins.property
     def staleness(self) -> Global___StalenessPolicy: ...
@@ -62,7 +62,7 @@ Global___OptimizerSpec: _TypeAlias = OptimizerSpec  # noqa: Y015
 
 @_typing.final
 class HyperParameters(_message.Message):
-    """Those of torch.optim, by its names; what the optimizer does not have is not looked at."""
+    """Hyper-parameters, by torch.optim's names; those that the optimizer does not have are ignored."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -117,7 +117,7 @@ Global___HyperParameters: _TypeAlias = HyperParameters  # noqa: Y015
 @_typing.final
 class Schedule(_message.Message):
     """Learning rates by the number of updates that a shard has had, equal to those of
-    torch.optim.lr_scheduler stepped once an update. No phase: they stay as they are.
+    torch.optim.lr_scheduler stepped once per update. Without phases they are constant.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -125,7 +125,7 @@ class Schedule(_message.Message):
     PHASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]:
-        """One after the other, as by SequentialLR."""
+        """Phases in sequence, as in SequentialLR."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class Phase(_message.Message):
     EXPONENTIAL_FIELD_NUMBER: _builtins.int
     COSINE_FIELD_NUMBER: _builtins.int
     num_updates: _builtins.int
-    """So many updates it lasts; that of the last phase is not looked at."""
+    """Number of updates that the phase lasts; ignored in the last phase."""
     @_builtins.property
     def constant(self) -> Global___ConstantPhase: ...
     @_builtins.property
@@ -264,7 +264,7 @@ class MultiStepPhase(_message.Message):
     gamma: _builtins.float
     @_builtins.property
     def milestones(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In order; one that comes twice counts twice."""
+        """In rising order; a milestone that occurs twice counts twice."""
 
     def __init__(
         self,
@@ -323,7 +323,7 @@ Global___CosinePhase: _TypeAlias = CosinePhase  # noqa: Y015
 
 @_typing.final
 class StalenessPolicy(_message.Message):
-    """What is done about gradients of values that others have changed since."""
+    """Treatment of gradients whose base values have been updated since."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -333,19 +333,19 @@ class StalenessPolicy(_message.Message):
     ADAPTIVE_FIELD_NUMBER: _builtins.int
     DECAY_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"" and "none": nothing; "scale": the learning rate is divided by the staleness, if that is above
-    1; "damp": momentum and learning rate are lowered by it; "compensate": the gradient is corrected by how far the values have gone since. Then the values
-    that the gradient was computed on follow each shard's gradient, at offsets from the shard's
-    number of bytes on.
+    """"" and "none": no treatment. "scale": the learning rate is divided by the staleness, if that is
+    above 1. "damp": momentum and learning rate are lowered by it. "compensate": the gradient is
+    corrected by the change of the values since. Then the values on which the gradient was computed
+    follow each shard's gradient, at offsets that begin at the shard's number of bytes.
     """
     bound: _builtins.int
-    """A push of a greater staleness is refused with StalePush."""
+    """A push with a higher staleness is refused with StalePush."""
     strength: _builtins.float
-    """Lambda of compensation, lambda_0 where it is adaptive."""
+    """Lambda of the compensation; lambda_0 if it is adaptive."""
     adaptive: _builtins.bool
-    """Whether lambda is divided by the root of the mean square of each element's gradients."""
+    """True if lambda is divided by the root of the mean square of each element's gradients."""
     decay: _builtins.float
-    """How much of the mean square stays from one update to the next."""
+    """Share of the mean square that is kept from one update to the next."""
     def __init__(
         self,
         *,

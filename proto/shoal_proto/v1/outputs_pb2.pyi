@@ -29,11 +29,11 @@ class ServeOutputRequest(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     host: _builtins.str
-    """Where the launcher runs."""
+    """The launcher's host."""
     job_secret: _builtins.str
     """See DrainRequest."""
     source: _builtins.str
-    """Drawn by each launcher: positions in what it keeps mean nothing to another."""
+    """Drawn by each launcher: positions in its output are not valid for another launcher."""
     @_builtins.property
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputOwner]: ...
     def __init__(
@@ -61,7 +61,7 @@ class OutputOwner(_message.Message):
     LAUNCH_SECRET_FIELD_NUMBER: _builtins.int
     member_id: _builtins.str
     launch_secret: _builtins.str
-    """See ReportExitRequest. Only who knows it answers for a member that is there."""
+    """See ReportExitRequest. Needed to serve the output of a member that is present."""
     def __init__(
         self,
         *,
@@ -86,12 +86,12 @@ class OutputWanted(_message.Message):
     BEFORE_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
     ticket: _builtins.str
-    """Drawn for each question; the answer names it."""
+    """Drawn for each request; the answer names it."""
     member_id: _builtins.str
     after: _builtins.int
-    """Whole lines from this position on; from the oldest that is kept where that is gone."""
+    """Whole lines from this position on; if that is gone, from the oldest that is kept."""
     before: _builtins.int
-    """Whole lines up to this position. Neither: the newest."""
+    """Whole lines up to this position. Neither set: the newest lines."""
     max_bytes: _builtins.int
     def __init__(
         self,
@@ -127,7 +127,7 @@ class OutputPart(_message.Message):
     OLDEST_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
     start: _builtins.int
-    """Bytes that were printed before the part, and with it."""
+    """Number of bytes that were printed before the part, and up to its end."""
     stop: _builtins.int
     oldest: _builtins.int
     """Position of the oldest byte that is kept."""

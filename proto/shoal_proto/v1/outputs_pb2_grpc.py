@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class OutputsStub(object):
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     def __init__(self, channel):
@@ -55,28 +55,28 @@ class OutputsStub(object):
 
 
 class OutputsServicer(object):
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     def Serve(self, request, context):
-        """From a launcher, which answers for these members while the stream is open. The first message asks
-        for nothing: it says that the caller is heard.
+        """From a launcher, which serves the output of these members while the stream is open. The first
+        message requests nothing: it confirms that the stream is served.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Give(self, request, context):
-        """The part that a message of the stream asked for.
+        """Sends the part that a message of the stream requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Keep(self, request, context):
-        """From a launcher that ends, while its stream is still open: the last lines of its members.
+        """From a launcher that ends, while its stream is still open: sends the last lines of its members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -109,9 +109,9 @@ def add_OutputsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Outputs(object):
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     @staticmethod

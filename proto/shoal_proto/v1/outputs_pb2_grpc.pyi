@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OutputsStub:
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     @_typing.overload
@@ -37,35 +37,35 @@ class OutputsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> OutputsAsyncStub: ...
     Serve: _grpc.UnaryStreamMultiCallable[_outputs_pb2.ServeOutputRequest, _outputs_pb2.OutputWanted]
-    """From a launcher, which answers for these members while the stream is open. The first message asks
-    for nothing: it says that the caller is heard.
+    """From a launcher, which serves the output of these members while the stream is open. The first
+    message requests nothing: it confirms that the stream is served.
     """
     Give: _grpc.UnaryUnaryMultiCallable[_outputs_pb2.GiveOutputRequest, _outputs_pb2.GiveOutputReply]
-    """The part that a message of the stream asked for."""
+    """Sends the part that a message of the stream requested."""
     Keep: _grpc.UnaryUnaryMultiCallable[_outputs_pb2.KeepOutputRequest, _outputs_pb2.KeepOutputReply]
-    """From a launcher that ends, while its stream is still open: the last lines of its members."""
+    """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
 
 @_typing.type_check_only
 class OutputsAsyncStub(OutputsStub):
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Serve: _aio.UnaryStreamMultiCallable[_outputs_pb2.ServeOutputRequest, _outputs_pb2.OutputWanted]  # type: ignore[assignment]
-    """From a launcher, which answers for these members while the stream is open. The first message asks
-    for nothing: it says that the caller is heard.
+    """From a launcher, which serves the output of these members while the stream is open. The first
+    message requests nothing: it confirms that the stream is served.
     """
     Give: _aio.UnaryUnaryMultiCallable[_outputs_pb2.GiveOutputRequest, _outputs_pb2.GiveOutputReply]  # type: ignore[assignment]
-    """The part that a message of the stream asked for."""
+    """Sends the part that a message of the stream requested."""
     Keep: _aio.UnaryUnaryMultiCallable[_outputs_pb2.KeepOutputRequest, _outputs_pb2.KeepOutputReply]  # type: ignore[assignment]
-    """From a launcher that ends, while its stream is still open: the last lines of its members."""
+    """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
 
 class OutputsServicer(metaclass=_abc_1.ABCMeta):
-    """What members print. Their launcher keeps the newest of it; the coordinator asks for a part when
-    somebody wants to read it. It is stored nowhere else, but for the last lines of launchers that have
-    ended, which the coordinator keeps in its memory.
+    """The output of members. Their launcher keeps the newest part; the coordinator requests a part when
+    it is to be read. It is stored nowhere else, except the last lines of launchers that have ended,
+    which the coordinator keeps in memory.
     """
 
     @_abc_1.abstractmethod
@@ -74,8 +74,8 @@ class OutputsServicer(metaclass=_abc_1.ABCMeta):
         request: _outputs_pb2.ServeOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_outputs_pb2.OutputWanted], _abc.AsyncIterator[_outputs_pb2.OutputWanted]]:
-        """From a launcher, which answers for these members while the stream is open. The first message asks
-        for nothing: it says that the caller is heard.
+        """From a launcher, which serves the output of these members while the stream is open. The first
+        message requests nothing: it confirms that the stream is served.
         """
 
     @_abc_1.abstractmethod
@@ -84,7 +84,7 @@ class OutputsServicer(metaclass=_abc_1.ABCMeta):
         request: _outputs_pb2.GiveOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_outputs_pb2.GiveOutputReply, _abc.Awaitable[_outputs_pb2.GiveOutputReply]]:
-        """The part that a message of the stream asked for."""
+        """Sends the part that a message of the stream requested."""
 
     @_abc_1.abstractmethod
     def Keep(
@@ -92,6 +92,6 @@ class OutputsServicer(metaclass=_abc_1.ABCMeta):
         request: _outputs_pb2.KeepOutputRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_outputs_pb2.KeepOutputReply, _abc.Awaitable[_outputs_pb2.KeepOutputReply]]:
-        """From a launcher that ends, while its stream is still open: the last lines of its members."""
+        """From a launcher that ends, while its stream is still open: sends the last lines of its members."""
 
 def add_OutputsServicer_to_server(servicer: OutputsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -158,7 +158,7 @@ class PullRequest(_message.Message):
     SHARDS_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
-    """Wait up to so long for shards that are not created yet."""
+    """Longest time to wait for shards that are not created yet."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
@@ -188,7 +188,7 @@ class PullItem(_message.Message):
     shard_id: _builtins.int
     epoch: _builtins.int
     known_version: _builtins.int
-    """The shard is not sent again if its version is still this one (0: always send)."""
+    """The shard is not sent if its version is still this one (0: always send)."""
     def __init__(
         self,
         *,
@@ -232,7 +232,7 @@ Global___ShardData: _TypeAlias = ShardData  # noqa: Y015
 
 @_typing.final
 class ShardVersion(_message.Message):
-    """Opens a shard's pieces. num_bytes is 0 when the known version is still the newest."""
+    """Comes before a shard's pieces. num_bytes is 0 if the known version is still the newest."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -241,7 +241,7 @@ class ShardVersion(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     version: _builtins.int
-    """Updates applied so far; a freshly created shard has version 1."""
+    """A new shard has version 1; each update adds 1."""
     num_bytes: _builtins.int
     def __init__(
         self,
@@ -268,9 +268,9 @@ class PushRequest(_message.Message):
     def header(self) -> Global___PushHeader: ...
     @_builtins.property
     def piece(self) -> Global___Piece:
-        """Of the gradient of each shard; where the job compensates for delay, of the values that it was
-        computed on behind it (see StalenessPolicy). Of a gradient with a codec: what the codec made of
-        it, at offsets from 0.
+        """A piece of a shard's gradient; if the job compensates for delay, also of the values on which
+        the gradient was computed, which follow it (see StalenessPolicy). With a codec: a piece of
+        the encoded gradient, at offsets from 0.
         """
 
     def __init__(
@@ -301,11 +301,11 @@ class PushHeader(_message.Message):
     ACKNOWLEDGEMENT_FIELD_NUMBER: _builtins.int
     ALL_SHARD_IDS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Counts the pushes of this incarnation from 1. A repeated one is answered with its first
+    """Counts the pushes of this incarnation from 1. A repeated push is answered with its first
     outcome and not applied again.
     """
     return_values: _builtins.bool
-    """Also send each shard's values as of right after this push."""
+    """Also send each shard's values right after this push."""
     acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
@@ -317,9 +317,9 @@ class PushHeader(_message.Message):
 
     @_builtins.property
     def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The shards that this push touches at any server; empty: every dense shard of the job. A snapshot
-        has a push on all of these or on none. Those of tables are among them where rows are pushed
-        under the same number (TablePushHeader.with_parameters).
+        """All shards that this push touches, on any server; empty: every dense shard of the job. A
+        snapshot has the push on all of these or on none. They include shards of tables if rows are
+        pushed under the same number (TablePushHeader.with_parameters).
         """
 
     def __init__(
@@ -354,21 +354,21 @@ class PushItem(_message.Message):
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
-    """The version the gradient was computed at."""
+    """The version on which the gradient was computed."""
     base_epoch: _builtins.int
     """The epoch of the shard when that version was received. A version of an earlier epoch may have
-    died with its primary; it then counts as the newest.
+    been lost with its primary; it then counts as the newest.
     """
     @_builtins.property
     def absent_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indexes, into the shard's blocks, of those that have no gradient in this push. Nothing is sent
-        for them and they are left alone: no weight decay, no momentum, no step counted.
+        """Indices of the shard's blocks that have no gradient in this push. Nothing is sent for these
+        blocks, and they are left unchanged: no weight decay, no momentum, no step counted.
         """
 
     @_builtins.property
     def codec(self) -> _codec_pb2.GradientCodec:
-        """How the gradient is written; not set: as it is. Only where the job does not compensate for
-        delay, and of those that DescribeReply.codecs names.
+        """The encoding of the gradient; not set: uncompressed. Only if the job does not compensate for
+        delay, and of a kind in DescribeReply.codecs.
         """
 
     def __init__(
@@ -433,16 +433,16 @@ class PushOutcome(_message.Message):
     version: _builtins.int
     """Version right after this push."""
     staleness: _builtins.int
-    """Version before this push, less its base version."""
+    """Version before this push, minus its base version."""
     duplicate: _builtins.bool
-    """A retry: applied before, not again."""
+    """True for a retry: the push was applied before, and not again."""
     next_address: _builtins.str
-    """host:port of the server that is about to lead the shard: who is connected to it by then loses no
-    time. Empty: nobody is.
+    """host:port of the server to which the shard is being handed over, so that the client can connect
+    to it in advance. Empty: none.
     """
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set when this shard's part was refused; the shard is untouched by it."""
+        """Set if this shard's part was refused; the shard was not changed by it."""
 
     def __init__(
         self,
@@ -503,40 +503,40 @@ class DescribeReply(_message.Message):
     DIFFERING_PIECES_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     memory_bytes: _builtins.int
-    """Values and optimizer state, of copies too."""
+    """Bytes of values and optimizer state, of backups too."""
     num_copies: _builtins.int
-    """Shards that it keeps a copy of."""
+    """Number of backups on this server."""
     unfinished_bytes: _builtins.int
-    """Data of pushes that are received and not applied yet, of all jobs."""
+    """Bytes of pushes that are received and not applied yet, of all jobs."""
     refused_by_epoch: _builtins.int
-    """Parts of pushes that were refused because the shard has another epoch, or is led elsewhere."""
+    """Parts of pushes that were refused because the shard has another epoch or another primary."""
     partial_pushes: _builtins.int
-    """Calls of Push of which some shards were applied here and others refused."""
+    """Push calls that were applied to some shards here, and refused for others."""
     held_bytes: _builtins.int
-    """Of all jobs: values and optimizer state, of copies too, and unfinished_bytes."""
+    """Bytes for all jobs: values and optimizer state, of backups too, and unfinished_bytes."""
     memory_limit_bytes: _builtins.int
-    """Beyond it no shard is created, no copy is taken and no table grows."""
+    """Above this no shard is created, no backup is taken and no table grows."""
     loop_lag_p99_s: _builtins.float
-    """How late its event loop woke whoever had something to do, in the last ten seconds: the
-    99th percentile, and the longest.
+    """Delay with which the event loop resumed tasks in the last ten seconds: the 99th percentile, and
+    the longest.
     """
     loop_lag_max_s: _builtins.float
     compared_pieces: _builtins.int
-    """Pieces of copies kept here that were compared with their primaries' since the server started;
-    and those that were not the same: the copies were dropped, and are made anew.
+    """Pieces of this server's backups that were compared with their primaries' since the server
+    started, and those that differed: such backups were dropped and made anew.
     """
     differing_pieces: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardState]:
-        """Of those shards that this server leads."""
+        """The shards of which this server is the primary."""
 
     @_builtins.property
     def full_peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FullPeer]:
-        """Servers that have no memory for more copies of shards that this server leads."""
+        """Servers without memory for more backups of this server's primaries."""
 
     @_builtins.property
     def codecs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kinds of GradientCodec that it reads. Servers from before there were any name none."""
+        """Kinds of GradientCodec that the server decodes. Servers older than codecs set none."""
 
     def __init__(
         self,
@@ -598,7 +598,7 @@ class CopyState(_message.Message):
     version: _builtins.int
     """The newest version that the server is known to have."""
     joining: _builtins.bool
-    """It is still being brought in step."""
+    """True while the server is being brought in step."""
     def __init__(
         self,
         *,
@@ -639,16 +639,16 @@ class ShardState(_message.Message):
     duplicates: _builtins.int
     refused: _builtins.int
     unreplicated_bytes: _builtins.int
-    """Of its pushes, on their way to a copy."""
+    """Bytes of pushes that some backup has not received yet."""
     pushed_bytes: _builtins.int
-    """Data of pushes applied since this server leads it."""
+    """Bytes of pushes applied since this server became the primary."""
     @_builtins.property
     def staleness_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """staleness_counts[i]: pushes of staleness i; the last bucket holds all above."""
 
     @_builtins.property
     def copies(self) -> _containers.RepeatedCompositeFieldContainer[Global___CopyState]:
-        """Who else has it."""
+        """The other holders of the shard."""
 
     def __init__(
         self,
@@ -741,9 +741,9 @@ class OpenBulkReply(_message.Message):
     LOCAL_NAME_FIELD_NUMBER: _builtins.int
     PORT_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
-    """To be sent first on the connection; good for one, within seconds."""
+    """To be sent first on the connection; valid for one connection, for some seconds."""
     local_name: _builtins.str
-    """Name of a Unix socket in the abstract namespace, for whoever is in the same network namespace."""
+    """Name of a Unix socket in the abstract namespace, for callers in the same network namespace."""
     port: _builtins.int
     """TCP port on the host of this service."""
     def __init__(

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ParametersStub(object):
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     def __init__(self, channel):
@@ -69,8 +69,8 @@ class ParametersStub(object):
 
 
 class ParametersServicer(object):
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     def Create(self, request_iterator, context):
@@ -88,8 +88,8 @@ class ParametersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Push(self, request_iterator, context):
-        """Applies gradients. One push may touch many shards; each shard's outcome comes as soon as it is
-        known, and, when asked for, its new values behind it.
+        """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
+        is known, followed by the shard's new values if requested.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -102,14 +102,14 @@ class ParametersServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Forgets all shards of the job; only one of its members can ask for it.
+        """Drops all shards of the job; only a member of the job can request it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenBulk(self, request, context):
-        """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py).
+        """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +157,8 @@ def add_ParametersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Parameters(object):
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     @staticmethod

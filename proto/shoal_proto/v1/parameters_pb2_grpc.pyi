@@ -45,8 +45,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ParametersStub:
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     @_typing.overload
@@ -58,19 +58,19 @@ class ParametersStub:
     Pull: _grpc.UnaryStreamMultiCallable[_parameters_pb2.PullRequest, _parameters_pb2.ShardData]
     """Sends shards as of one version each."""
     Push: _grpc.StreamStreamMultiCallable[_parameters_pb2.PushRequest, _parameters_pb2.PushReply]
-    """Applies gradients. One push may touch many shards; each shard's outcome comes as soon as it is
-    known, and, when asked for, its new values behind it.
+    """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
+    is known, followed by the shard's new values if requested.
     """
     Describe: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]
     Drop: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]
-    """Forgets all shards of the job; only one of its members can ask for it."""
+    """Drops all shards of the job; only a member of the job can request it."""
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]
-    """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
 
 @_typing.type_check_only
 class ParametersAsyncStub(ParametersStub):
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -79,18 +79,18 @@ class ParametersAsyncStub(ParametersStub):
     Pull: _aio.UnaryStreamMultiCallable[_parameters_pb2.PullRequest, _parameters_pb2.ShardData]  # type: ignore[assignment]
     """Sends shards as of one version each."""
     Push: _aio.StreamStreamMultiCallable[_parameters_pb2.PushRequest, _parameters_pb2.PushReply]  # type: ignore[assignment]
-    """Applies gradients. One push may touch many shards; each shard's outcome comes as soon as it is
-    known, and, when asked for, its new values behind it.
+    """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
+    is known, followed by the shard's new values if requested.
     """
     Describe: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DescribeRequest, _parameters_pb2.DescribeReply]  # type: ignore[assignment]
     Drop: _aio.UnaryUnaryMultiCallable[_parameters_pb2.DropRequest, _parameters_pb2.DropReply]  # type: ignore[assignment]
-    """Forgets all shards of the job; only one of its members can ask for it."""
+    """Drops all shards of the job; only a member of the job can request it."""
     OpenBulk: _aio.UnaryUnaryMultiCallable[_parameters_pb2.OpenBulkRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
 
 class ParametersServicer(metaclass=_abc_1.ABCMeta):
-    """A parameter server's shards. Tensors travel as raw little-endian bytes in pieces of at most
-    4 MiB, so no message-size limit is ever met, whatever the size of a shard.
+    """The shards of a parameter server. Tensors are sent as raw little-endian bytes in pieces of at
+    most 4 MiB: so no message exceeds gRPC's limit, whatever the size of a shard.
     """
 
     @_abc_1.abstractmethod
@@ -115,8 +115,8 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_parameters_pb2.PushRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_parameters_pb2.PushReply], _abc.AsyncIterator[_parameters_pb2.PushReply]]:
-        """Applies gradients. One push may touch many shards; each shard's outcome comes as soon as it is
-        known, and, when asked for, its new values behind it.
+        """Applies gradients. One push may touch many shards; each shard's outcome is sent as soon as it
+        is known, followed by the shard's new values if requested.
         """
 
     @_abc_1.abstractmethod
@@ -132,7 +132,7 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.DropRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.DropReply, _abc.Awaitable[_parameters_pb2.DropReply]]:
-        """Forgets all shards of the job; only one of its members can ask for it."""
+        """Drops all shards of the job; only a member of the job can request it."""
 
     @_abc_1.abstractmethod
     def OpenBulk(
@@ -140,6 +140,6 @@ class ParametersServicer(metaclass=_abc_1.ABCMeta):
         request: _parameters_pb2.OpenBulkRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
-        """Where the calls Pull and Push are answered without gRPC around them (shoal_proto/bulk.py)."""
+        """Returns a key and addresses for Pull and Push without gRPC (shoal_proto/bulk.py)."""
 
 def add_ParametersServicer_to_server(servicer: ParametersServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -82,7 +82,7 @@ class StoreGetRequest(_message.Message):
     wait_only: _builtins.bool
     """Only wait for the keys, send no values."""
     takes_packed: _builtins.bool
-    """The caller takes the values deflated, where that is less: see StoreReply.packed_values."""
+    """The caller accepts packed values, if they are smaller: see StoreReply.packed_values."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property

@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RendezvousStub:
-    """The store behind torch.distributed, one name space a generation. A token of another
+    """The store behind torch.distributed, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -42,11 +42,11 @@ class RendezvousStub:
     CompareSet: _grpc.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreCompareSetRequest, _rendezvous_pb2.StoreReply]
     Delete: _grpc.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreKeysRequest, _rendezvous_pb2.StoreReply]
     Count: _grpc.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreKeysRequest, _rendezvous_pb2.StoreReply]
-    """`count` of the keys that exist; with no key named, of all keys."""
+    """Returns the number of the named keys that exist; if no key is named, of all keys."""
 
 @_typing.type_check_only
 class RendezvousAsyncStub(RendezvousStub):
-    """The store behind torch.distributed, one name space a generation. A token of another
+    """The store behind torch.distributed, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -58,10 +58,10 @@ class RendezvousAsyncStub(RendezvousStub):
     CompareSet: _aio.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreCompareSetRequest, _rendezvous_pb2.StoreReply]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreKeysRequest, _rendezvous_pb2.StoreReply]  # type: ignore[assignment]
     Count: _aio.UnaryUnaryMultiCallable[_rendezvous_pb2.StoreKeysRequest, _rendezvous_pb2.StoreReply]  # type: ignore[assignment]
-    """`count` of the keys that exist; with no key named, of all keys."""
+    """Returns the number of the named keys that exist; if no key is named, of all keys."""
 
 class RendezvousServicer(metaclass=_abc_1.ABCMeta):
-    """The store behind torch.distributed, one name space a generation. A token of another
+    """The store behind torch.distributed, with a namespace for each generation. A token of another
     generation or incarnation is refused, so no key of one generation is read by another.
     """
 
@@ -107,6 +107,6 @@ class RendezvousServicer(metaclass=_abc_1.ABCMeta):
         request: _rendezvous_pb2.StoreKeysRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rendezvous_pb2.StoreReply, _abc.Awaitable[_rendezvous_pb2.StoreReply]]:
-        """`count` of the keys that exist; with no key named, of all keys."""
+        """Returns the number of the named keys that exist; if no key is named, of all keys."""
 
 def add_RendezvousServicer_to_server(servicer: RendezvousServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -30,7 +30,7 @@ class RepairRequest(_message.Message):
     job: _builtins.str
     apply: _builtins.bool
     min_members: _builtins.int
-    """The job's bounds, for one whose own record of them cannot be read while it has members."""
+    """The job's bounds, if its own record of them cannot be read while it has members."""
     max_members: _builtins.int
     desired_members: _builtins.int
     def __init__(
@@ -61,11 +61,11 @@ class RepairReply(_message.Message):
     GOES_ON_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     quarantined: _builtins.bool
-    """Whether the job was quarantined when this was asked, why, and since when."""
+    """Whether the job was quarantined at the time of the call, why, and since when."""
     reason: _builtins.str
     since_unix_s: _builtins.float
     goes_on: _builtins.bool
-    """Whether the job goes on now, and in which phase."""
+    """Whether the job continues now, and in which phase."""
     phase: _builtins.str
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___BrokenRecord]: ...
@@ -104,18 +104,18 @@ class BrokenRecord(_message.Message):
     MOVED_TO_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     kind: _builtins.str
-    """What lies at such a key."""
+    """The kind of record at such a key."""
     seen: _builtins.str
     """What is wrong with it."""
     expected: _builtins.str
     excerpt: _builtins.str
-    """How it begins, printable, and how long it is."""
+    """The beginning of the record, printable, and its length."""
     num_bytes: _builtins.int
     remedy: _builtins.str
     """What `apply` does about it, and what that costs; or why it does nothing."""
     mendable: _builtins.bool
     moved_to: _builtins.str
-    """The key that it was moved to."""
+    """The key to which it was moved."""
     def __init__(
         self,
         *,

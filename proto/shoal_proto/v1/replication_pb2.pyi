@@ -37,12 +37,12 @@ class _ShardContentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardCon
     SHARD_CONTENT_LOADING: _ShardContent.ValueType  # 2
     """Its primary is to load it from a snapshot."""
     SHARD_CONTENT_PRESENT: _ShardContent.ValueType  # 3
-    """It has values, of which somebody may know."""
+    """It has values, which may have been read."""
     SHARD_CONTENT_LOST: _ShardContent.ValueType  # 4
-    """It had values, and every server that had them is gone. Its primary has nothing."""
+    """It had values, and every server that had them is gone. Its primary has none."""
 
 class ShardContent(_ShardContent, metaclass=_ShardContentEnumTypeWrapper):
-    """What there is of a shard."""
+    """The content of a shard."""
 
 SHARD_CONTENT_UNKNOWN: ShardContent.ValueType  # 0
 """Never written."""
@@ -51,9 +51,9 @@ SHARD_CONTENT_NONE: ShardContent.ValueType  # 1
 SHARD_CONTENT_LOADING: ShardContent.ValueType  # 2
 """Its primary is to load it from a snapshot."""
 SHARD_CONTENT_PRESENT: ShardContent.ValueType  # 3
-"""It has values, of which somebody may know."""
+"""It has values, which may have been read."""
 SHARD_CONTENT_LOST: ShardContent.ValueType  # 4
-"""It had values, and every server that had them is gone. Its primary has nothing."""
+"""It had values, and every server that had them is gone. Its primary has none."""
 Global___ShardContent: _TypeAlias = ShardContent  # noqa: Y015
 
 class _RefusalReason:
@@ -64,20 +64,20 @@ class _RefusalReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Refusal
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFUSAL_REASON_UNKNOWN: _RefusalReason.ValueType  # 0
     REFUSAL_REASON_OTHER_HOLDERS: _RefusalReason.ValueType  # 1
-    """The record names other holders than the primary believes."""
+    """The record in etcd names other holders than the primary assumes."""
     REFUSAL_REASON_FULL: _RefusalReason.ValueType  # 2
     REFUSAL_REASON_NO_COPY: _RefusalReason.ValueType  # 3
-    """There is no copy that this follows on."""
+    """There is no copy that the request continues."""
     REFUSAL_REASON_FAILED: _RefusalReason.ValueType  # 4
 
 class RefusalReason(_RefusalReason, metaclass=_RefusalReasonEnumTypeWrapper): ...
 
 REFUSAL_REASON_UNKNOWN: RefusalReason.ValueType  # 0
 REFUSAL_REASON_OTHER_HOLDERS: RefusalReason.ValueType  # 1
-"""The record names other holders than the primary believes."""
+"""The record in etcd names other holders than the primary assumes."""
 REFUSAL_REASON_FULL: RefusalReason.ValueType  # 2
 REFUSAL_REASON_NO_COPY: RefusalReason.ValueType  # 3
-"""There is no copy that this follows on."""
+"""There is no copy that the request continues."""
 REFUSAL_REASON_FAILED: RefusalReason.ValueType  # 4
 Global___RefusalReason: _TypeAlias = RefusalReason  # noqa: Y015
 
@@ -113,7 +113,9 @@ Global___OpenFollowRequest: _TypeAlias = OpenFollowRequest  # noqa: Y015
 
 @_typing.final
 class Holder(_message.Message):
-    """A server process: its id alone would not tell a restarted one from the one that held the shards."""
+    """A server process. The server's id alone would not distinguish a restarted process from the one
+    that held the shards.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -137,7 +139,9 @@ Global___Holder: _TypeAlias = Holder  # noqa: Y015
 
 @_typing.final
 class ShardHolding(_message.Message):
-    """Who holds a shard: a record of its own in etcd, changed by a transaction that compares it only."""
+    """The holders of a shard: one record in etcd, changed by transactions that compare only this
+    record.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -162,25 +166,25 @@ class ShardHolding(_message.Message):
     epoch: _builtins.int
     """Number of times the primary was decided, from 1."""
     on_disk: _builtins.str
-    """The server, whichever process it is, whose journal has every update that was acknowledged as
+    """The server, in any of its processes, whose journal has every update that was acknowledged as
     durable. Empty: none was.
     """
     content: Global___ShardContent.ValueType
     run: _builtins.str
-    """That of the job's JobHoldings: what another run of the same job left is not this one's."""
+    """The run of the job's JobHoldings: records of another run of the job do not count."""
     format: _builtins.int
-    """Of this message; 1. A later one is refused by who does not know it."""
+    """Format of this message: 1. Processes refuse a later format that they do not know."""
     disk_version: _builtins.int
-    """The journal of `on_disk` has at least this version, of disk_epoch. Written now and then: an older
-    copy of the journal that was put in its place is known by it.
+    """The journal of `on_disk` has at least this version, of disk_epoch. Written at intervals: it
+    reveals an older copy of the journal that was put in its place.
     """
     found_version: _builtins.int
-    """The journal of `on_disk` was found to be older than that, with this version (never 0 then)."""
+    """Not 0: the journal of `on_disk` was found to be older than that, with this version."""
     disk_epoch: _builtins.int
     found_foreign: _builtins.bool
-    """With found_version: what was found there is not older, but of another run of the job."""
+    """With found_version: the journal's shard is not older, but of another run of the job."""
     restored_version: _builtins.int
-    """The version of the snapshot that the values were restored from, or are being; 0: from none."""
+    """The version of the snapshot from which the values were restored, or are being; 0: none."""
     @_builtins.property
     def primary(self) -> Global___Holder: ...
     @_builtins.property
@@ -197,11 +201,11 @@ class ShardHolding(_message.Message):
 
     @_builtins.property
     def loss(self) -> Global___ShardLoss:
-        """Of a lost shard: what is known of it."""
+        """What is known of a lost shard."""
 
     @_builtins.property
     def accepted_loss(self) -> Global___AcceptedLoss:
-        """The last loss of this shard that an operator accepted, so that it began anew."""
+        """The last loss of this shard that an operator accepted, so that it started over."""
 
     def __init__(
         self,
@@ -243,10 +247,10 @@ class ShardLoss(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """It had at least this version; 0: of none is known."""
+    """The shard had at least this version; 0: unknown."""
     lost_unix_s: _builtins.float
     snapshot: _builtins.str
-    """What became of bringing it back from a snapshot, in a sentence; empty: it was not tried."""
+    """The outcome of restoring it from a snapshot, in a sentence; empty: it was not tried."""
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Ids of the servers that had it."""
@@ -276,10 +280,10 @@ class AcceptedLoss(_message.Message):
     ACCEPTED_UNIX_S_FIELD_NUMBER: _builtins.int
     SAMPLES_ANEW_FIELD_NUMBER: _builtins.int
     by: _builtins.str
-    """Who said so, as they called themselves."""
+    """Who accepted it, by the name that they gave."""
     accepted_unix_s: _builtins.float
     samples_anew: _builtins.bool
-    """Whether the samples of the job began anew with it."""
+    """True if the samples of the job started over with it."""
     @_builtins.property
     def loss(self) -> Global___ShardLoss: ...
     def __init__(
@@ -300,8 +304,8 @@ Global___AcceptedLoss: _TypeAlias = AcceptedLoss  # noqa: Y015
 
 @_typing.final
 class JobHoldings(_message.Message):
-    """What belongs to all the shards of a job. Written once, after the ShardHolding of each: without
-    it, they are not there.
+    """The common record of all shards of a job. Written once, after the ShardHolding of each shard:
+    without it, the shards do not count as placed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -314,16 +318,16 @@ class JobHoldings(_message.Message):
     JOB_RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     copies: _builtins.int
-    """Wanted copies of each shard, the primary included; fewer where there are fewer servers."""
+    """Wanted copies of each shard, the primary included; there are fewer with fewer servers."""
     num_shards: _builtins.int
-    """So many ShardHolding there are."""
+    """Number of ShardHolding records."""
     run: _builtins.str
     """Drawn when the shards are placed."""
     format: _builtins.int
-    """Of this message; 1. A later one is refused by who does not know it."""
+    """Format of this message: 1. Processes refuse a later format that they do not know."""
     job_run: _builtins.str
-    """Which run of the job it is for its members, if not `run`: that of the placement before, where its
-    coordinator restored it while they went on.
+    """The run of the job for its members, if not `run`: that of the placement before, if the
+    coordinator restored the shards while the members went on.
     """
     def __init__(
         self,
@@ -345,7 +349,7 @@ Global___JobHoldings: _TypeAlias = JobHoldings  # noqa: Y015
 
 @_typing.final
 class PushRecord(_message.Message):
-    """One applied push: all that a copy needs to do the same to itself, and to remember it."""
+    """One applied push: all that a backup needs to apply it too, and to remember it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -371,9 +375,11 @@ class PushRecord(_message.Message):
     row_ids: _builtins.bytes
     """Tables: the rows, as little-endian int64, in the order of the data."""
     at_unix_s: _builtins.float
-    """The primary's clock, in Unix seconds: what depends on time does so by this one."""
+    """The primary's clock, in Unix seconds: effects that depend on time use only this clock."""
     row_births: _builtins.bytes
-    """Tables: as the pusher looked the rows up, one little-endian uint64 a row; and the table's step."""
+    """Tables: the rows' births as looked up by the sender, one little-endian uint64 per row; and the
+    table's step.
+    """
     table_step: _builtins.int
     @_builtins.property
     def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -381,17 +387,17 @@ class PushRecord(_message.Message):
 
     @_builtins.property
     def forgotten_sessions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ended sessions that were forgotten to make room for this one. A copy cannot tell by itself: who
-        lives is known where the push came in.
+        """Ended sessions that were forgotten to make room for this one. Only the primary knows which
+        sessions are live: a backup could not decide this.
         """
 
     @_builtins.property
     def step(self) -> Global___StepScope:
-        """Not set: every dense shard for a push of parameters, this shard alone for one of rows."""
+        """Not set: every dense shard for a push of parameters, only this shard for a push of rows."""
 
     @_builtins.property
     def codec(self) -> _codec_pb2.GradientCodec:
-        """How the gradient, which is kept as it came, is written; not set: as it is."""
+        """The encoding of the gradient, which is kept as received; not set: uncompressed."""
 
     def __init__(
         self,
@@ -420,16 +426,18 @@ Global___PushRecord: _TypeAlias = PushRecord  # noqa: Y015
 
 @_typing.final
 class StepScope(_message.Message):
-    """What a push is part of: a snapshot has the push on all these shards, or on none."""
+    """The shards of the step that a push is part of: a snapshot has the push on all of them, or on
+    none.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_BITS_FIELD_NUMBER: _builtins.int
     OF_TABLES_FIELD_NUMBER: _builtins.int
     shard_bits: _builtins.bytes
-    """Of shard i: bit i % 8 of byte i / 8."""
+    """Shard i is bit i % 8 of byte i / 8."""
     of_tables: _builtins.bool
-    """The push has its number from the count of the member's table pushes."""
+    """The push is numbered by the count of the member's table pushes."""
     def __init__(
         self,
         *,
@@ -446,7 +454,7 @@ Global___StepScope: _TypeAlias = StepScope  # noqa: Y015
 
 @_typing.final
 class SessionImage(_message.Message):
-    """What a shard remembers of one session's pushes."""
+    """The pushes of one session that a shard remembers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -466,7 +474,7 @@ class SessionImage(_message.Message):
     def staleness(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def steps(self) -> _containers.RepeatedCompositeFieldContainer[Global___StepScope]:
-        """One for each sequence, without shard_bits for a push that had none; or none at all."""
+        """One for each sequence, without shard_bits for a push without a scope; or none at all."""
 
     def __init__(
         self,
@@ -584,7 +592,7 @@ class ShardImage(_message.Message):
     kind: _builtins.str
     """"dense" or "table" """
     spec: _builtins.bytes
-    """What the shard was made from: a serialized message that its kind knows."""
+    """The shard's specification: a serialized message, by kind."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorImage]: ...
     @_builtins.property
@@ -609,9 +617,9 @@ Global___ShardImage: _TypeAlias = ShardImage  # noqa: Y015
 
 @_typing.final
 class CutHeader(_message.Message):
-    """A whole shard as of one version, to be read in chunks: their number and sizes follow from this.
-    First come the bytes of a CutRest; then, of a dense shard, those of each tensor in turn; of a
-    table's, those of so many rows at a time, one column after the other.
+    """A whole shard as of one version, to be read in chunks: their number and sizes follow from this
+    message. The bytes of a CutRest come first. Then come, for a dense shard, the bytes of each
+    tensor in turn; for a shard of a table, chunks of rows, each with one column after the other.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -628,9 +636,9 @@ class CutHeader(_message.Message):
     kind: _builtins.str
     """"dense" or "table" """
     spec: _builtins.bytes
-    """What the shard was made from: a serialized message that its kind knows."""
+    """The shard's specification: a serialized message, by kind."""
     chunk_bytes: _builtins.int
-    """All but the last chunk of each part have so many bytes; those of rows, as many as whole rows fit."""
+    """Size of all chunks of each part but the last; a chunk of rows has as many whole rows as fit."""
     rest_bytes: _builtins.int
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorImage]: ...
@@ -655,7 +663,7 @@ Global___CutHeader: _TypeAlias = CutHeader  # noqa: Y015
 
 @_typing.final
 class CutRest(_message.Message):
-    """What of a shard is small."""
+    """The small part of a shard."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -704,8 +712,8 @@ Global___CutTensor: _TypeAlias = CutTensor  # noqa: Y015
 
 @_typing.final
 class FollowRequest(_message.Message):
-    """What a primary's server tells another one. A link is two streams: this says which shards there
-    are and what is pushed to them; a second one, opened once it is needed, has nothing but images.
+    """A message from a primary's server to another server. A link is two streams: the first has offers
+    and pushes; the second, opened once it is needed, has only images.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -727,7 +735,7 @@ class FollowRequest(_message.Message):
     def image(self) -> Global___ImageStart: ...
     @_builtins.property
     def bytes(self) -> _parameters_pb2.Piece:
-        """The next bytes of the record or chunk; its shard_id is not looked at."""
+        """The next bytes of the record or chunk; shard_id is ignored."""
 
     @_builtins.property
     def beat(self) -> Global___FollowBeat: ...
@@ -764,8 +772,8 @@ Global___FollowRequest: _TypeAlias = FollowRequest  # noqa: Y015
 
 @_typing.final
 class Digest(_message.Message):
-    """What a piece of the shard is at its primary, right after the push that made the version: it comes
-    behind that push's record. Not answered; a copy that is not the same is dropped.
+    """The digest of a piece of the primary's shard, right after the push that made the version: it
+    follows that push's record. Not answered; a backup that differs is dropped.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -786,10 +794,10 @@ class Digest(_message.Message):
     part: _builtins.str
     """A tensor's name, "sessions" or "rows"."""
     start: _builtins.int
-    """Of a tensor in bytes; of sessions, how many come before."""
+    """The range: in bytes of a tensor, or in sessions."""
     stop: _builtins.int
     row_ids: _builtins.bytes
-    """Of rows: which, as little-endian int64."""
+    """The ids of rows, as little-endian int64."""
     checksum: _builtins.int
     def __init__(
         self,
@@ -823,7 +831,7 @@ class Hello(_message.Message):
     FOR_IMAGES_FIELD_NUMBER: _builtins.int
     TORCH_VERSION_FIELD_NUMBER: _builtins.int
     link: _builtins.int
-    """Which of its primary's links to this server it belongs to."""
+    """Number of the link among the primary's links to this server."""
     for_images: _builtins.bool
     torch_version: _builtins.str
     """The primary's release of torch."""
@@ -847,7 +855,7 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class Offer(_message.Message):
-    """The primary of that epoch has a shard for this server, and asks what it has of it."""
+    """The primary of that epoch has a shard for this server, and asks what the server has of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -862,8 +870,8 @@ class Offer(_message.Message):
     born: _builtins.int
     """The epoch in which the shard got its first values."""
     run: _builtins.str
-    """Of the record that the primary goes by (JobHoldings.run): epochs of another run are others. Empty:
-    not stated.
+    """The run of the record that the primary uses (JobHoldings.run): epochs of different runs cannot
+    be compared. Empty: unknown.
     """
     def __init__(
         self,
@@ -884,7 +892,7 @@ Global___Offer: _TypeAlias = Offer  # noqa: Y015
 
 @_typing.final
 class Continue(_message.Message):
-    """The copy is a part of what the primary has: from its version on, records follow."""
+    """The backup's copy is a part of what the primary has: the records after its version follow."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -931,10 +939,12 @@ class RecordStart(_message.Message):
     shard_id: _builtins.int
     epoch: _builtins.int
     num_bytes: _builtins.int
-    """Bytes of the gradient altogether: all of them here if they are few, else in what follows."""
+    """Size of the gradient: all of it is in `first` if it is small, otherwise in the bytes that
+    follow.
+    """
     answer_may_wait: _builtins.bool
-    """It counts as received as soon as it lies in the memory of the backup's process: nobody waits for
-    the answer, which may come a moment later, together with others.
+    """The record counts as received as soon as it lies in the memory of the backup's process. So the
+    answer is not urgent: it may be sent a moment later, together with others.
     """
     @_builtins.property
     def record(self) -> Global___PushRecord: ...
@@ -961,7 +971,7 @@ Global___RecordStart: _TypeAlias = RecordStart  # noqa: Y015
 
 @_typing.final
 class ImageStart(_message.Message):
-    """A whole shard follows, in chunks: all of them, or those that are missing."""
+    """A whole shard follows, in chunks: all of them, or the missing ones."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -977,7 +987,7 @@ class ImageStart(_message.Message):
     epoch: _builtins.int
     born: _builtins.int
     image: _builtins.int
-    """Names it among all that the primary's process ever sends."""
+    """Number of the image, unique among all that the primary's process sends."""
     next_chunk: _builtins.int
     num_chunks: _builtins.int
     run: _builtins.str
@@ -1018,7 +1028,7 @@ class ChunkStart(_message.Message):
     image: _builtins.int
     index: _builtins.int
     num_bytes: _builtins.int
-    """So many bytes follow."""
+    """Number of bytes that follow."""
     def __init__(
         self,
         *,
@@ -1061,7 +1071,7 @@ Global___Bytes: _TypeAlias = Bytes  # noqa: Y015
 
 @_typing.final
 class FollowBeat(_message.Message):
-    """Sent when nothing else is, so that silence means something."""
+    """Sent when nothing else is, so that silence shows a failure."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1078,7 +1088,7 @@ Global___FollowBeat: _TypeAlias = FollowBeat  # noqa: Y015
 
 @_typing.final
 class FollowReply(_message.Message):
-    """An empty one answers a beat. All of a link come by its first stream."""
+    """An empty reply answers a beat. All replies of a link are sent on its first stream."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1097,8 +1107,8 @@ class FollowReply(_message.Message):
     received: _builtins.int
     """All records up to this version were received."""
     reads_to_end: _builtins.bool
-    """Said at first, without a job: all that is sent over this link is read, also what is sent right
-    before its sender ends. So a record was received once it lies in the memory of this process.
+    """In the first reply, without a job: all data sent over this link are read, even those sent right
+    before the sender ends. So a record is received once it lies in the memory of this process.
     """
     @_builtins.property
     def holds(self) -> Global___Holds: ...
@@ -1133,7 +1143,7 @@ Global___FollowReply: _TypeAlias = FollowReply  # noqa: Y015
 
 @_typing.final
 class Holds(_message.Message):
-    """What a backup has: of a copy, and of an image that has not come whole."""
+    """What a backup has of a shard: a copy, and an incomplete image."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1147,7 +1157,7 @@ class Holds(_message.Message):
     copy_epoch: _builtins.int
     born: _builtins.int
     image: _builtins.int
-    """0: there is none."""
+    """0: there is no image."""
     next_chunk: _builtins.int
     def __init__(
         self,
@@ -1168,7 +1178,7 @@ Global___Holds: _TypeAlias = Holds  # noqa: Y015
 
 @_typing.final
 class Installed(_message.Message):
-    """The image is kept as a copy of that version; image 0: the copy that was here goes on."""
+    """The image is installed as a copy of that version; image 0: the existing copy continues."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1221,9 +1231,11 @@ class Refused(_message.Message):
     NEWEST_EPOCH_FIELD_NUMBER: _builtins.int
     reason: Global___RefusalReason.ValueType
     detail: _builtins.str
-    """For people."""
+    """For display."""
     newest_epoch: _builtins.int
-    """Of the shard, as far as the backup knows. Above the primary's: that one is deposed."""
+    """The newest epoch of the shard that the backup knows. If it is above the primary's, the primary
+    is deposed.
+    """
     def __init__(
         self,
         *,

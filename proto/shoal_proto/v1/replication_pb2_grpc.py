@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ReplicationStub(object):
-    """How one shard came to be what it is, told to those that hold a copy of it.
+    """Replication of shards, from primaries to backups.
     """
 
     def __init__(self, channel):
@@ -54,27 +54,27 @@ class ReplicationStub(object):
 
 
 class ReplicationServicer(object):
-    """How one shard came to be what it is, told to those that hold a copy of it.
+    """Replication of shards, from primaries to backups.
     """
 
     def Follow(self, request_iterator, context):
-        """One stream from a primary's server to a backup's, for all the shards that the two share. Records
-        of a shard come in the order in which they were applied; each is acknowledged once it was
-        received whole and its place in the order is certain.
+        """One stream from a primary's server to a backup's, for all the shards that the two share.
+        Records of a shard are sent in the order in which they were applied; each is acknowledged once
+        it was received whole and its position in the order is certain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Identify(self, request, context):
-        """Who answers at this address.
+        """Returns the server process that answers at this address.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def OpenBulk(self, request, context):
-        """Where Follow is taken without gRPC around it (shoal_proto/bulk.py).
+        """Returns a key and addresses for Follow without gRPC (shoal_proto/bulk.py).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -107,7 +107,7 @@ def add_ReplicationServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Replication(object):
-    """How one shard came to be what it is, told to those that hold a copy of it.
+    """Replication of shards, from primaries to backups.
     """
 
     @staticmethod

@@ -28,39 +28,39 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReplicationStub:
-    """How one shard came to be what it is, told to those that hold a copy of it."""
+    """Replication of shards, from primaries to backups."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReplicationAsyncStub: ...
     Follow: _grpc.StreamStreamMultiCallable[_replication_pb2.FollowRequest, _replication_pb2.FollowReply]
-    """One stream from a primary's server to a backup's, for all the shards that the two share. Records
-    of a shard come in the order in which they were applied; each is acknowledged once it was
-    received whole and its place in the order is certain.
+    """One stream from a primary's server to a backup's, for all the shards that the two share.
+    Records of a shard are sent in the order in which they were applied; each is acknowledged once
+    it was received whole and its position in the order is certain.
     """
     Identify: _grpc.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]
-    """Who answers at this address."""
+    """Returns the server process that answers at this address."""
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_replication_pb2.OpenFollowRequest, _parameters_pb2.OpenBulkReply]
-    """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Follow without gRPC (shoal_proto/bulk.py)."""
 
 @_typing.type_check_only
 class ReplicationAsyncStub(ReplicationStub):
-    """How one shard came to be what it is, told to those that hold a copy of it."""
+    """Replication of shards, from primaries to backups."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Follow: _aio.StreamStreamMultiCallable[_replication_pb2.FollowRequest, _replication_pb2.FollowReply]  # type: ignore[assignment]
-    """One stream from a primary's server to a backup's, for all the shards that the two share. Records
-    of a shard come in the order in which they were applied; each is acknowledged once it was
-    received whole and its place in the order is certain.
+    """One stream from a primary's server to a backup's, for all the shards that the two share.
+    Records of a shard are sent in the order in which they were applied; each is acknowledged once
+    it was received whole and its position in the order is certain.
     """
     Identify: _aio.UnaryUnaryMultiCallable[_replication_pb2.IdentifyRequest, _replication_pb2.Holder]  # type: ignore[assignment]
-    """Who answers at this address."""
+    """Returns the server process that answers at this address."""
     OpenBulk: _aio.UnaryUnaryMultiCallable[_replication_pb2.OpenFollowRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
+    """Returns a key and addresses for Follow without gRPC (shoal_proto/bulk.py)."""
 
 class ReplicationServicer(metaclass=_abc_1.ABCMeta):
-    """How one shard came to be what it is, told to those that hold a copy of it."""
+    """Replication of shards, from primaries to backups."""
 
     @_abc_1.abstractmethod
     def Follow(
@@ -68,9 +68,9 @@ class ReplicationServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_replication_pb2.FollowRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_replication_pb2.FollowReply], _abc.AsyncIterator[_replication_pb2.FollowReply]]:
-        """One stream from a primary's server to a backup's, for all the shards that the two share. Records
-        of a shard come in the order in which they were applied; each is acknowledged once it was
-        received whole and its place in the order is certain.
+        """One stream from a primary's server to a backup's, for all the shards that the two share.
+        Records of a shard are sent in the order in which they were applied; each is acknowledged once
+        it was received whole and its position in the order is certain.
         """
 
     @_abc_1.abstractmethod
@@ -79,7 +79,7 @@ class ReplicationServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_pb2.IdentifyRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_replication_pb2.Holder, _abc.Awaitable[_replication_pb2.Holder]]:
-        """Who answers at this address."""
+        """Returns the server process that answers at this address."""
 
     @_abc_1.abstractmethod
     def OpenBulk(
@@ -87,6 +87,6 @@ class ReplicationServicer(metaclass=_abc_1.ABCMeta):
         request: _replication_pb2.OpenFollowRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
-        """Where Follow is taken without gRPC around it (shoal_proto/bulk.py)."""
+        """Returns a key and addresses for Follow without gRPC (shoal_proto/bulk.py)."""
 
 def add_ReplicationServicer_to_server(servicer: ReplicationServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -68,36 +68,40 @@ class LeaseRequest(_message.Message):
     """The first request of a job fixes both; later ones must agree."""
     num_epochs: _builtins.int
     sequence: _builtins.int
-    """Rises from request to request of one incarnation. A retry repeats it and is answered with the
-    first answer, so that a reply that was lost on the way leaks no range.
+    """Rises from request to request of one incarnation. A retry repeats it and gets the first answer,
+    so that a lost reply leaks no range.
     """
     step_samples: _builtins.int
-    """Samples of one step: a range has a multiple of so many, unless an epoch ends in it. 0: not said."""
+    """Number of samples of one step: a range has a multiple of it, unless an epoch ends in the range.
+    0: unknown.
+    """
     reserve_samples: _builtins.int
-    """How many samples this member would hold in all, to go on with while nobody answers. With it a
-    range is durable once it is answered. 0: one range at a time, of which it may have begun all.
+    """Number of samples that this member wants to hold in all, to go on with while no coordinator
+    answers. If set, a range is durable once it is answered. 0: one range at a time, of which the
+    member may have begun all.
     """
     begun_samples: _builtins.int
-    """Of the samples that it held or reports, so many are begun ..."""
+    """Number of samples begun, of those that the member held or reports."""
     begins_samples_per_s: _builtins.int
-    """... and it begins at most so many more in a second."""
+    """Most samples that the member begins in a second."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def completed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]: ...
     @_builtins.property
     def held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
-        """What this member leased before and still works at. Whatever else the books hold for it goes
-        back, so that books which missed a report (a coordinator died) never wait for it.
+        """Ranges that this member leased before and still works on. All other ranges that the ledger has
+        for it are returned, so that a ledger that missed a report (a coordinator died) never waits for
+        them.
         """
 
     @_builtins.property
     def given_back(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
-        """Leased to this member, and never begun: others may train on it."""
+        """Ranges leased to this member and never begun: others may train on them."""
 
     @_builtins.property
     def completed_before(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
-        """Reported as completed before, and maybe forgotten since, with a coordinator that died."""
+        """Ranges reported as completed before; a coordinator that died may have lost these reports."""
 
     def __init__(
         self,
@@ -137,20 +141,22 @@ class LeaseReply(_message.Message):
     exhausted: _builtins.bool
     """Every sample of every epoch was completed."""
     retry_after_s: _builtins.float
-    """With neither range nor exhausted: ask again after so long, others are still at work."""
+    """With neither range nor exhausted: time until the next request; others still work on their
+    ranges.
+    """
     reserve_max_samples: _builtins.int
-    """How many samples this member may hold in all, so that the others have their share. It gives
-    back what is above. 0: any number.
+    """Most samples that this member may hold in all, so that the others have their share. It gives
+    back any above that. 0: any number.
     """
     durable_sequence: _builtins.int
-    """All that this member's requests reported up to this sequence number is durable."""
+    """All reports of this member's requests up to this sequence number are durable."""
     @_builtins.property
     def range(self) -> Global___SampleRange:
-        """Absent when nothing is to be had now."""
+        """Absent if no range is available now."""
 
     @_builtins.property
     def not_held(self) -> _containers.RepeatedCompositeFieldContainer[Global___SampleRange]:
-        """Of what the member holds, that which it does not hold in the books (any more): it is not to be
+        """Ranges that the member holds, but the ledger does not have for it (any more): they must not be
         begun.
         """
 

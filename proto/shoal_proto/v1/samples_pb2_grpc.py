@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SamplesStub(object):
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     def __init__(self, channel):
@@ -44,8 +44,8 @@ class SamplesStub(object):
 
 
 class SamplesServicer(object):
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     def Lease(self, request, context):
@@ -72,8 +72,8 @@ def add_SamplesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Samples(object):
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     @staticmethod

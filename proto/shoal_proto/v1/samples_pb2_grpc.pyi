@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SamplesStub:
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     @_typing.overload
@@ -40,8 +40,8 @@ class SamplesStub:
 
 @_typing.type_check_only
 class SamplesAsyncStub(SamplesStub):
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -49,8 +49,8 @@ class SamplesAsyncStub(SamplesStub):
     """Reports finished ranges and asks for the next one in one call."""
 
 class SamplesServicer(metaclass=_abc_1.ABCMeta):
-    """Samples for members that train on their own pace (async). The coordinator leases ranges of
-    positions in the epoch's permutation; the ranges of a lost member go back and are leased again.
+    """Samples for members that train at their own pace (async). The coordinator leases ranges of
+    positions in the epoch's permutation; the ranges of a lost member are returned and leased again.
     """
 
     @_abc_1.abstractmethod

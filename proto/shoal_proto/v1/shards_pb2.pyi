@@ -28,21 +28,21 @@ class _SamplesAfterLoss:
 class _SamplesAfterLossEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SamplesAfterLoss.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     SAMPLES_AFTER_LOSS_UNSAID: _SamplesAfterLoss.ValueType  # 0
-    """They begin anew if nothing that was trained is left. If something is, the request is refused."""
+    """Samples start over if no trained values are left. If some are, the request is refused."""
     SAMPLES_AFTER_LOSS_ANEW: _SamplesAfterLoss.ValueType  # 1
     """All samples are trained on again."""
     SAMPLES_AFTER_LOSS_KEEP: _SamplesAfterLoss.ValueType  # 2
-    """What was trained on stays counted."""
+    """Completed samples stay completed."""
 
 class SamplesAfterLoss(_SamplesAfterLoss, metaclass=_SamplesAfterLossEnumTypeWrapper):
-    """What becomes of the sample ledger of a job, shards of which are given up."""
+    """Treatment of the sample ledger of a job whose shards are given up."""
 
 SAMPLES_AFTER_LOSS_UNSAID: SamplesAfterLoss.ValueType  # 0
-"""They begin anew if nothing that was trained is left. If something is, the request is refused."""
+"""Samples start over if no trained values are left. If some are, the request is refused."""
 SAMPLES_AFTER_LOSS_ANEW: SamplesAfterLoss.ValueType  # 1
 """All samples are trained on again."""
 SAMPLES_AFTER_LOSS_KEEP: SamplesAfterLoss.ValueType  # 2
-"""What was trained on stays counted."""
+"""Completed samples stay completed."""
 Global___SamplesAfterLoss: _TypeAlias = SamplesAfterLoss  # noqa: Y015
 
 @_typing.final
@@ -56,13 +56,13 @@ class AcceptLossRequest(_message.Message):
     SAMPLES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     by: _builtins.str
-    """Who asks, for the record."""
+    """Name of the operator, for the record."""
     dry_run: _builtins.bool
-    """Only say what would be given up, or why nothing can be."""
+    """Only report what would be given up, or why nothing can be."""
     samples: Global___SamplesAfterLoss.ValueType
     @_builtins.property
     def shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """None: all that are lost. Refused if one of those that are named is not lost."""
+        """None: all lost shards. Refused if a named shard is not lost."""
 
     def __init__(
         self,
@@ -91,17 +91,17 @@ class AcceptLossReply(_message.Message):
     TOTAL_SAMPLES_FIELD_NUMBER: _builtins.int
     KEPT_SHARD_IDS_FIELD_NUMBER: _builtins.int
     samples: Global___SamplesAfterLoss.ValueType
-    """What became of the job's samples, or would; UNSAID: the request must say it."""
+    """The treatment of the job's samples, or the one that would be; UNSAID: the request must choose."""
     completed_samples: _builtins.int
     """Samples that the ledger had as completed, and in all; 0: the job leases none."""
     total_samples: _builtins.int
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___GivenUpShard]:
-        """In order of the shards' ids: those that were given up by this call or an earlier one."""
+        """Shards that were given up by this call or an earlier one, in the order of their ids."""
 
     @_builtins.property
     def kept_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Ids of the shards that keep what was trained, or may get it back."""
+        """Ids of the shards that keep trained values, or may get them back."""
 
     def __init__(
         self,
@@ -133,11 +133,11 @@ class GivenUpShard(_message.Message):
     SERVERS_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     version: _builtins.int
-    """It had at least this version; 0: of none is known."""
+    """The shard had at least this version; 0: unknown."""
     by: _builtins.str
     accepted_unix_s: _builtins.float
     before: _builtins.bool
-    """By an earlier call."""
+    """Given up by an earlier call."""
     lost_unix_s: _builtins.float
     @_builtins.property
     def servers(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -228,7 +228,7 @@ class GetMapRequest(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     WAIT_S_FIELD_NUMBER: _builtins.int
     wait_s: _builtins.float
-    """Wait up to so long for the map to exist."""
+    """Longest time to wait for the map to exist."""
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     def __init__(
@@ -275,8 +275,8 @@ Global___Block: _TypeAlias = Block  # noqa: Y015
 
 @_typing.final
 class Shard(_message.Message):
-    """The unit of everything: of placing, pushing, versions, moving and failing over.
-    Its blocks lie one after the other in one flat tensor of one dtype and one parameter group.
+    """The unit of placement, pushes, versions, moves and failover. Its blocks lie one after the other
+    in one flat tensor of one dtype and one parameter group.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -300,11 +300,11 @@ class Shard(_message.Message):
     dtype: _builtins.str
     group: _builtins.int
     table: _builtins.str
-    """A shard of a table: the table's name, and which of its virtual shards this is. It has no blocks."""
+    """For a shard of a table: the table's name, and the index of the virtual shard. It has no blocks."""
     table_index: _builtins.int
     first_epoch: _builtins.int
-    """The epoch in which the shard got its first values; 0: not known. Gradients of values from before
-    are of a shard that was lost and given up.
+    """The epoch in which the shard got its first values; 0: unknown. Values of an earlier epoch were
+    of a shard that was lost and given up.
     """
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Block]: ...
@@ -342,20 +342,20 @@ class ShardMap(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     schema_digest: _builtins.str
-    """Digest of the parameter schema the map was made for."""
+    """Digest of the parameter schema for which the map was made."""
     run: _builtins.str
-    """Of the job, as JobHoldings.job_run says: shards of another run have nothing in common with these,
+    """The job's run (JobHoldings.job_run): shards of another run have nothing in common with these,
     whatever their numbers and epochs.
     """
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___Shard]: ...
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___ParameterSpec]:
-        """That schema, so that a difference can be told by name."""
+        """That schema, so that differences can be named."""
 
     @_builtins.property
     def tables(self) -> _containers.RepeatedCompositeFieldContainer[_tables_pb2.TableSpec]:
-        """The tables, part of the schema too."""
+        """The tables, also part of the schema."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class ShardsStub(object):
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator.
+    """The placement of a job's parameters on parameter servers. Served by the coordinator.
     """
 
     def __init__(self, channel):
@@ -53,13 +53,13 @@ class ShardsStub(object):
 
 
 class ShardsServicer(object):
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator.
+    """The placement of a job's parameters on parameter servers. Served by the coordinator.
     """
 
     def Place(self, request, context):
-        """Cuts the parameters into blocks, packs these into shards, places the shards by size over the
-        servers present, and records the map. Idempotent: a second call with the same schema is
-        answered with the first map; with another schema it is refused and names the differences.
+        """Cuts the parameters into blocks, packs these into shards, places the shards by size on the
+        servers present, and records the map. Idempotent: a second call with the same schema gets the
+        first map; with another schema it is refused, and the error names the differences.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,8 +72,8 @@ class ShardsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AcceptLoss(self, request, context):
-        """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
-        not lost keep what they have. Asked for by an operator; answered the same when repeated.
+        """Gives up lost shards: a worker may create them again, with initial values. Shards that are not
+        lost are unchanged. For operators; a repeated call gets the same answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -106,7 +106,7 @@ def add_ShardsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Shards(object):
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator.
+    """The placement of a job's parameters on parameter servers. Served by the coordinator.
     """
 
     @staticmethod

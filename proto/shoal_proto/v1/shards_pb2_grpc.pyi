@@ -27,41 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ShardsStub:
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator."""
+    """The placement of a job's parameters on parameter servers. Served by the coordinator."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShardsAsyncStub: ...
     Place: _grpc.UnaryUnaryMultiCallable[_shards_pb2.PlaceRequest, _shards_pb2.ShardMap]
-    """Cuts the parameters into blocks, packs these into shards, places the shards by size over the
-    servers present, and records the map. Idempotent: a second call with the same schema is
-    answered with the first map; with another schema it is refused and names the differences.
+    """Cuts the parameters into blocks, packs these into shards, places the shards by size on the
+    servers present, and records the map. Idempotent: a second call with the same schema gets the
+    first map; with another schema it is refused, and the error names the differences.
     """
     GetMap: _grpc.UnaryUnaryMultiCallable[_shards_pb2.GetMapRequest, _shards_pb2.ShardMap]
     AcceptLoss: _grpc.UnaryUnaryMultiCallable[_shards_pb2.AcceptLossRequest, _shards_pb2.AcceptLossReply]
-    """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
-    not lost keep what they have. Asked for by an operator; answered the same when repeated.
+    """Gives up lost shards: a worker may create them again, with initial values. Shards that are not
+    lost are unchanged. For operators; a repeated call gets the same answer.
     """
 
 @_typing.type_check_only
 class ShardsAsyncStub(ShardsStub):
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator."""
+    """The placement of a job's parameters on parameter servers. Served by the coordinator."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Place: _aio.UnaryUnaryMultiCallable[_shards_pb2.PlaceRequest, _shards_pb2.ShardMap]  # type: ignore[assignment]
-    """Cuts the parameters into blocks, packs these into shards, places the shards by size over the
-    servers present, and records the map. Idempotent: a second call with the same schema is
-    answered with the first map; with another schema it is refused and names the differences.
+    """Cuts the parameters into blocks, packs these into shards, places the shards by size on the
+    servers present, and records the map. Idempotent: a second call with the same schema gets the
+    first map; with another schema it is refused, and the error names the differences.
     """
     GetMap: _aio.UnaryUnaryMultiCallable[_shards_pb2.GetMapRequest, _shards_pb2.ShardMap]  # type: ignore[assignment]
     AcceptLoss: _aio.UnaryUnaryMultiCallable[_shards_pb2.AcceptLossRequest, _shards_pb2.AcceptLossReply]  # type: ignore[assignment]
-    """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
-    not lost keep what they have. Asked for by an operator; answered the same when repeated.
+    """Gives up lost shards: a worker may create them again, with initial values. Shards that are not
+    lost are unchanged. For operators; a repeated call gets the same answer.
     """
 
 class ShardsServicer(metaclass=_abc_1.ABCMeta):
-    """Which parameter server holds which part of a job's parameters. Served by the coordinator."""
+    """The placement of a job's parameters on parameter servers. Served by the coordinator."""
 
     @_abc_1.abstractmethod
     def Place(
@@ -69,9 +69,9 @@ class ShardsServicer(metaclass=_abc_1.ABCMeta):
         request: _shards_pb2.PlaceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_shards_pb2.ShardMap, _abc.Awaitable[_shards_pb2.ShardMap]]:
-        """Cuts the parameters into blocks, packs these into shards, places the shards by size over the
-        servers present, and records the map. Idempotent: a second call with the same schema is
-        answered with the first map; with another schema it is refused and names the differences.
+        """Cuts the parameters into blocks, packs these into shards, places the shards by size on the
+        servers present, and records the map. Idempotent: a second call with the same schema gets the
+        first map; with another schema it is refused, and the error names the differences.
         """
 
     @_abc_1.abstractmethod
@@ -87,8 +87,8 @@ class ShardsServicer(metaclass=_abc_1.ABCMeta):
         request: _shards_pb2.AcceptLossRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_shards_pb2.AcceptLossReply, _abc.Awaitable[_shards_pb2.AcceptLossReply]]:
-        """Gives up shards that are lost: a worker may create them, with initial values. Shards that are
-        not lost keep what they have. Asked for by an operator; answered the same when repeated.
+        """Gives up lost shards: a worker may create them again, with initial values. Shards that are not
+        lost are unchanged. For operators; a repeated call gets the same answer.
         """
 
 def add_ShardsServicer_to_server(servicer: ShardsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -27,8 +27,8 @@ class TakeSnapshotRequest(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     url: _builtins.str
-    """A directory that all servers share, file:///directory, s3://bucket/prefix, ...; empty: that of
-    the coordinator's policy. At or below a root that the coordinator's operator allows.
+    """A directory that all servers share, file:///directory, s3://bucket/prefix, ...; empty: the URL
+    of the coordinator's policy. Must be at or below a root that the coordinator's operator allows.
     """
     def __init__(
         self,
@@ -63,13 +63,13 @@ class SnapshotSummary(_message.Message):
     taken_unix_s: _builtins.float
     num_shards: _builtins.int
     num_bytes: _builtins.int
-    """Of all its shards; and of those that were written for it."""
+    """Bytes of all its shards, and of those that were written for it."""
     num_new_bytes: _builtins.int
     pause_s: _builtins.float
-    """From the first server that let no new step in to the last that did again."""
+    """Time from the first server that admitted no new step to the last that admitted them again."""
     @_builtins.property
     def partial_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Pushes of which some shards have their part and others do not, with the reason."""
+        """Pushes that only some of their shards have, with the reason."""
 
     def __init__(
         self,
@@ -100,7 +100,7 @@ class ListSnapshotsRequest(_message.Message):
     URL_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     url: _builtins.str
-    """Empty: that of the coordinator's policy."""
+    """Empty: the URL of the coordinator's policy."""
     def __init__(
         self,
         *,
@@ -126,7 +126,9 @@ class ListSnapshotsReply(_message.Message):
     DAMAGED_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     every_s: _builtins.float
-    """The coordinator takes one so often and keeps so many; 0: none by itself."""
+    """Interval at which the coordinator takes snapshots, and number that it keeps; 0: it takes none
+    by itself.
+    """
     num_kept: _builtins.int
     @_builtins.property
     def snapshots(self) -> _containers.RepeatedCompositeFieldContainer[Global___SnapshotSummary]:
@@ -134,7 +136,7 @@ class ListSnapshotsReply(_message.Message):
 
     @_builtins.property
     def damaged(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """One sentence for each that is there but cannot be read."""
+        """One sentence for each snapshot that cannot be read."""
 
     def __init__(
         self,
@@ -162,7 +164,7 @@ class RestoreSnapshotRequest(_message.Message):
     NUMBER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     url: _builtins.str
-    """Empty: that of the coordinator's policy."""
+    """Empty: the URL of the coordinator's policy."""
     number: _builtins.int
     """0: the newest."""
     def __init__(
@@ -208,7 +210,7 @@ Global___RestoreSnapshotReply: _TypeAlias = RestoreSnapshotReply  # noqa: Y015
 
 @_typing.final
 class BegunSteps(_message.Message):
-    """Pushes of one session; each is a step, over all the shards that it touches."""
+    """Steps of one session: each is one push, to all the shards that it touches."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -240,9 +242,9 @@ class BegunStep(_message.Message):
     SHARD_BITS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     touches_all: _builtins.bool
-    """It touches every dense shard of the job; else those that are named."""
+    """The step touches every dense shard of the job; otherwise the shards in shard_bits."""
     shard_bits: _builtins.bytes
-    """Of shard i: bit i % 8 of byte i / 8."""
+    """Shard i is bit i % 8 of byte i / 8."""
     def __init__(
         self,
         *,
@@ -268,7 +270,7 @@ class CloseRequest(_message.Message):
     job: _builtins.str
     cut_id: _builtins.str
     limit_s: _builtins.float
-    """Without a Freeze within that time, everything is let in again."""
+    """Without a Freeze within this time, all steps are admitted again."""
     def __init__(
         self,
         *,
@@ -317,16 +319,16 @@ class FreezeRequest(_message.Message):
     job: _builtins.str
     cut_id: _builtins.str
     wait_s: _builtins.float
-    """Wait so long for these to be applied."""
+    """Longest time to wait for these steps to be applied."""
     take_torn: _builtins.bool
-    """Take the shards even if some are not then, and name those; else fail."""
+    """Cut the shards even if some steps are not applied by then, and return those; otherwise fail."""
     @_builtins.property
     def begun(self) -> _containers.RepeatedCompositeFieldContainer[Global___BegunSteps]:
-        """At any server."""
+        """The steps that have begun on any server."""
 
     @_builtins.property
     def known(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardStamp]:
-        """Shards that an earlier snapshot has: not to be taken where that is the state they are in."""
+        """Shards of an earlier snapshot: not written again if they are still in this state."""
 
     def __init__(
         self,
@@ -348,7 +350,7 @@ Global___FreezeRequest: _TypeAlias = FreezeRequest  # noqa: Y015
 
 @_typing.final
 class ShardStamp(_message.Message):
-    """A state of a shard: no two states of one lineage of a job have the same."""
+    """The state of a shard: different states in one lineage of a job have different stamps."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -456,7 +458,7 @@ class ShardFile(_message.Message):
     SHA256_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
     file: _builtins.str
-    """Below the job's folder at the URL."""
+    """Path below the job's folder at the URL."""
     num_bytes: _builtins.int
     sha256: _builtins.str
     @_builtins.property
@@ -495,7 +497,7 @@ class PublishCutRequest(_message.Message):
     publication: _builtins.int
     @_builtins.property
     def chain(self) -> _containers.RepeatedCompositeFieldContainer[_weights_pb2.StoreServer]:
-        """Servers that are to hold the segments too."""
+        """Servers that are to hold the segments as well."""
 
     def __init__(
         self,

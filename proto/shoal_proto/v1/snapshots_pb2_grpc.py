@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class SnapshotsStub(object):
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     def __init__(self, channel):
@@ -54,12 +54,12 @@ class SnapshotsStub(object):
 
 
 class SnapshotsServicer(object):
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     def Take(self, request, context):
-        """Takes one and answers once it is complete. Training goes on meanwhile.
+        """Takes a snapshot, and answers once it is complete. Training goes on meanwhile.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,7 +72,7 @@ class SnapshotsServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Restore(self, request, context):
-        """Gives the servers that are there the shards of a snapshot. Refused while the job has members.
+        """Loads the shards of a snapshot into the servers present. Refused while the job has members.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -105,8 +105,8 @@ def add_SnapshotsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Snapshots(object):
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ class Snapshots(object):
 
 
 class ShardSnapshotsStub(object):
-    """What the coordinator asks of each parameter server for that. Served by each of these.
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers.
     """
 
     def __init__(self, channel):
@@ -234,47 +234,48 @@ class ShardSnapshotsStub(object):
 
 
 class ShardSnapshotsServicer(object):
-    """What the coordinator asks of each parameter server for that. Served by each of these.
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers.
     """
 
     def Close(self, request, context):
-        """Lets no new step in; which steps have begun.
+        """Admits no new step; returns the steps that have begun.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Freeze(self, request, context):
-        """Lets in what has begun anywhere, and once that is applied, takes every shard as it is and lets
-        everything in again.
+        """Admits the steps that have begun anywhere. Once they are applied, cuts every shard, and admits
+        all steps again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request, context):
-        """Writes the shards that were taken.
+        """Writes the shards of the cut.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Publish(self, request, context):
-        """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server.
+        """Keeps the shards of the cut as segments of published weights, in memory, here and on another
+        server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Forgets about the cut, whatever has become of it.
+        """Aborts the cut in any state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Makes shards that this server is to lead from a snapshot's files.
+        """Makes shards from a snapshot's files; this server is their primary.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -322,7 +323,7 @@ def add_ShardSnapshotsServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ShardSnapshots(object):
-    """What the coordinator asks of each parameter server for that. Served by each of these.
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers.
     """
 
     @staticmethod

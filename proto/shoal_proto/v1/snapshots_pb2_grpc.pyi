@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SnapshotsStub:
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     @_typing.overload
@@ -36,27 +36,27 @@ class SnapshotsStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SnapshotsAsyncStub: ...
     Take: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.TakeSnapshotRequest, _snapshots_pb2.SnapshotSummary]
-    """Takes one and answers once it is complete. Training goes on meanwhile."""
+    """Takes a snapshot, and answers once it is complete. Training goes on meanwhile."""
     List: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.ListSnapshotsRequest, _snapshots_pb2.ListSnapshotsReply]
     Restore: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.RestoreSnapshotRequest, _snapshots_pb2.RestoreSnapshotReply]
-    """Gives the servers that are there the shards of a snapshot. Refused while the job has members."""
+    """Loads the shards of a snapshot into the servers present. Refused while the job has members."""
 
 @_typing.type_check_only
 class SnapshotsAsyncStub(SnapshotsStub):
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Take: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.TakeSnapshotRequest, _snapshots_pb2.SnapshotSummary]  # type: ignore[assignment]
-    """Takes one and answers once it is complete. Training goes on meanwhile."""
+    """Takes a snapshot, and answers once it is complete. Training goes on meanwhile."""
     List: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.ListSnapshotsRequest, _snapshots_pb2.ListSnapshotsReply]  # type: ignore[assignment]
     Restore: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.RestoreSnapshotRequest, _snapshots_pb2.RestoreSnapshotReply]  # type: ignore[assignment]
-    """Gives the servers that are there the shards of a snapshot. Refused while the job has members."""
+    """Loads the shards of a snapshot into the servers present. Refused while the job has members."""
 
 class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
-    """Snapshots of a job: all shards, what they remember of pushes, and the data cursor, as of one cut.
-    Served by the coordinator.
+    """Snapshots of a job: all shards, the pushes that they remember, and the position in the data, as
+    of one cut. Served by the coordinator.
     """
 
     @_abc_1.abstractmethod
@@ -65,7 +65,7 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.TakeSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.SnapshotSummary, _abc.Awaitable[_snapshots_pb2.SnapshotSummary]]:
-        """Takes one and answers once it is complete. Training goes on meanwhile."""
+        """Takes a snapshot, and answers once it is complete. Training goes on meanwhile."""
 
     @_abc_1.abstractmethod
     def List(
@@ -80,54 +80,58 @@ class SnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.RestoreSnapshotRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.RestoreSnapshotReply, _abc.Awaitable[_snapshots_pb2.RestoreSnapshotReply]]:
-        """Gives the servers that are there the shards of a snapshot. Refused while the job has members."""
+        """Loads the shards of a snapshot into the servers present. Refused while the job has members."""
 
 def add_SnapshotsServicer_to_server(servicer: SnapshotsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class ShardSnapshotsStub:
-    """What the coordinator asks of each parameter server for that. Served by each of these."""
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ShardSnapshotsAsyncStub: ...
     Close: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.CloseRequest, _snapshots_pb2.CloseReply]
-    """Lets no new step in; which steps have begun."""
+    """Admits no new step; returns the steps that have begun."""
     Freeze: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.FreezeRequest, _snapshots_pb2.FreezeReply]
-    """Lets in what has begun anywhere, and once that is applied, takes every shard as it is and lets
-    everything in again.
+    """Admits the steps that have begun anywhere. Once they are applied, cuts every shard, and admits
+    all steps again.
     """
     Write: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]
-    """Writes the shards that were taken."""
+    """Writes the shards of the cut."""
     Publish: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]
-    """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
+    """Keeps the shards of the cut as segments of published weights, in memory, here and on another
+    server.
+    """
     Abort: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]
-    """Forgets about the cut, whatever has become of it."""
+    """Aborts the cut in any state."""
     Load: _grpc.UnaryUnaryMultiCallable[_snapshots_pb2.LoadRequest, _snapshots_pb2.LoadReply]
-    """Makes shards that this server is to lead from a snapshot's files."""
+    """Makes shards from a snapshot's files; this server is their primary."""
 
 @_typing.type_check_only
 class ShardSnapshotsAsyncStub(ShardSnapshotsStub):
-    """What the coordinator asks of each parameter server for that. Served by each of these."""
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Close: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.CloseRequest, _snapshots_pb2.CloseReply]  # type: ignore[assignment]
-    """Lets no new step in; which steps have begun."""
+    """Admits no new step; returns the steps that have begun."""
     Freeze: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.FreezeRequest, _snapshots_pb2.FreezeReply]  # type: ignore[assignment]
-    """Lets in what has begun anywhere, and once that is applied, takes every shard as it is and lets
-    everything in again.
+    """Admits the steps that have begun anywhere. Once they are applied, cuts every shard, and admits
+    all steps again.
     """
     Write: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.WriteRequest, _snapshots_pb2.WriteReply]  # type: ignore[assignment]
-    """Writes the shards that were taken."""
+    """Writes the shards of the cut."""
     Publish: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.PublishCutRequest, _snapshots_pb2.PublishCutReply]  # type: ignore[assignment]
-    """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
+    """Keeps the shards of the cut as segments of published weights, in memory, here and on another
+    server.
+    """
     Abort: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.AbortRequest, _snapshots_pb2.AbortReply]  # type: ignore[assignment]
-    """Forgets about the cut, whatever has become of it."""
+    """Aborts the cut in any state."""
     Load: _aio.UnaryUnaryMultiCallable[_snapshots_pb2.LoadRequest, _snapshots_pb2.LoadReply]  # type: ignore[assignment]
-    """Makes shards that this server is to lead from a snapshot's files."""
+    """Makes shards from a snapshot's files; this server is their primary."""
 
 class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
-    """What the coordinator asks of each parameter server for that. Served by each of these."""
+    """The coordinator's calls to each parameter server for a snapshot. Served by the parameter servers."""
 
     @_abc_1.abstractmethod
     def Close(
@@ -135,7 +139,7 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.CloseRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.CloseReply, _abc.Awaitable[_snapshots_pb2.CloseReply]]:
-        """Lets no new step in; which steps have begun."""
+        """Admits no new step; returns the steps that have begun."""
 
     @_abc_1.abstractmethod
     def Freeze(
@@ -143,8 +147,8 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.FreezeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.FreezeReply, _abc.Awaitable[_snapshots_pb2.FreezeReply]]:
-        """Lets in what has begun anywhere, and once that is applied, takes every shard as it is and lets
-        everything in again.
+        """Admits the steps that have begun anywhere. Once they are applied, cuts every shard, and admits
+        all steps again.
         """
 
     @_abc_1.abstractmethod
@@ -153,7 +157,7 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.WriteRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.WriteReply, _abc.Awaitable[_snapshots_pb2.WriteReply]]:
-        """Writes the shards that were taken."""
+        """Writes the shards of the cut."""
 
     @_abc_1.abstractmethod
     def Publish(
@@ -161,7 +165,9 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.PublishCutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.PublishCutReply, _abc.Awaitable[_snapshots_pb2.PublishCutReply]]:
-        """Keeps the shards that were taken as segments of published weights, in memory, here and on a further server."""
+        """Keeps the shards of the cut as segments of published weights, in memory, here and on another
+        server.
+        """
 
     @_abc_1.abstractmethod
     def Abort(
@@ -169,7 +175,7 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.AbortReply, _abc.Awaitable[_snapshots_pb2.AbortReply]]:
-        """Forgets about the cut, whatever has become of it."""
+        """Aborts the cut in any state."""
 
     @_abc_1.abstractmethod
     def Load(
@@ -177,6 +183,6 @@ class ShardSnapshotsServicer(metaclass=_abc_1.ABCMeta):
         request: _snapshots_pb2.LoadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_snapshots_pb2.LoadReply, _abc.Awaitable[_snapshots_pb2.LoadReply]]:
-        """Makes shards that this server is to lead from a snapshot's files."""
+        """Makes shards from a snapshot's files; this server is their primary."""
 
 def add_ShardSnapshotsServicer_to_server(servicer: ShardSnapshotsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

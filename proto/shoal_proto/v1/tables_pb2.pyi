@@ -33,25 +33,25 @@ class _RowFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RowFate.Value
     ROW_FATE_MADE: _RowFate.ValueType  # 1
     """The row was made and the gradient applied to it."""
     ROW_FATE_NOT_ADMITTED: _RowFate.ValueType  # 2
-    """The id has no row yet; the push of it was counted, the gradient dropped."""
+    """The id has no row yet; its push was counted, and the gradient was dropped."""
     ROW_FATE_EVICTED: _RowFate.ValueType  # 3
-    """The row that the gradient was computed on was taken out; the gradient was dropped."""
+    """The row on which the gradient was computed was evicted; the gradient was dropped."""
     ROW_FATE_FULL: _RowFate.ValueType  # 4
-    """The shard is full and takes no rows out; the gradient was dropped."""
+    """The shard is full and evicts no rows; the gradient was dropped."""
 
 class RowFate(_RowFate, metaclass=_RowFateEnumTypeWrapper):
-    """What became of one row of a push."""
+    """The outcome for one row of a push."""
 
 ROW_FATE_APPLIED: RowFate.ValueType  # 0
 """The gradient was applied."""
 ROW_FATE_MADE: RowFate.ValueType  # 1
 """The row was made and the gradient applied to it."""
 ROW_FATE_NOT_ADMITTED: RowFate.ValueType  # 2
-"""The id has no row yet; the push of it was counted, the gradient dropped."""
+"""The id has no row yet; its push was counted, and the gradient was dropped."""
 ROW_FATE_EVICTED: RowFate.ValueType  # 3
-"""The row that the gradient was computed on was taken out; the gradient was dropped."""
+"""The row on which the gradient was computed was evicted; the gradient was dropped."""
 ROW_FATE_FULL: RowFate.ValueType  # 4
-"""The shard is full and takes no rows out; the gradient was dropped."""
+"""The shard is full and evicts no rows; the gradient was dropped."""
 Global___RowFate: _TypeAlias = RowFate  # noqa: Y015
 
 @_typing.final
@@ -71,16 +71,16 @@ class TableSpec(_message.Message):
     MAX_SHARD_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dim: _builtins.int
-    """Columns of a row."""
+    """Number of columns of a row."""
     dtype: _builtins.str
     """float32, float64, float16 or bfloat16; optimizer state of 16-bit tables is float32."""
     seed: _builtins.int
     num_shards: _builtins.int
-    """Virtual shards; a row lies in shard (hash of its id) * num_shards / 2^64."""
+    """Number of virtual shards; a row lies in shard (hash of its id) * num_shards / 2^64."""
     max_rows: _builtins.int
-    """Rows at most, shared out over the shards evenly; 0: as many as max_bytes allows."""
+    """Most rows, divided evenly among the shards; 0: as many as max_shard_bytes allows."""
     max_shard_bytes: _builtins.int
-    """Bytes of memory of one shard at most; 0: 1 GiB."""
+    """Most bytes of memory of one shard; 0: 1 GiB."""
     @_builtins.property
     def initialiser(self) -> Global___Initialiser: ...
     @_builtins.property
@@ -156,8 +156,8 @@ class RowOptimizer(_message.Message):
     EPS_FIELD_NUMBER: _builtins.int
     INITIAL_ACCUMULATOR_FIELD_NUMBER: _builtins.int
     kind: _builtins.str
-    """"sgd"; "adagrad"; "rowwise_adagrad": one accumulator a row; "adam": each row counts its own
-    steps; "sparse_adam": counts the table's steps, as torch.optim.SparseAdam.
+    """"sgd"; "adagrad"; "rowwise_adagrad": one accumulator per row; "adam": each row counts its own
+    steps; "sparse_adam": counts the table's steps, as torch.optim.SparseAdam does.
     """
     lr: _builtins.float
     weight_decay: _builtins.float
@@ -229,10 +229,12 @@ class Eviction(_message.Message):
     MAX_IDLE_S_FIELD_NUMBER: _builtins.int
     OLDEST_WHEN_FULL_FIELD_NUMBER: _builtins.int
     max_idle_s: _builtins.float
-    """Rows not pushed for longer are taken out, at the latest an eighth of it later; 0: never."""
+    """Rows that were not pushed for this long are evicted, at the latest an eighth of it later; 0:
+    never.
+    """
     oldest_when_full: _builtins.bool
-    """A full shard takes out the rows that were pushed longest ago to make new ones; else it makes
-    no new ones.
+    """True: a full shard evicts the rows that were pushed longest ago to make new ones. False: it
+    makes no new ones.
     """
     def __init__(
         self,
@@ -284,8 +286,8 @@ class TableLookupHeader(_message.Message):
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def items(self) -> _containers.RepeatedCompositeFieldContainer[Global___TableLookupItem]:
-        """On a bulk connection (shoal_proto/bulk.py), where no message has ids: what is asked for, whose
-        ids follow in pieces. Empty elsewhere.
+        """On a bulk connection (shoal_proto/bulk.py), where messages have no ids: the requested rows,
+        whose ids follow in pieces. Empty over gRPC.
         """
 
     def __init__(
@@ -304,7 +306,7 @@ Global___TableLookupHeader: _TypeAlias = TableLookupHeader  # noqa: Y015
 
 @_typing.final
 class TableLookupItem(_message.Message):
-    """A shard may be named by several items. Its pieces have the number of the item, from 0 on."""
+    """Several items may name the same shard. The pieces of an item have its number, from 0 on."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -395,23 +397,23 @@ class FoundRows(_message.Message):
     epoch: _builtins.int
     version: _builtins.int
     births: _builtins.bytes
-    """Little-endian uint64 a row: the version that made it; 0 for one that was not made, whose
-    values are its first ones.
+    """One little-endian uint64 per row: the version that made the row; 0 for a row that does not
+    exist, which has its initial values.
     """
     values: _builtins.bytes
     """Rows in the order of the request, little-endian."""
     checksum: _builtins.int
     """CRC-32 of births, then values."""
     step: _builtins.int
-    """Steps of the table that the shard knows of."""
+    """The table's step, as far as the shard knows."""
     item: _builtins.int
-    """On a bulk connection: the number of the item that this answers, and the bytes of births, then
-    values, that follow in pieces.
+    """On a bulk connection: the number of the answered item, and the bytes of births, then values,
+    that follow in pieces.
     """
     num_bytes: _builtins.int
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set when these rows are not to be had; the others go on."""
+        """Set if these rows cannot be looked up; the others are answered."""
 
     def __init__(
         self,
@@ -463,8 +465,8 @@ Global___TablePushRequest: _TypeAlias = TablePushRequest  # noqa: Y015
 
 @_typing.final
 class TablePushHeader(_message.Message):
-    """The rows of all the named shards come with it or follow. On a bulk connection they follow in pieces
-    of each shard's ids, then births, then gradients, as one row of bytes.
+    """The rows of all the named shards are in the same message or follow. On a bulk connection they
+    follow in pieces: each shard's ids, then births, then gradients, as one sequence of bytes.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -477,23 +479,23 @@ class TablePushHeader(_message.Message):
     WITH_PARAMETERS_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Counts the table pushes of this incarnation from 1, unless they are made with_parameters. A
-    repeated one is answered with its first outcome and not applied again.
+    repeated push is answered with its first outcome and not applied again.
     """
     acknowledgement: _acknowledgement_pb2.Acknowledgement.ValueType
     with_parameters: _builtins.bool
     """The sequence number is that of a push of parameters, and the two are one step: each has the
-    shards of both in all_shard_ids, and a snapshot has both or neither. A member numbers all of its
-    table pushes like this, or none.
+    shards of both in all_shard_ids, and a snapshot has both or neither. A member numbers all of
+    its table pushes like this, or none.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token: ...
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___TablePushItem]:
-        """Those at this server."""
+        """The shards on this server."""
 
     @_builtins.property
     def all_shard_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """All shards that the push touches, at any server: a snapshot has all of it or nothing."""
+        """All shards that the push touches, on any server: a snapshot has all of the push or none of it."""
 
     def __init__(
         self,
@@ -528,16 +530,16 @@ class TablePushItem(_message.Message):
     shard_id: _builtins.int
     epoch: _builtins.int
     base_version: _builtins.int
-    """The oldest version that the shard's rows of this push were looked up at, and its epoch."""
+    """The oldest version at which the shard's rows of this push were looked up, and its epoch."""
     base_epoch: _builtins.int
     num_rows: _builtins.int
     step: _builtins.int
-    """Which step of the table this is, as far as the pusher knows."""
+    """The table's step of which the push is part, as far as the sender knows."""
     lr: _builtins.float
-    """Unset: as the table was specified."""
+    """Not set: the table's own."""
     @_builtins.property
     def codec(self) -> _codec_pb2.GradientCodec:
-        """How the gradients are written: "fp16", "bf16" or "int8"; not set: in the table's dtype."""
+        """The encoding of the gradients: "fp16", "bf16" or "int8"; not set: the table's dtype."""
 
     def __init__(
         self,
@@ -574,11 +576,13 @@ class RowGradients(_message.Message):
     CHECKSUM_FIELD_NUMBER: _builtins.int
     shard_id: _builtins.int
     ids: _builtins.bytes
-    """Little-endian int64. Those that come twice in a push are added up in the order of the push."""
+    """Little-endian int64. The gradients of an id that occurs twice are added in the order of the
+    push.
+    """
     births: _builtins.bytes
     """As looked up, little-endian uint64."""
     gradients: _builtins.bytes
-    """Little-endian, of the table's dtype or as the push's codec says."""
+    """Little-endian, in the table's dtype or the push's codec."""
     checksum: _builtins.int
     """CRC-32 of ids, then births, then gradients."""
     def __init__(
@@ -634,16 +638,16 @@ class TablePushOutcome(_message.Message):
     version: _builtins.int
     """Version right after this push."""
     staleness: _builtins.int
-    """Version before this push, less its base version."""
+    """Version before this push, minus its base version."""
     duplicate: _builtins.bool
-    """A retry: applied before, not again."""
+    """True for a retry: the push was applied before, and not again."""
     fates: _builtins.bytes
-    """One byte a row, a RowFate, in the order of the push; empty: all were applied."""
+    """One byte per row, a RowFate, in the order of the push; empty: all were applied."""
     step: _builtins.int
     epoch: _builtins.int
     @_builtins.property
     def error(self) -> _identity_pb2.ErrorDetail:
-        """Set when this shard's part was refused; the shard is untouched by it."""
+        """Set if this shard's part was refused; the shard was not changed by it."""
 
     def __init__(
         self,

@@ -26,9 +26,9 @@ if _version_not_supported:
 
 
 class TablesStub(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     def __init__(self, channel):
@@ -50,9 +50,9 @@ class TablesStub(object):
 
 
 class TablesServicer(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     def Lookup(self, request_iterator, context):
@@ -92,9 +92,9 @@ def add_TablesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Tables(object):
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     @staticmethod

@@ -27,9 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TablesStub:
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     @_typing.overload
@@ -45,9 +45,9 @@ class TablesStub:
 
 @_typing.type_check_only
 class TablesAsyncStub(TablesStub):
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
@@ -59,9 +59,9 @@ class TablesAsyncStub(TablesStub):
     """Applies gradients of rows, exactly once for each (incarnation, sequence, shard)."""
 
 class TablesServicer(metaclass=_abc_1.ABCMeta):
-    """Tables of rows by 64-bit id, of which a step touches few. A row has its first values from the
-    moment it is asked for, as a function of seed, table name and id; it takes memory from its first
-    push on. Messages are at most about 2 MiB, and have rows of as many shards as fit.
+    """Tables of rows by 64-bit id, of which a step touches few. A row that does not exist has initial
+    values, a function of seed, table name and id; it takes memory from its first push on. Messages
+    have at most about 2 MiB, with rows of as many shards as fit.
     """
 
     @_abc_1.abstractmethod

@@ -28,7 +28,7 @@ class _SegmentTransferEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Segme
     DESCRIPTOR: _descriptor.EnumDescriptor
     SEGMENT_TRANSFER_UNSPECIFIED: _SegmentTransfer.ValueType  # 0
     SEGMENT_TRANSFER_NONE: _SegmentTransfer.ValueType  # 1
-    """It is held already: nothing is to be sent."""
+    """The segment is held already: nothing is to be sent."""
     SEGMENT_TRANSFER_CHUNKS: _SegmentTransfer.ValueType  # 2
     """As frames CHUNK, one for each chunk in order."""
     SEGMENT_TRANSFER_DESCRIPTOR: _SegmentTransfer.ValueType  # 3
@@ -38,7 +38,7 @@ class SegmentTransfer(_SegmentTransfer, metaclass=_SegmentTransferEnumTypeWrappe
 
 SEGMENT_TRANSFER_UNSPECIFIED: SegmentTransfer.ValueType  # 0
 SEGMENT_TRANSFER_NONE: SegmentTransfer.ValueType  # 1
-"""It is held already: nothing is to be sent."""
+"""The segment is held already: nothing is to be sent."""
 SEGMENT_TRANSFER_CHUNKS: SegmentTransfer.ValueType  # 2
 """As frames CHUNK, one for each chunk in order."""
 SEGMENT_TRANSFER_DESCRIPTOR: SegmentTransfer.ValueType  # 3
@@ -47,19 +47,21 @@ Global___SegmentTransfer: _TypeAlias = SegmentTransfer  # noqa: Y015
 
 @_typing.final
 class Publisher(_message.Message):
-    """Who publishes: a member of a job in its generation, or a plain script that renews a publisher lease."""
+    """The publisher: a member of a job in its generation, or a plain script that renews a publisher
+    lease.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.str
-    """Of a plain script (`token` absent): a fresh UUID for each process. Another one is refused (SeriesHeld)
-    until this one's lease ends or it lets go; it then gets the next epoch.
+    """For a plain script (`token` absent): a fresh UUID for each process. Another script is refused
+    (SeriesHeld) until this one's lease ends or is given up; it then gets the next epoch.
     """
     @_builtins.property
     def token(self) -> _identity_pb2.Token:
-        """Of a job: its token; the series' epoch rises with the generation."""
+        """The token of a member of a job; the series' epoch rises with the generation."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ Global___Publisher: _TypeAlias = Publisher  # noqa: Y015
 
 @_typing.final
 class TensorSpec(_message.Message):
-    """A tensor as the model has it."""
+    """A tensor of the model."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -86,7 +88,7 @@ class TensorSpec(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """As torch writes it without its prefix: bfloat16, float32, int64 ..."""
+    """torch's name without the prefix: bfloat16, float32, int64 ..."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Global shape, in elements."""
@@ -147,7 +149,9 @@ Global___Slice: _TypeAlias = Slice  # noqa: Y015
 
 @_typing.final
 class Layout(_message.Message):
-    """Where each tensor's elements lie. Stored once per digest in etcd (deflated, in chunks); versions refer to it."""
+    """The position of each tensor's elements. Stored once per digest in etcd (deflated, in chunks);
+    versions refer to it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -187,7 +191,9 @@ class Segment(_message.Message):
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """xxh3-128 of the concatenated digests of its chunks (xxh3-128 of each CHUNK_BYTES, the last may be shorter)."""
+    """xxh3-128 of the concatenated digests of its chunks (xxh3-128 of each CHUNK_BYTES; the last may
+    be shorter).
+    """
     num_bytes: _builtins.int
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -210,7 +216,7 @@ Global___Segment: _TypeAlias = Segment  # noqa: Y015
 
 @_typing.final
 class VersionRecord(_message.Message):
-    """What etcd holds of a version, and what readers get."""
+    """The record of a version, as stored in etcd and sent to readers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -250,22 +256,24 @@ class VersionRecord(_message.Message):
     number: _builtins.int
     epoch: _builtins.int
     step: _builtins.int
-    """The committed step after which it was published; of a plain script: what it said, or 0."""
+    """The committed step after which it was published; for a plain script: the step that it gave, or
+    0.
+    """
     layout_digest: _builtins.bytes
     digest: _builtins.bytes
-    """SHA-256 over layout_digest and the segments' digests, in order: what readers report as installed."""
+    """SHA-256 of layout_digest and the segments' digests, in order: readers report it as installed."""
     created_unix_s: _builtins.float
     rolled_back_to: _builtins.int
-    """Of a rollback: the version whose bytes these are; else 0."""
+    """For a rollback: the version that has the same bytes; else 0."""
     pinned: _builtins.bool
     durable: _builtins.bool
     """Also on the servers' disks."""
     tables_cut: _builtins.bytes
-    """With tables=True: the epoch and version of each of the job's shards that the version has, a FreezeReply.
-    Its tensors are then as of one cut, and those under `shoal.tables/` are rows.
+    """With tables=True: a FreezeReply with the epoch and version of each of the job's shards. The
+    version's tensors are then as of one cut, and those under `shoal.tables/` are rows.
     """
     publication: _builtins.int
-    """The publisher's own number of it, within the epoch; 0 of a rollback."""
+    """The publisher's own number of the publication, within the epoch; 0 for a rollback."""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___Segment]: ...
     @_builtins.property
@@ -299,7 +307,9 @@ Global___VersionRecord: _TypeAlias = VersionRecord  # noqa: Y015
 
 @_typing.final
 class SeriesHead(_message.Message):
-    """The head of a series in etcd. The versions that it names are records of their own, a VersionRecord each."""
+    """The head of a series in etcd. The versions that it names have records of their own, of type
+    VersionRecord.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -335,27 +345,27 @@ class SeriesHead(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     NUM_WRITES_FIELD_NUMBER: _builtins.int
     format: _builtins.int
-    """Of this message; 1. A later one is refused by who does not know it."""
+    """Format of this message: 1. Processes refuse a later format that they do not know."""
     epoch: _builtins.int
     generation: _builtins.int
-    """The generation of the series' job that publishes; 0: a plain script does."""
+    """The generation of the job that publishes the series; 0: a plain script publishes it."""
     script: _builtins.str
-    """Of a plain script: the public id of its process."""
+    """For a plain script: the public id of its process."""
     number: _builtins.int
     """The newest version that was ever committed."""
     publication: _builtins.int
     """The newest publication that was committed in this epoch."""
     num_writes: _builtins.int
-    """Rises with each write, so that no two heads are alike."""
+    """Rises with each write, so that no two heads are equal."""
     @_builtins.property
     def kept(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The versions that there are, ascending."""
+        """The kept versions, ascending."""
 
     @_builtins.property
     def options(self) -> Global___SeriesOptions: ...
     @_builtins.property
     def digests(self) -> _containers.ScalarMap[_builtins.int, _builtins.bytes]:
-        """Of the newest versions, dropped ones too: what readers may have installed."""
+        """Digests of the newest versions, also of dropped ones, which readers may have installed."""
 
     @_builtins.property
     def lost(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -400,11 +410,11 @@ class BeginPublicationRequest(_message.Message):
     """Rank of the publisher and number of publishing ranks."""
     world: _builtins.int
     epoch: _builtins.int
-    """The epoch that this publisher has published under; 0: none yet. Refused (StaleEpoch) if a plain script has
-    replaced it since.
+    """The epoch under which this publisher has published; 0: none yet. Refused (StaleEpoch) if a
+    plain script has replaced it since.
     """
     ending: _builtins.bool
-    """The plain script ends: another one may publish at once. Nothing is announced."""
+    """True if the plain script ends: another one may publish at once. Nothing is announced."""
     @_builtins.property
     def publisher(self) -> Global___Publisher: ...
     @_builtins.property
@@ -430,18 +440,19 @@ Global___BeginPublicationRequest: _TypeAlias = BeginPublicationRequest  # noqa: 
 
 @_typing.final
 class SeriesOptions(_message.Message):
-    """The newest publisher's options hold; they are part of the series' record."""
+    """The newest publisher's options apply; they are part of the series' record."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     KEEP_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
     keep: _builtins.int
-    """Versions to keep, pinned ones besides; 0: the default, 2. The newest is always kept. Those that readers hold
-    leases on count among them; if there is no room beside them, Begin is refused (Overloaded).
+    """Number of versions to keep, not counting pinned ones; 0: the default, 2. The newest is always
+    kept. Versions with readers' leases count; if they leave no room, Begin is refused
+    (Overloaded).
     """
     copies: _builtins.int
-    """Servers that hold each segment; 0: the default, 2 (1 where there is one server)."""
+    """Number of servers that hold each segment; 0: the default, 2 (1 if there is one server)."""
     def __init__(
         self,
         *,
@@ -467,10 +478,10 @@ class BeginPublicationReply(_message.Message):
     epoch: _builtins.int
     head: _builtins.int
     lease_s: _builtins.float
-    """Of a plain script's lease; 0 for members of a job."""
+    """Length of a plain script's lease; 0 for members of a job."""
     @_builtins.property
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
-        """Where this rank sends its segment: the first gets the bytes and passes them on to the others."""
+        """The servers for this rank's segment: the first gets the bytes, and forwards them to the others."""
 
     def __init__(
         self,
@@ -550,7 +561,7 @@ class ContributePartRequest(_message.Message):
     series: _builtins.str
     epoch: _builtins.int
     publication: _builtins.int
-    """Same on all ranks, rises from publication to publication of an epoch."""
+    """The same on all ranks; rises from publication to publication of an epoch."""
     rank: _builtins.int
     world: _builtins.int
     step: _builtins.int
@@ -567,8 +578,8 @@ class ContributePartRequest(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def cut_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutPart]:
-        """With tables=True, from a single rank: the segments of the cut, in the order of the shards. They become the
-        parts of the ranks behind this one.
+        """With tables=True, from a single rank: the segments of the cut, in the order of the shards. They
+        become the parts of the ranks after this one.
         """
 
     def __init__(
@@ -663,11 +674,11 @@ class CutTablesReply(_message.Message):
 
     @_builtins.property
     def parameters(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
-        """The parameters that the shards hold."""
+        """The parameters in the shards."""
 
     @_builtins.property
     def partial_steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Pushes that members have left half-done: the cut has their parts as the shards have them."""
+        """Pushes that members left incomplete: the cut has only some of their parts."""
 
     def __init__(
         self,
@@ -700,11 +711,11 @@ class CutSegment(_message.Message):
     def segment(self) -> Global___Segment: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___CutBlock]:
-        """Of a shard of parameters."""
+        """For a shard of parameters."""
 
     @_builtins.property
     def rows(self) -> Global___CutRows:
-        """Of a shard of a table."""
+        """For a shard of a table."""
 
     def __init__(
         self,
@@ -755,8 +766,8 @@ Global___CutBlock: _TypeAlias = CutBlock  # noqa: Y015
 
 @_typing.final
 class CutRows(_message.Message):
-    """Rows of a table as columns. A row stays at its position from version to version; positions without a row have
-    birth 0.
+    """Rows of a table as columns. A row stays at its position from version to version; positions
+    without a row have birth 0.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -855,7 +866,7 @@ class SeriesView(_message.Message):
     head: _builtins.int
     """0: nothing was published yet."""
     publisher: _builtins.str
-    """The publisher, for people."""
+    """The publisher, for display."""
     @_builtins.property
     def versions(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionRecord]:
         """The kept versions, oldest first."""
@@ -864,7 +875,7 @@ class SeriesView(_message.Message):
     def options(self) -> Global___SeriesOptions: ...
     @_builtins.property
     def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
-        """Every server that holds any of it."""
+        """All servers that hold segments of the series."""
 
     @_builtins.property
     def readers(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReaderView]:
@@ -912,12 +923,12 @@ class ReaderView(_message.Message):
     installed: _builtins.int
     installed_digest: _builtins.bytes
     differs: _builtins.bool
-    """Of the installed version, as the series has it, or nothing is known of that version: the alarm is
-    raised for a digest that differs.
+    """True if installed_digest differs from the series' digest of the installed version, which is
+    reported as an alarm; False if the series does not know that version any more.
     """
     seen_unix_s: _builtins.float
     serves_at: _builtins.str
-    """Of a relay: see ReaderReport."""
+    """For a relay: see ReaderReport."""
     fetch_s: _builtins.float
     fetch_bytes: _builtins.int
     @_builtins.property
@@ -962,18 +973,18 @@ class ReaderReport(_message.Message):
     installed: _builtins.int
     installed_digest: _builtins.bytes
     serves_at: _builtins.str
-    """Of a relay: host:port at which other relays fetch from it what it has, or is fetching, by the calls
-    WeightStore.OpenBulk and SEGMENT_FETCH. Empty: the reader passes nothing on.
+    """For a relay: host:port at which other relays fetch the segments that it has or is fetching, by
+    the calls WeightStore.OpenBulk and SEGMENT_FETCH. Empty: the reader is no relay.
     """
     leaving: _builtins.bool
-    """The reader ends: its leases end now."""
+    """True if the reader ends: its leases end now."""
     fetch_s: _builtins.float
     fetch_bytes: _builtins.int
     sequence: _builtins.int
-    """Rises from report to report of a process: one that arrives behind a later one changes nothing."""
+    """Rises from report to report of a process: a report that arrives after a later one is ignored."""
     @_builtins.property
     def leased(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Versions to hold a lease on. One that is not kept any more is answered in `gone`."""
+        """Versions on which to hold leases. Versions that are not kept any more are returned in `gone`."""
 
     def __init__(
         self,
@@ -1012,8 +1023,8 @@ class ReaderReportReply(_message.Message):
     def gone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def relays(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """For each of `leased`: host:port of the relay to fetch it from; empty: from the servers, as also if that relay
-        fails. Only relays are sent to relays.
+        """For each of `leased`: host:port of the relay from which to fetch it; empty, and if that relay
+        fails: fetch from the servers. Only relays fetch from relays.
         """
 
     def __init__(
@@ -1038,7 +1049,7 @@ class ListSeriesRequest(_message.Message):
 
     JOB_FIELD_NUMBER: _builtins.int
     job: _builtins.str
-    """Empty: of every job."""
+    """Empty: all jobs."""
     def __init__(
         self,
         *,
@@ -1150,12 +1161,12 @@ class HoldsSegmentsReply(_message.Message):
     DURABLE_FIELD_NUMBER: _builtins.int
     WRITES_TO_DISK_FIELD_NUMBER: _builtins.int
     writes_to_disk: _builtins.bool
-    """This server writes segments to disk: those that are not durable will be."""
+    """True if this server writes segments to disk: those that are not durable yet will be."""
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
     def durable(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Of those: also on this server's disk."""
+        """Those of them that are also on this server's disk."""
 
     def __init__(
         self,
@@ -1232,11 +1243,11 @@ class DifferenceRequest(_message.Message):
     ELEMENTS_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     base: _builtins.bytes
-    """Index of the segment, and its digests in the base and in the wanted version."""
+    """Digests of the segment in the base and in the wanted version."""
     target: _builtins.bytes
     @_builtins.property
     def elements(self) -> _containers.RepeatedCompositeFieldContainer[Global___ElementRun]:
-        """Elements of the segment, from its start to its end."""
+        """The elements of the segment, from its start to its end."""
 
     def __init__(
         self,
@@ -1263,7 +1274,7 @@ class ElementRun(_message.Message):
     ELEMENT_BYTES_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     element_bytes: _builtins.int
-    """Bytes of an element: 1, 2, 4, 8 or 16."""
+    """Size of an element in bytes: 1, 2, 4, 8 or 16."""
     num_bytes: _builtins.int
     def __init__(
         self,
@@ -1286,7 +1297,7 @@ class DifferenceReply(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     NUM_BYTES_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """Empty: a difference would be larger than the whole; fetch that."""
+    """Empty: there is no difference that is worth sending; fetch the whole segment."""
     num_bytes: _builtins.int
     def __init__(
         self,
@@ -1345,8 +1356,9 @@ Global___OpenSegmentsRequest: _TypeAlias = OpenSegmentsRequest  # noqa: Y015
 
 @_typing.final
 class PutSegmentRequest(_message.Message):
-    """Opens a call of a bulk connection: one rank's segment for one publication. Answered by PutSegmentReply twice:
-    first how to send it, then, once every server of the chain has verified it, who holds it.
+    """Begins a call of a bulk connection: one rank's segment for one publication. Answered by two
+    PutSegmentReply: the first says how to send the segment; the second names its holders, once the
+    servers of the chain have verified it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1360,7 +1372,7 @@ class PutSegmentRequest(_message.Message):
     ABANDONED_FIELD_NUMBER: _builtins.int
     series: _builtins.str
     epoch: _builtins.int
-    """An older one than the series' is refused (StaleEpoch)."""
+    """An epoch older than the series' is refused (StaleEpoch)."""
     publication: _builtins.int
     rank: _builtins.int
     @_builtins.property
@@ -1369,7 +1381,7 @@ class PutSegmentRequest(_message.Message):
 
     @_builtins.property
     def chain(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoreServer]:
-        """Servers to pass it on to, in this order."""
+        """Servers to which the segment is forwarded, in this order."""
 
     @_builtins.property
     def abandoned(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -1401,10 +1413,10 @@ class PutSegmentReply(_message.Message):
     TRANSFER_FIELD_NUMBER: _builtins.int
     HOLDERS_FIELD_NUMBER: _builtins.int
     transfer: Global___SegmentTransfer.ValueType
-    """Of the first reply."""
+    """In the first reply."""
     @_builtins.property
     def holders(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the last reply: ids of the servers that hold the segment, verified."""
+        """In the last reply: ids of the servers that hold the segment, verified."""
 
     def __init__(
         self,
@@ -1422,7 +1434,7 @@ Global___PutSegmentReply: _TypeAlias = PutSegmentReply  # noqa: Y015
 
 @_typing.final
 class FetchSegmentRequest(_message.Message):
-    """Opens a call of a bulk connection, which is answered by FetchSegmentReply and what that announces."""
+    """Begins a call of a bulk connection. Answered by FetchSegmentReply and the transfer that it names."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1433,10 +1445,10 @@ class FetchSegmentRequest(_message.Message):
     series: _builtins.str
     digest: _builtins.bytes
     takes_descriptor: _builtins.bool
-    """The caller takes a descriptor if it comes over a Unix socket."""
+    """True if the caller accepts a descriptor, over a Unix socket."""
     @_builtins.property
     def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkRange]:
-        """Of a segment that is not passed as a descriptor: the chunks to send; none: all."""
+        """The chunks to send, if the segment is not sent as a descriptor; none: all."""
 
     def __init__(
         self,

@@ -27,10 +27,10 @@ if _version_not_supported:
 
 
 class WeightSeriesStub(object):
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
@@ -89,64 +89,66 @@ class WeightSeriesStub(object):
 
 
 class WeightSeriesServicer(object):
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
 
     def Begin(self, request, context):
-        """Announces a publication before its bytes are sent: answers the epoch to send them under and the servers
-        to send them to. A publisher that was replaced is refused (StaleEpoch).
+        """Announces a publication before its bytes are sent: returns the epoch under which, and the
+        servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Contribute(self, request, context):
-        """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
-        are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
-        May be repeated: a part that was committed is answered with the version's number.
+        """Submits one rank's part once its segment is on the servers. Answers once all parts of the
+        publication have arrived, cover every element exactly once and are committed; or with the error
+        that makes that impossible. May be repeated: a part that was committed is answered with the
+        version's number.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def CutTables(self, request, context):
-        """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
-        shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
-        no version is freed as any other.
+        """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
+        segments, one per shard: the parts of a publication besides the publisher's own. Training goes
+        on. A segment that becomes part of no version is freed like any other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The series as it is now, and again after each change. One that nobody has published yet is empty.
+        """Sends the series as it is now, and again after each change. An unpublished series is empty.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Report(self, request, context):
-        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
-        `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
+        """A reader's heartbeat: the versions on which it holds leases, and the one that it has installed.
+        A lease lasts for `lease_s` of the answer, from the time at which the report was sent, unless
+        it is renewed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLayout(self, request, context):
-        """The layout that a kept version refers to by its digest.
+        """Returns the layout of a kept version, by the digest in its record.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """All series of the cluster or of one job, with their versions and readers.
+        """Returns all series of the cluster or of one job, with their versions and readers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -223,10 +225,10 @@ def add_WeightSeriesServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSeries(object):
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
@@ -476,7 +478,7 @@ class WeightSeries(object):
 
 
 class WeightStoreStub(object):
-    """Served by each parameter server. The bytes of segments travel over the bulk transport.
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport.
     """
 
     def __init__(self, channel):
@@ -508,34 +510,35 @@ class WeightStoreStub(object):
 
 
 class WeightStoreServicer(object):
-    """Served by each parameter server. The bytes of segments travel over the bulk transport.
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport.
     """
 
     def OpenBulk(self, request, context):
-        """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
-        and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+        """Returns a key for one bulk connection, on which segments of this series are put (SEGMENT_PUT:
+        PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Holds(self, request, context):
-        """Which of these segments are held here, whole and verified.
+        """Returns those of the named segments that this server holds, whole and verified.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Copy(self, request, context):
-        """Has this server fetch segments from another one (a second copy, or one to replace a lost server).
+        """Makes this server fetch segments from another one (a second copy, or in place of a lost
+        server).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Difference(self, request, context):
-        """The difference between two versions of one slice of the series as one blob; made on demand and kept
-        while there is room.
+        """Returns the difference between two versions of a segment as one blob; made on demand, and kept
+        for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -573,7 +576,7 @@ def add_WeightStoreServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightStore(object):
-    """Served by each parameter server. The bytes of segments travel over the bulk transport.
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport.
     """
 
     @staticmethod

@@ -28,10 +28,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightSeriesStub:
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
@@ -41,29 +41,31 @@ class WeightSeriesStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightSeriesAsyncStub: ...
     Begin: _grpc.UnaryUnaryMultiCallable[_weights_pb2.BeginPublicationRequest, _weights_pb2.BeginPublicationReply]
-    """Announces a publication before its bytes are sent: answers the epoch to send them under and the servers
-    to send them to. A publisher that was replaced is refused (StaleEpoch).
+    """Announces a publication before its bytes are sent: returns the epoch under which, and the
+    servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
     """
     Contribute: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]
-    """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
-    are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
-    May be repeated: a part that was committed is answered with the version's number.
+    """Submits one rank's part once its segment is on the servers. Answers once all parts of the
+    publication have arrived, cover every element exactly once and are committed; or with the error
+    that makes that impossible. May be repeated: a part that was committed is answered with the
+    version's number.
     """
     CutTables: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]
-    """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
-    shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
-    no version is freed as any other.
+    """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
+    segments, one per shard: the parts of a publication besides the publisher's own. Training goes
+    on. A segment that becomes part of no version is freed like any other.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]
-    """The series as it is now, and again after each change. One that nobody has published yet is empty."""
+    """Sends the series as it is now, and again after each change. An unpublished series is empty."""
     Report: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ReaderReport, _weights_pb2.ReaderReportReply]
-    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
-    `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
+    """A reader's heartbeat: the versions on which it holds leases, and the one that it has installed.
+    A lease lasts for `lease_s` of the answer, from the time at which the report was sent, unless
+    it is renewed.
     """
     GetLayout: _grpc.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]
-    """The layout that a kept version refers to by its digest."""
+    """Returns the layout of a kept version, by the digest in its record."""
     List: _grpc.UnaryUnaryMultiCallable[_weights_pb2.ListSeriesRequest, _weights_pb2.ListSeriesReply]
-    """All series of the cluster or of one job, with their versions and readers."""
+    """Returns all series of the cluster or of one job, with their versions and readers."""
     Pin: _grpc.UnaryUnaryMultiCallable[_weights_pb2.PinVersionRequest, _weights_pb2.SeriesView]
     """Keeps a version until it is unpinned."""
     Rollback: _grpc.UnaryUnaryMultiCallable[_weights_pb2.RollbackRequest, _weights_pb2.VersionRecord]
@@ -71,49 +73,51 @@ class WeightSeriesStub:
 
 @_typing.type_check_only
 class WeightSeriesAsyncStub(WeightSeriesStub):
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Begin: _aio.UnaryUnaryMultiCallable[_weights_pb2.BeginPublicationRequest, _weights_pb2.BeginPublicationReply]  # type: ignore[assignment]
-    """Announces a publication before its bytes are sent: answers the epoch to send them under and the servers
-    to send them to. A publisher that was replaced is refused (StaleEpoch).
+    """Announces a publication before its bytes are sent: returns the epoch under which, and the
+    servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
     """
     Contribute: _aio.UnaryUnaryMultiCallable[_weights_pb2.ContributePartRequest, _weights_pb2.ContributePartReply]  # type: ignore[assignment]
-    """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
-    are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
-    May be repeated: a part that was committed is answered with the version's number.
+    """Submits one rank's part once its segment is on the servers. Answers once all parts of the
+    publication have arrived, cover every element exactly once and are committed; or with the error
+    that makes that impossible. May be repeated: a part that was committed is answered with the
+    version's number.
     """
     CutTables: _aio.UnaryUnaryMultiCallable[_weights_pb2.CutTablesRequest, _weights_pb2.CutTablesReply]  # type: ignore[assignment]
-    """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
-    shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
-    no version is freed as any other.
+    """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
+    segments, one per shard: the parts of a publication besides the publisher's own. Training goes
+    on. A segment that becomes part of no version is freed like any other.
     """
     Watch: _aio.UnaryStreamMultiCallable[_weights_pb2.WatchSeriesRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
-    """The series as it is now, and again after each change. One that nobody has published yet is empty."""
+    """Sends the series as it is now, and again after each change. An unpublished series is empty."""
     Report: _aio.UnaryUnaryMultiCallable[_weights_pb2.ReaderReport, _weights_pb2.ReaderReportReply]  # type: ignore[assignment]
-    """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
-    `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
+    """A reader's heartbeat: the versions on which it holds leases, and the one that it has installed.
+    A lease lasts for `lease_s` of the answer, from the time at which the report was sent, unless
+    it is renewed.
     """
     GetLayout: _aio.UnaryUnaryMultiCallable[_weights_pb2.GetLayoutRequest, _weights_pb2.Layout]  # type: ignore[assignment]
-    """The layout that a kept version refers to by its digest."""
+    """Returns the layout of a kept version, by the digest in its record."""
     List: _aio.UnaryUnaryMultiCallable[_weights_pb2.ListSeriesRequest, _weights_pb2.ListSeriesReply]  # type: ignore[assignment]
-    """All series of the cluster or of one job, with their versions and readers."""
+    """Returns all series of the cluster or of one job, with their versions and readers."""
     Pin: _aio.UnaryUnaryMultiCallable[_weights_pb2.PinVersionRequest, _weights_pb2.SeriesView]  # type: ignore[assignment]
     """Keeps a version until it is unpinned."""
     Rollback: _aio.UnaryUnaryMultiCallable[_weights_pb2.RollbackRequest, _weights_pb2.VersionRecord]  # type: ignore[assignment]
     """Commits a new version with the segments of an older one."""
 
 class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
-    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1 without
-    gaps or reuse. The bytes of a version are segments: one from each publishing rank, addressed by their
-    digest, in the memory of parameter servers. A version becomes visible by one record in etcd, and that
-    record is all that decides which segments belong to it.
+    """Published weights. A series (`JOB/NAME`) is a sequence of immutable versions, numbered from 1
+    without gaps or reuse. The bytes of a version are segments: one from each publishing rank,
+    addressed by their digest, in the memory of parameter servers. One record in etcd makes a version
+    visible, and alone determines its segments.
 
     Served by the coordinator.
     """
@@ -124,8 +128,8 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.BeginPublicationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.BeginPublicationReply, _abc.Awaitable[_weights_pb2.BeginPublicationReply]]:
-        """Announces a publication before its bytes are sent: answers the epoch to send them under and the servers
-        to send them to. A publisher that was replaced is refused (StaleEpoch).
+        """Announces a publication before its bytes are sent: returns the epoch under which, and the
+        servers to which, to send them. A publisher that was replaced is refused (StaleEpoch).
         """
 
     @_abc_1.abstractmethod
@@ -134,9 +138,10 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.ContributePartRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ContributePartReply, _abc.Awaitable[_weights_pb2.ContributePartReply]]:
-        """Hands in one rank's part once its segment is on the servers. Answers when all parts of the publication
-        are there, cover every element exactly once and are committed; or with the reason why that cannot happen.
-        May be repeated: a part that was committed is answered with the version's number.
+        """Submits one rank's part once its segment is on the servers. Answers once all parts of the
+        publication have arrived, cover every element exactly once and are committed; or with the error
+        that makes that impossible. May be repeated: a part that was committed is answered with the
+        version's number.
         """
 
     @_abc_1.abstractmethod
@@ -145,9 +150,9 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.CutTablesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.CutTablesReply, _abc.Awaitable[_weights_pb2.CutTablesReply]]:
-        """Takes one cut of all shards of the publisher's job and has its parameter servers keep it as segments, one a
-        shard: the parts of a publication beside the publisher's own. Training goes on. A segment that becomes part of
-        no version is freed as any other.
+        """Takes one cut of all shards of the publisher's job; its parameter servers keep the cut as
+        segments, one per shard: the parts of a publication besides the publisher's own. Training goes
+        on. A segment that becomes part of no version is freed like any other.
         """
 
     @_abc_1.abstractmethod
@@ -156,7 +161,7 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.WatchSeriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_weights_pb2.SeriesView], _abc.AsyncIterator[_weights_pb2.SeriesView]]:
-        """The series as it is now, and again after each change. One that nobody has published yet is empty."""
+        """Sends the series as it is now, and again after each change. An unpublished series is empty."""
 
     @_abc_1.abstractmethod
     def Report(
@@ -164,8 +169,9 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.ReaderReport,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ReaderReportReply, _abc.Awaitable[_weights_pb2.ReaderReportReply]]:
-        """A reader's heartbeat: which versions it holds leases on and which one it has installed. A lease lasts for
-        `lease_s` of the answer, from when the report was sent; it ends unless it is renewed.
+        """A reader's heartbeat: the versions on which it holds leases, and the one that it has installed.
+        A lease lasts for `lease_s` of the answer, from the time at which the report was sent, unless
+        it is renewed.
         """
 
     @_abc_1.abstractmethod
@@ -174,7 +180,7 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.GetLayoutRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.Layout, _abc.Awaitable[_weights_pb2.Layout]]:
-        """The layout that a kept version refers to by its digest."""
+        """Returns the layout of a kept version, by the digest in its record."""
 
     @_abc_1.abstractmethod
     def List(
@@ -182,7 +188,7 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.ListSeriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.ListSeriesReply, _abc.Awaitable[_weights_pb2.ListSeriesReply]]:
-        """All series of the cluster or of one job, with their versions and readers."""
+        """Returns all series of the cluster or of one job, with their versions and readers."""
 
     @_abc_1.abstractmethod
     def Pin(
@@ -203,45 +209,49 @@ class WeightSeriesServicer(metaclass=_abc_1.ABCMeta):
 def add_WeightSeriesServicer_to_server(servicer: WeightSeriesServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
 class WeightStoreStub:
-    """Served by each parameter server. The bytes of segments travel over the bulk transport."""
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> WeightStoreAsyncStub: ...
     OpenBulk: _grpc.UnaryUnaryMultiCallable[_weights_pb2.OpenSegmentsRequest, _parameters_pb2.OpenBulkReply]
-    """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
-    and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+    """Returns a key for one bulk connection, on which segments of this series are put (SEGMENT_PUT:
+    PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
     """
     Holds: _grpc.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]
-    """Which of these segments are held here, whole and verified."""
+    """Returns those of the named segments that this server holds, whole and verified."""
     Copy: _grpc.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]
-    """Has this server fetch segments from another one (a second copy, or one to replace a lost server)."""
+    """Makes this server fetch segments from another one (a second copy, or in place of a lost
+    server).
+    """
     Difference: _grpc.UnaryUnaryMultiCallable[_weights_pb2.DifferenceRequest, _weights_pb2.DifferenceReply]
-    """The difference between two versions of one slice of the series as one blob; made on demand and kept
-    while there is room.
+    """Returns the difference between two versions of a segment as one blob; made on demand, and kept
+    for a while.
     """
 
 @_typing.type_check_only
 class WeightStoreAsyncStub(WeightStoreStub):
-    """Served by each parameter server. The bytes of segments travel over the bulk transport."""
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     OpenBulk: _aio.UnaryUnaryMultiCallable[_weights_pb2.OpenSegmentsRequest, _parameters_pb2.OpenBulkReply]  # type: ignore[assignment]
-    """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
-    and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+    """Returns a key for one bulk connection, on which segments of this series are put (SEGMENT_PUT:
+    PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
     """
     Holds: _aio.UnaryUnaryMultiCallable[_weights_pb2.HoldsSegmentsRequest, _weights_pb2.HoldsSegmentsReply]  # type: ignore[assignment]
-    """Which of these segments are held here, whole and verified."""
+    """Returns those of the named segments that this server holds, whole and verified."""
     Copy: _aio.UnaryUnaryMultiCallable[_weights_pb2.CopySegmentsRequest, _weights_pb2.CopySegmentsReply]  # type: ignore[assignment]
-    """Has this server fetch segments from another one (a second copy, or one to replace a lost server)."""
+    """Makes this server fetch segments from another one (a second copy, or in place of a lost
+    server).
+    """
     Difference: _aio.UnaryUnaryMultiCallable[_weights_pb2.DifferenceRequest, _weights_pb2.DifferenceReply]  # type: ignore[assignment]
-    """The difference between two versions of one slice of the series as one blob; made on demand and kept
-    while there is room.
+    """Returns the difference between two versions of a segment as one blob; made on demand, and kept
+    for a while.
     """
 
 class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
-    """Served by each parameter server. The bytes of segments travel over the bulk transport."""
+    """Served by each parameter server. The bytes of segments are sent over the bulk transport."""
 
     @_abc_1.abstractmethod
     def OpenBulk(
@@ -249,8 +259,8 @@ class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.OpenSegmentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_parameters_pb2.OpenBulkReply, _abc.Awaitable[_parameters_pb2.OpenBulkReply]]:
-        """A key for one bulk connection, on which segments of this series are put (SEGMENT_PUT: PutSegmentRequest)
-        and fetched (SEGMENT_FETCH: FetchSegmentRequest).
+        """Returns a key for one bulk connection, on which segments of this series are put (SEGMENT_PUT:
+        PutSegmentRequest) and fetched (SEGMENT_FETCH: FetchSegmentRequest).
         """
 
     @_abc_1.abstractmethod
@@ -259,7 +269,7 @@ class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.HoldsSegmentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.HoldsSegmentsReply, _abc.Awaitable[_weights_pb2.HoldsSegmentsReply]]:
-        """Which of these segments are held here, whole and verified."""
+        """Returns those of the named segments that this server holds, whole and verified."""
 
     @_abc_1.abstractmethod
     def Copy(
@@ -267,7 +277,9 @@ class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.CopySegmentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.CopySegmentsReply, _abc.Awaitable[_weights_pb2.CopySegmentsReply]]:
-        """Has this server fetch segments from another one (a second copy, or one to replace a lost server)."""
+        """Makes this server fetch segments from another one (a second copy, or in place of a lost
+        server).
+        """
 
     @_abc_1.abstractmethod
     def Difference(
@@ -275,8 +287,8 @@ class WeightStoreServicer(metaclass=_abc_1.ABCMeta):
         request: _weights_pb2.DifferenceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weights_pb2.DifferenceReply, _abc.Awaitable[_weights_pb2.DifferenceReply]]:
-        """The difference between two versions of one slice of the series as one blob; made on demand and kept
-        while there is room.
+        """Returns the difference between two versions of a segment as one blob; made on demand, and kept
+        for a while.
         """
 
 def add_WeightStoreServicer_to_server(servicer: WeightStoreServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -219,16 +219,16 @@ def mortal(patch: pytest.MonkeyPatch, calls_to_live: int) -> None:
     [
         (
             "s3:/bucket/runs",
-            "no place for checkpoints; saw 's3:/bucket/runs'; expected a directory",
+            "no location for checkpoints; saw 's3:/bucket/runs'; expected a directory",
         ),
-        ("s3://", "no place"),
-        ("s3://bucket//runs", "no place"),
-        ("s3://bucket/../runs", "no place"),
-        ("s3://bucket/runs?version=1", "no place"),
-        ("http://host/runs", "no place"),
-        ("simplecache::s3://bucket/runs", "no place"),
-        ("file://runs", "no place"),
-        ("gs://bucket/runs", "nothing that is installed reaches.*gcsfs"),
+        ("s3://", "no location"),
+        ("s3://bucket//runs", "no location"),
+        ("s3://bucket/../runs", "no location"),
+        ("s3://bucket/runs?version=1", "no location"),
+        ("http://host/runs", "no location"),
+        ("simplecache::s3://bucket/runs", "no location"),
+        ("file://runs", "no location"),
+        ("gs://bucket/runs", "no installed filesystem reaches.*gcsfs"),
     ],
 )
 def test_a_url_that_is_no_place_is_refused_at_once(url: str, words: str) -> None:

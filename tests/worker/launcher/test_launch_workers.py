@@ -430,18 +430,18 @@ def test_one_call_beats_for_all_who_live(
 
 LIVES = """
 import os, pathlib, sys, time
-from shoal_client.liveness.beat_board import BeatSlot, Ending
+from shoal_client.liveness.beat_board import BeatSlot, MembershipEnding
 from shoal_proto.v1.identity_pb2 import Token
 life = pathlib.Path("life")
 life.write_text(life.read_text() + "x" if life.exists() else "x")
 number = len(life.read_text())
 print("life", number, flush=True)
 slot = BeatSlot.open(os.environ["SHOAL_BEATS"])
-assert slot.ending is Ending.UNKNOWN  # what is told of one process does not count for the next
+assert slot.ending is MembershipEnding.UNKNOWN  # the ending of one process is not the next one's
 token = Token(job="j", member_id=os.environ["SHOAL_MEMBER_ID"], incarnation=f"life-{number}")
 slot.claim(token, heartbeat_s=0.05, patience_s=60.0)
 if number <= int(sys.argv[1]):
-    while slot.ending is Ending.UNKNOWN:
+    while slot.ending is MembershipEnding.UNKNOWN:
         time.sleep(0.01)
     sys.exit("some error that followed from it")
 """
@@ -508,10 +508,10 @@ def test_what_is_refused_for_good_is_not_tried_again(
 ) -> None:
     """Not even with --restart-on failure; what may pass is."""
     book.refused = {"life-1": error}
-    script = LIVES.replace("while slot.ending is Ending.UNKNOWN", "while not refused()")
+    script = LIVES.replace("while slot.ending is MembershipEnding.UNKNOWN", "while not refused()")
     script = script.replace("number = len", "began_s = time.monotonic()\nnumber = len")
     # A refusal that may pass leaves no trace on the board: a few beats are enough.
-    held = "slot.ending is not Ending.UNKNOWN or time.monotonic() > began_s + 0.5"
+    held = "slot.ending is not MembershipEnding.UNKNOWN or time.monotonic() > began_s + 0.5"
     script = script.replace("slot = BeatSlot", f"refused = lambda: {held}\nslot = BeatSlot")
     code, output = finish(
         shoal_run(script, "--restart-on", "failure", "--max-restarts", "1", arguments=("1",))

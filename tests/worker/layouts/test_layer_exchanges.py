@@ -79,7 +79,7 @@ def test_steps_are_not_compared_with_earlier_ones() -> None:
 
 def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
     many = [number % len(LAYERS) for number in range(2 * MAX_KEPT)]
-    words = [after(deeds).word() for deeds in (many, many, [1, *many[1:]], many[:-1])]
+    words = [after(deeds).summary() for deeds in (many, many, [1, *many[1:]], many[:-1])]
     assert words[0] == words[1]
     assert len(set(words)) == 3
     assert max(words).bit_length() == WORD_BITS
@@ -88,10 +88,10 @@ def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
 
 def test_ranks_are_compared_with_those_that_they_split_layers_with() -> None:
     """Two groups, each with samples of its own, and one rank that splits no layers."""
-    first = [after([0, 1], peers=(0, 1)).word() for _ in range(2)]
-    second = [after([0, 2], peers=(2, 3)).word() for _ in range(2)]
+    first = [after([0, 1], peers=(0, 1)).summary() for _ in range(2)]
+    second = [after([0, 2], peers=(2, 3)).summary() for _ in range(2)]
     assert ranks_that_differ([*first, *second, 0]) == ()
-    differs = after([1, 0], peers=(2, 3)).word()
+    differs = after([1, 0], peers=(2, 3)).summary()
     assert ranks_that_differ([*first, second[0], differs]) == [2, 3]
 
 

@@ -43,7 +43,7 @@ def test_a_change_is_refused_behind_steps_without_one(change: str) -> None:
     for step in range(3):
         trained.check(step)
     CHANGES[change](model)
-    with pytest.raises(InvalidSpec, match="behind 3 committed steps"):
+    with pytest.raises(InvalidSpec, match="after 3 committed steps"):
         trained.check(3)
 
 
@@ -61,7 +61,7 @@ def test_parameters_that_are_gathered_are_those_that_were_cut() -> None:
         assert model[1].weight is not cut
         trained.check(1)
         model[1].weight = nn.Parameter(torch.ones(2, 2))
-        with pytest.raises(InvalidSpec, match=r"other parameters than.*a new '1.weight', behind 2"):
+        with pytest.raises(InvalidSpec, match=r"other parameters than.*a new '1.weight', after 2"):
             trained.check(2)
 
     run_in_memory(body, 2)

@@ -247,7 +247,7 @@ def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
         assert told == {"3"}
     else:
         assert len(told) == 1
-        assert "state of 'seen' differs behind step 3" in told.pop()
+        assert "state of 'seen' differs after step 3" in told.pop()
 
 
 class Breaking(Metric):

@@ -272,7 +272,8 @@ def test_torchs_own_gathering_of_unequal_shares_is_refused(
         gather(session, model(batch.inputs).detach())
 
     told(
-        crew(cluster, 3, passes), r"shares do; saw.*\(22, 8\).*\(21, 8\).*session.gather\(tensor\)"
+        crew(cluster, 3, passes),
+        r"in a step with unequal shares; saw.*\(22, 8\).*\(21, 8\).*session.gather\(tensor\)",
     )
 
 

@@ -531,9 +531,7 @@ def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    said = (
-        rf"trained parameters differ.*set to False, behind {at_step} committed steps.*grad = None"
-    )
+    said = rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
     with pytest.raises(InvalidSpec, match=said):
         run(cluster, strategy, body)
 
@@ -670,7 +668,7 @@ def test_a_layer_that_takes_the_place_of_another_is_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    with pytest.raises(InvalidSpec, match=r"other layers than.*a new .*behind 1 committed steps"):
+    with pytest.raises(InvalidSpec, match=r"other layers than.*a new .*after 1 committed steps"):
         run(cluster, strategy, body)
 
 
@@ -688,7 +686,7 @@ def test_a_parameter_that_takes_the_place_of_another_is_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    with pytest.raises(InvalidSpec, match=r"other parameters than.*a new .*weight.*behind 0 comm"):
+    with pytest.raises(InvalidSpec, match=r"other parameters than.*a new .*weight.*after 0 comm"):
         run(cluster, strategy, body)
 
 
@@ -774,5 +772,5 @@ def test_a_layer_that_is_called_by_itself_where_it_is_cut(cluster: LocalCluster)
         with session.step():
             session.backward(cross_entropy(model[2:](model[:2](batch.inputs)), batch.targets))
 
-    with pytest.raises(InvalidSpec, match=r"a member has a part under fsdp.*model's forward"):
+    with pytest.raises(InvalidSpec, match=r"sharded over the members under fsdp.*model's forward"):
         run(cluster, "fsdp", body)

@@ -312,7 +312,7 @@ def replaced(name: str, shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_a_buffer_is_not_replaced_by_one_of_another_shape(strategy: str) -> None:
-    with pytest.raises(InvalidSpec, match="put in the place of a module's buffer 'heat'"):
+    with pytest.raises(InvalidSpec, match="another tensor replaced a module's buffer 'heat'"):
         run_in_memory(replaced, 2, strategy, (2,))
 
 

@@ -271,7 +271,7 @@ class Catalog:
                     yield self._shards[name][shard_id]
 
     async def _explain(self, job: str, shard_id: int) -> ShoalError:
-        """Return the error for a shard of which this server is not an open primary."""
+        """Return the error for a shard that this server does not serve as primary."""
         assignment = (await records.read_shards(self._store, job, [shard_id])).get(shard_id)
         if assignment is None:
             return _unknown(job, shard_id, await self.layout(job))
