@@ -71,10 +71,10 @@ class JoinConfig:
     """IP address at which other members reach this one; empty: the address that the coordinator
     sees."""
     check_peers: str = "auto"
-    """Whether members check, before a generation starts, that they can reach each other: "auto":
-    those on different hosts; "always"; "never"."""
+    """Check, before a generation starts, that members can reach each other. "auto": only members on
+    different hosts; "always"; "never"."""
     backend: str = ""
-    """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
+    """Backend of collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
     otherwise Gloo."""
     reconfigure: bool = False
     """Each generation takes the process group of the one before and reconfigures it with the
@@ -83,13 +83,13 @@ class JoinConfig:
     """Place of this worker among those of its launcher on this host; its GPU is the one with this
     number, if it sees several."""
     local_world_size: int = 1
-    """How many workers the launcher runs on this host."""
+    """Number of workers that the launcher runs on this host."""
     num_ranks: int = 1
-    """How many processes the launcher that started this one has started, where it says so."""
+    """Number of processes that this one's launcher has started, if it states that."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
-    """What this host's launcher has for its workers."""
+    """Settings from this host's launcher for its workers."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
-    """Of the job, and of the launcher."""
+    """Secrets of the job and of the launcher."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_members", "max_members", "desired_members"))

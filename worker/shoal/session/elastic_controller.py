@@ -44,7 +44,8 @@ from shoal_proto.v1.membership_pb2 import (
 log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
-"""Of the time to accept or reject; a quarter is for checks of peers, the rest for messages."""
+"""Share of the time to accept or reject; a quarter is for checks of peers, the rest for
+messages."""
 MAX_FIELD_CHARACTERS = 4096
 """The limit of a value in a proposal: the settings of an optimizer of many groups have more."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
@@ -86,7 +87,7 @@ class ProposalDetails:
     optional_fields: Mapping[str, str] = field(default_factory=dict)
     """Values that must be the same on the members that state them."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """By field: the content that its value is a digest of."""
+    """Contents, by field, of which the fields' values are digests."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 

@@ -24,7 +24,7 @@ FILE_BYTES = 5_000_000_000
 """The most of tensors that one file has, unless one of them is larger."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-"""Of weights, which are not taken from the base directory."""
+"""Suffixes of files with weights, which are not copied from the base directory."""
 _DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",

@@ -92,7 +92,7 @@ class PublishedPiece:
 
     name: str
     chunk: Chunk
-    """In the whole tensor."""
+    """Position of the piece in the whole tensor."""
     tensor: Tensor
     """View of what the rank holds; its dtype may differ from the published one."""
     dtype: torch.dtype

@@ -20,7 +20,7 @@ from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, Sha
 from shoal_proto.v1 import weights_pb2
 
 Target = Mapping[str, Tensor] | nn.Module
-"""What a version is installed into: tensors by name, DTensors among them, or a module."""
+"""Target of an installation: tensors by name, DTensors among them, or a module."""
 NAMED = 5
 """Names that an error shows of a longer list."""
 
@@ -32,7 +32,7 @@ class StoredSlice:
     chunk: Chunk
     segment: int
     at: int
-    """In bytes from the start of the segment."""
+    """Offset in bytes from the start of the segment."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ class RowChanges:
     ids: Tensor
     """Rows that are new or have other values, int64."""
     values: Tensor
-    """Their values, a row for each id."""
+    """Values of these rows, a row for each id."""
     removed: Tensor
     """Ids whose rows are gone, int64: they were evicted."""
 

@@ -32,13 +32,13 @@ IN_FLIGHT = 2
 """Publications of several ranks that may be on their way at once. The next one waits for the
 oldest: memory is bounded, and every rank waits at the same one."""
 ORDER_S = 1.0
-"""How long a part waits for the commit of the one before it. Then it goes on: that one may lack the
-part of a rank for ever, and each rank hands in its parts in order."""
+"""Time for which a part waits for the commit of the one before. Then it is contributed all the
+same: the other may lack a rank's part for ever, and each rank contributes its parts in order."""
 CLOSE_S = 30.0
-"""How long the end of a session waits for the publications that are on their way."""
+"""Time for which the end of a session waits for publications in progress."""
 LOOK_S = 0.1
-"""How often it is asked whether a version is on the disks, which servers write to at their own
-pace, and whether a generation is over."""
+"""Interval of questions whether a version is on disk yet, and whether a generation is over. Servers
+write to disk at their own pace."""
 MAX_METADATA_BYTES = 4096
 STEP_PUBLICATIONS = 1 << 16
 """Publications that a step may have."""
@@ -55,7 +55,7 @@ class SeriesOptions:
     copies: int = 2
     """Parameter servers that hold each segment; fewer if there are fewer."""
     dtype: torch.dtype | None = None
-    """What floating point numbers are published in; None: as they are."""
+    """Dtype in which floating point numbers are published; None: their own."""
     tables: bool = False
     """Each version also has the rows of the model's embedding tables, and all of it is as of one
     cut through the parameter servers."""
@@ -293,11 +293,11 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """As many as publications are on their way: each is for one at a time."""
+        """Contributors, one for each publication in progress."""
         self._place: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[Ticket] = []
-        """Of what is on its way, oldest first."""
+        """Tickets of publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
         """The step of the last publication, and how many that step has had."""

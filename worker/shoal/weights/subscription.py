@@ -49,7 +49,7 @@ WAIT_S = 1.0
 """The longest that a wait on another thread goes on after it was given up."""
 
 CATCH_UP_S = 3.0
-"""How long a version with a later number than the newest known one is waited for."""
+"""Time to wait for a version with a number above the newest known one."""
 
 Wanted = WeightVersion | int | Literal["newest"]
 
@@ -113,7 +113,7 @@ class Subscription:
         self._installing = threading.RLock()
         self._installed: WeightVersion | None = None
         self._base: Base | None = None
-        """What was fetched over a network last."""
+        """The version fetched over a network last, as the base of differences."""
 
     # --- what there is ---
 
