@@ -56,9 +56,6 @@ LEFT: dict[str, int] = {
     "server/shoal_server/core": 20,
     "server/shoal_server/parameters": 6,
     "worker/shoal/launcher": 5,
-    "worker/shoal/membership": 6,
-    "worker/shoal/session": 2,
-    "worker/shoal/weights": 13,
 }
 """Docstrings of attributes by folder that open so today, many of them texts of the API's schema and
 of options: to be removed, and none to be added."""

@@ -28,10 +28,10 @@ class Batch:
     `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """If samples are tuples: all their parts except the last, as a tuple if there are several. Else
-    the whole samples, such as dicts."""
+    """All parts of the samples except the last, as a tuple if there are several. Samples that are
+    no tuples, such as dicts, are inputs as a whole."""
     targets: Any
-    """The last part of the samples; None if they have only one."""
+    """The last part of the samples; None if samples are no tuples, or have one part."""
     indices: list[int]
     """Indices of these samples in the dataset; empty if this member has no samples in the step: see
     `is_stand_in`."""

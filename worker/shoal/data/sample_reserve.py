@@ -3,7 +3,7 @@ answers.
 
 Pure: ranges and times are arguments. A member leases as many samples as it trains on in `AHEAD_S`
 seconds. It requests more once a quarter of them is used up, so that it holds few ranges. It gives
-back samples beyond its share, which the coordinator tells it.
+back samples beyond the share that the coordinator allows it.
 """
 
 from collections import deque

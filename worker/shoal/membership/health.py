@@ -101,7 +101,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send what is unsent, for at most `timeout_s`, and end the thread."""
+        """Send the last report, for at most `timeout_s`, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -24,7 +24,7 @@ class LoneStore(HashStore):
     """Store of a generation of one member, which sets all keys itself."""
 
     def abort(self, reason: str) -> None:
-        """Do nothing: no call waits for another member."""
+        """Do nothing: no call of this store waits."""
 
 
 class LoneStores:

@@ -76,7 +76,7 @@ class BatchSource(ABC):
         then returns once all members have left their loops. Else returns False at once."""
         return False
 
-    def left(self) -> None:  # noqa: B027 - what is left to do depends on no step that was reached
+    def left(self) -> None:  # noqa: B027 - does nothing by default
         """Note that the script has left its loop, or has come to its end."""
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -190,7 +190,7 @@ class SynchronousBatches(BatchSource):
 
 
 class LeasedBatches(BatchSource):
-    """Batches by sample lease from the coordinator, which leases a lost member's samples anew."""
+    """Batches by sample lease from the coordinator, which leases a lost member's samples again."""
 
     _leases: Leases | None = None
     _leased: SampleRange | None = None

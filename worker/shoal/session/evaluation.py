@@ -60,7 +60,7 @@ class Evaluation:
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
         """The sums over all samples, the same on every member. If a member is lost meanwhile, the
-        others discard their sums and begin again, with its samples divided among them."""
+        others discard their sums and begin again, with all samples divided among them."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)

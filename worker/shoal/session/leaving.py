@@ -15,7 +15,7 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""A leaving member stops waiting for a batch if its loading processes are silent for so long."""
+"""Silence of the loading processes after which a leaving member stops waiting for a batch."""
 
 log = structlog.get_logger(__name__)
 

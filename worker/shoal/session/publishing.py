@@ -58,7 +58,7 @@ class SessionSeries:
         *,
         metadata: Mapping[str, object] | None = None,
     ) -> Ticket:
-        """Publish the model as it is after the last step, as the next version of the series.
+        """Publish the model after the last step, as the next version of the series.
 
         All members call it at the same point between two steps:
 

@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 
 class OwnCounts:
     """Warns of a scheduler that a script steps under an asynchronous strategy. It counts only its
-    own member's steps, which are a share of the job's updates, and begins anew on a member that is
-    started again."""
+    own member's steps, which are a share of the job's updates, and begins at 0 when that member is
+    restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str

@@ -184,7 +184,7 @@ class Session:
         """
         self._leaving.drain(reason)
 
-    # --- what the training script calls ---
+    # --- calls of the training script ---
 
     @overload
     def distribute(
@@ -218,7 +218,7 @@ class Session:
     ) -> tuple[Any, Any]:
         """The model and optimizer to train with, valid through all changes of members.
 
-        With `checkpoints`, the state is written to disk every so many steps while training
+        With `checkpoints`, the state is written to disk every `every_steps` steps while training
         continues, and a job in which no member has state resumes from the newest checkpoint. With
         `keyed_dropout`, the model's dropout depends on seed, step and sample alone, so that it is
         the same with any number of members. With `sync_batchnorm`, BatchNorm uses the statistics
@@ -368,8 +368,8 @@ class Session:
         return self._steps.gather(tensor)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Step one of several optimizers at once, within the step: later passes of the step use the
-        changed weights. Example: a generator's loss after the discriminator's update.
+        """Step one of several optimizers now, before the end of the step: later passes of the step
+        use the changed weights. Example: a generator's loss after the discriminator's update.
 
         Without this call, an optimizer with gradients is stepped at the end of the step. If the
         step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
@@ -528,7 +528,7 @@ class Session:
         calls = SharedCalls(self._controller, self._trained.fields)
         return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
 
-    # --- where it stands ---
+    # --- membership and progress ---
 
     @property
     def job(self) -> str:

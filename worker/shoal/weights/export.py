@@ -55,8 +55,8 @@ def export(
     whose other files, such as config.json and the tokenizer's, are copied, too.
 
     The directory appears as a whole or not at all, even if this process is killed. A version that
-    is exported already is left as it is. Raises InvalidSpec for a dtype that safetensors files do
-    not have, and if the directory exists with other content.
+    is exported already is not written again. Raises InvalidSpec for a dtype that safetensors files
+    do not have, and if the directory exists with other content.
     """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")

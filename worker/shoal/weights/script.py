@@ -115,8 +115,8 @@ def publish(
 
 
 def end_publishing(series: str) -> None:
-    """Release a series that this process holds, after its publications in progress have ended.
-    Another process may publish the series at once then."""
+    """Release a series that this process holds, after its publications in progress have ended, so
+    that another process may publish it without waiting for the lease to end."""
     with _held.lock:
         for key in [key for key in _held.series if key[1] == series]:
             _held.series.pop(key).publications.close()

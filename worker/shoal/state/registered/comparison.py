@@ -14,7 +14,7 @@ from shoal_proto.errors import RegisteredStateDiffers
 TOLERANCE = 1e-5
 """Relative difference that is allowed: instruction sets of hosts round sums differently."""
 UNTRAINED = -1
-"""Step that stands for members without state of the job, which are compared with one another."""
+"""Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
 
 
