@@ -270,7 +270,7 @@ class ElasticController:
     def conclude(self) -> None:
         """Finish the last step, as the script takes no other. Changes that the script made since
         belong to that step, for example in a checkpoint that is due. Raises the errors of the
-        strategy's `between_steps` that mean no lost peer."""
+        strategy's `between_steps`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
