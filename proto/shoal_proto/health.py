@@ -73,7 +73,7 @@ class HealthFigures:
     compression_ratio: Annotated[Amount | None, Gauge("shoal_member_compression_ratio")] = None
     """Ratio of the bytes without compression to those sent, in the newest step."""
     last_error: Annotated[str, MaxLen(2000)] | None = None
-    """The last error the training went through; empty: none."""
+    """Current warning of the strategy, for example that the loss no longer falls; empty: none."""
     generation: Count | None = None
     """The generation in which it took its newest step."""
     paused_s: Amount | None = None

@@ -68,7 +68,7 @@ class StagedSegment:
         new_writer: Callable[[int], SegmentWriter] = SegmentWriter,
         on_progress: Callable[[], object] = _nothing,
     ) -> None:
-        """`wanted`: indices of chunks, in rising order; empty: all. A segment received as a
+        """`wanted`: ranges of chunk indices, in rising order; empty: all. A segment received as a
         descriptor is whole in any case. `new_writer` returns the memory for a segment, given its
         size. `on_progress` is called once the segment is open, and after each chunk."""
         self.digest = digest
@@ -82,7 +82,8 @@ class StagedSegment:
         self._rooms: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
-        """Set the digests that a holder sent. Raises MalformedMessage or ChecksumMismatch."""
+        """Verify the chunk digests that a holder sent; the first call allocates the segment's
+        memory. Raises MalformedMessage or ChecksumMismatch."""
         check_root(of_chunks, num_bytes, self.digest)
         if self._writer is None:
             self._writer, self.chunk_digests = self._new_writer(num_bytes), of_chunks
@@ -99,7 +100,7 @@ class StagedSegment:
 
     @property
     def missing(self) -> list[int]:
-        """Indices of the wanted chunks that have not arrived yet."""
+        """Indices of the wanted chunks that are not verified yet; empty before `open`."""
         if self._writer is None:
             return []
         last = num_chunks(self._writer.num_bytes)

@@ -376,7 +376,7 @@ def test_nothing_is_said_for_ever_once_the_membership_is_over(over: ev.Event) ->
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
     member.does(over)
-    assert member.does(ended(call, NOBODY))[0].startswith("Raise ")
+    assert member.does(ended(call, NOBODY))[0].startswith("RaiseError ")
 
 
 def test_an_answer_that_does_not_get_through_gives_up_the_stream() -> None:

@@ -120,7 +120,7 @@ class Checkpoints:
         Raises the error of the previous checkpoint, on every rank at the same step:
         CheckpointFailed (disk full, no permission) with path and errno, or InvalidSpec if the ranks
         together did not hold a whole state. Training is unaffected, and the next offer tries again.
-        If a rank was lost meanwhile, that checkpoint is absent and no error is raised.
+        If a rank was lost meanwhile, no error is raised; the checkpoint may be complete or absent.
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
@@ -191,7 +191,7 @@ class Checkpoints:
             self._continues = True
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
         except InvalidSpec as error:
-            # An earlier checkpoint succeeded here, so the storage may recover: report a failure.
+            # Not the first checkpoint of this process: the storage may have failed meanwhile.
             self._failure = _failed(path, error) if self._continues else error
         except BaseException as error:  # noqa: BLE001 - raised by the next offer or close
             self._failure = error

@@ -60,7 +60,7 @@ class JobBatches:
 
     @property
     def epoch_is_done(self) -> bool:
-        """True if the step committed last was the last of its epoch."""
+        """True if the last committed step was the last of its epoch; also before the first step."""
         return self._session.step_number % self._order.steps_per_epoch == 0
 
     @property

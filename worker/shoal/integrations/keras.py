@@ -204,7 +204,7 @@ class GlobalBatches(DataLoader[Any]):
 
 
 class _Shares(Sampler[list[int]]):
-    """Indices of this rank's samples in each batch of an epoch; each epoch has a new order."""
+    """Sampler of the dataset indices of this rank's share of each batch; a new order each epoch."""
 
     def __init__(self, num_samples: int, batch_size: int, seed: int | None) -> None:
         self._num_samples, self._batch_size, self._seed = num_samples, batch_size, seed

@@ -150,7 +150,7 @@ class MeshFigures:
         yield from passes[stage].moved
 
     def _through_stages(self, split: int, inputs: Any, num_samples: int) -> Iterable["_Pass"]:
-        """Yield the passes of a micro-batch through all stages, for the ranks of one split."""
+        """Yield one `_Pass` for each stage, for the ranks of one split."""
         if self._plan.cut is None:
             part = self._parts[0, split]
             done = RehearsedPass(part.group, lambda: part.module(inputs))

@@ -36,9 +36,9 @@ def has_timed_out(error: BaseException) -> bool:
 
 
 def answer_unsent(answer: Callable[[Any, BaseException], Any]) -> None:
-    """Send `answer(batch, error)` in place of a batch that a loader process cannot send, because a
-    thread of multiprocessing fails to pickle it or to open a socket. Called in the loader process.
-    multiprocessing itself only prints the error, and the trainer would wait forever."""
+    """Install a handler in this loader process: if a thread of multiprocessing fails to pickle a
+    batch or to open a socket, `answer(batch, error)` is sent instead. By default multiprocessing
+    prints the error, and the trainer waits forever."""
     answered: set[int] = set()
 
     def on_error(self: Any, error: BaseException, unsent: Any) -> None:

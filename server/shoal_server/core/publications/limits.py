@@ -1,36 +1,37 @@
 """Limits on published weights: times in seconds, and counts."""
 
 LEASE_S = 30.0
-"""Duration of a reader's lease or a script's, from its request. It is renewed three times
-within."""
+"""Duration of a lease of a reader or of a publishing script, from its request. The holder renews it
+after a third of that."""
 CLOCK_MARGIN = 1.1
 """Factor by which the leader holds a lease for longer than its holder: clocks differ in rate."""
 HELD_S = LEASE_S * CLOCK_MARGIN
 READER_FORGOTTEN_S = 120.0
 """Time of silence after which a reader is no longer shown."""
 MAX_READERS = 4096
-"""Maximum of one series."""
+"""Maximum number of readers of a series."""
 MAX_LEASES = 16
-"""Of one reader."""
+"""Maximum number of leases of a reader."""
 MAX_CHILDREN = 2
-"""Relays that fetch a version from one relay at a time: each has a half of what that one can
-send."""
+"""Maximum number of relays that fetch a version from the same relay at a time: each has half of its
+bandwidth."""
 MAX_RELAYS = 512
-"""Relays of one version. Further ones fetch from servers, and pass nothing on."""
+"""Maximum number of relays of a version. Further ones fetch from servers, and pass nothing on."""
 MAX_PINS = 16
 MAX_KEEP = 64
 MAX_COPIES = 16
 MAX_WORLD = 4096
 SEGMENTS_A_WRITE = 4096
-"""Segments whose holders are replaced in one write: etcd accepts requests up to 1.5 MiB."""
+"""Maximum number of segments whose holders are replaced in one write: etcd accepts requests up to
+1.5 MiB."""
 MAX_PENDING = 4
-"""Maximum of publications of a series that lack parts at the same time. One more, and the oldest is
-abandoned."""
+"""Maximum number of publications of a series that lack parts at the same time; a further one
+abandons the oldest."""
 ABANDONED_AFTER_S = 90.0
 """Time without a new part after which a publication is abandoned: less than the servers' grace,
 after which they free its segments."""
 ABANDONED_KEPT = 16
-"""Number of abandoned publications whose reasons are remembered."""
+"""Maximum number of abandoned publications whose reasons are remembered."""
 REPLACED_AFTER_S = 15.0
 """Time of absence after which a server's segments get another holder: it may only be restarting."""
 LOST_AFTER_S = 60.0

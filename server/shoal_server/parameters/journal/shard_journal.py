@@ -58,9 +58,9 @@ class _Led:
 
 
 class ShardJournal:
-    """Keeps shards in a journal. `take` makes a cut through a shard; `on_disk` is called with the
-    version up to which a shard is on disk, `on_failure` when its journaling is interrupted. Lives
-    on the event loop; files are written in `pool`."""
+    """Keeps shards in a journal. `take` makes a consistent copy of a shard; `on_disk` is called
+    with the version up to which a shard is on disk, `on_failure` when its journaling is
+    interrupted. Lives on the event loop; files are written in `pool`."""
 
     def __init__(
         self,
@@ -92,8 +92,9 @@ class ShardJournal:
     # --- shards of which this server is the primary ---
 
     def lead(self, replica: ShardReplica, run: str = "") -> None:
-        """Keep a shard from now on; `run`: the run of its job. Records of updates that are applied
-        before its image is on disk are held back, and written after it."""
+        """Start journaling a shard of which this server is now the primary; `run`: the run of its
+        job. Records of updates that are applied before its image is on disk are held back, and
+        written after it."""
         self._keep_from_here(_Led(replica, run, _new_pauses()))
 
     def _keep_from_here(self, led: _Led) -> None:

@@ -146,7 +146,7 @@ async def test_a_member_and_a_job_that_there_are_not_are_refused_by_name() -> No
         with pytest.raises(UnknownMember, match="no output of b of job j is kept"):
             await read(world, "b")
         position = (await read(world)).after
-        with pytest.raises(InvalidSpec, match="on both sides"):
+        with pytest.raises(InvalidSpec, match="both `after` and `before`"):
             await read(world, after=position, before=position)
 
 
