@@ -662,7 +662,7 @@ async def test_requests_that_mean_nothing_are_refused_by_name(world: WorldWithSe
         await client.begin(member(), world=2)
         with pytest.raises(DeadlineExceeded, match="not committed yet"):
             await client.contribute(world.put(part(1, world=2)))
-        with pytest.raises(MalformedMessage, match="lacks something"):
+        with pytest.raises(MalformedMessage, match="incomplete part of a publication"):
             await client.contribute(part(0))
 
 
