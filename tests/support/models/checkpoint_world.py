@@ -176,7 +176,7 @@ def write_in_group(directory: str, steps: int) -> str:
 
 
 class MortalPeers(GroupPeers):
-    """Peers whose last rank dies before it reports that it has written its share."""
+    """Peers; the last rank dies before it reports that its share is written."""
 
     num_gathered = 0
 
