@@ -28,7 +28,7 @@ class Steps(Elastic):
     """One member's run."""
 
     parts: str = ""
-    """How a share is cut into passes: "fixed size", "fixed number", "more on the first", "by the
+    """Division of a share into passes: "fixed size", "fixed number", "more on the first", "by the
     session"; empty: one pass."""
     dies_at: int = -1
     """Step in whose second part this member is killed."""
