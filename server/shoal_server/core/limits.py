@@ -112,8 +112,7 @@ class Limits:
 
     @property
     def drain_s(self) -> float:
-        """Time for which a leaving member waits for the others to agree on a generation without
-        it."""
+        """Time for which a leaving member waits for a generation without it to be agreed."""
         return self.join_s / 4
 
     @property

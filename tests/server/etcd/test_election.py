@@ -29,11 +29,12 @@ CANDIDATE = """
 import asyncio, sys
 from shoal_server.etcd.remote.client import EtcdClient
 from shoal_server.etcd.remote.config import EtcdConfig
-from shoal_server.etcd.election import Candidate, Election
+from shoal_server.etcd.election import Election
+from shoal_server.etcd.leader_key import LeaderCandidate
 
 async def main():
     async with EtcdClient(EtcdConfig(endpoints=(sys.argv[1],))) as store:
-        term = await Election(store, Candidate(address="child:1"), ttl_s=2).campaign()
+        term = await Election(store, LeaderCandidate(address="child:1"), ttl_s=2).campaign()
         print("leads", flush=True)
         await term.lost.wait()
 

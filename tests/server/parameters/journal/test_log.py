@@ -184,7 +184,7 @@ def test_a_slow_disk_holds_pushes_back_with_a_reason(tmp_path: Path) -> None:
         journal.put_image("job", 1, shard.image())
         let_go.clear()
         waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(20)]
-        with pytest.raises(Overloaded, match="behind"):
+        with pytest.raises(Overloaded, match="the disk of the journal is too slow"):
             journal.check_room()
         assert not any(done.done() for done in waiting)
         let_go.set()

@@ -278,5 +278,5 @@ def test_a_header_of_something_else_is_refused(spoil: object) -> None:
             header = CutHeader.FromString(cut.header.SerializeToString())
         assert callable(spoil)
         spoil(header)
-        with pytest.raises(MalformedMessage, match="laid out"):
+        with pytest.raises(MalformedMessage, match="layout that this server does not know"):
             ShardBuilder(header)
