@@ -1,11 +1,11 @@
-"""The step that is open on this thread, for code that torch or the script calls without it.
+"""The step that is open on this thread, for code that is not given the step as an argument.
 
-Random numbers, normalisation, and the checks on calls of torch's own read it; `Session.step` sets
-it. Members may be threads of one process, and each has its own.
+Random numbers, normalisation and checks on calls of torch read it; `Session.step` sets it. Members
+may be threads of one process, and each has its own step.
 
-A thread that starts has no step: neither a thread of the script's, nor one on which autograd runs a
-backward pass on a GPU. What a module needs there it keeps from its forward pass, as keyed dropout
-and synchronised BatchNorm do.
+A new thread has no step, be it the script's or one on which autograd runs a backward pass on a GPU.
+For such a pass, a module stores what it needs in its forward pass, as keyed dropout and
+synchronised BatchNorm do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +19,12 @@ from torch import Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PresentSamples:
-    """The samples of the global batch that are computed on."""
+    """The samples of the global batch that this thread computes on."""
 
     seed: int
     step: int
     first: int
-    """Position in the global batch of the first of them; the others follow it."""
+    """Position of the first sample in the global batch; the others follow it."""
     count: int
 
 
@@ -34,40 +34,40 @@ class BatchNormMembers:
 
     group: dist.ProcessGroup
     has_samples: bool
-    """False if this member computes with a sample that does not count, as it has no share."""
+    """False if this member has no share of the step, and computes with a stand-in sample."""
 
 
 class PartsOfStep(Protocol):
-    """A step, as far as its batch can be cut into parts."""
+    """The interface of a step that cuts its batch into parts."""
 
     def parts(self, batch: Any, num_parts: int) -> Iterator[Any]:
         """See `Batch.parts`."""
 
 
 class InputSizes(Protocol):
-    """A reader of the sizes that BatchNorm layers get."""
+    """An observer of the sizes of BatchNorm layers' inputs."""
 
     def look_at_sizes(self, size: Sequence[int]) -> None:
-        """Look at the sizes of what a layer is about to normalise."""
+        """Note the size of an input that a layer is about to normalise."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepContext:
-    """The open step; every field is None outside of one, but for `committing`."""
+    """The open step. Outside of a step every field but `committing` is None."""
 
     samples: PresentSamples | None = None
-    """None in a step whose batches the script takes from elsewhere."""
+    """The current samples; None if the step's batches are not from `Session.batches`."""
     batchnorm: BatchNormMembers | None = None
     """None: each member normalises its own samples."""
     check_gather: Callable[[Sequence[Tensor], Tensor], None] | None = None
-    """Called with (outputs, tensor) before the script gathers on torch's default group; None where
-    the members' shares are of one size."""
+    """Called with (outputs, tensor) before the script gathers on torch's default group; None if
+    all members' shares have the same size."""
     sizes: InputSizes | None = None
     parts: PartsOfStep | None = None
     guard: object | None = None
     """The `StepGuard` of the session whose step is open."""
     committing: object | None = None
-    """The `StepGuard` of the session that steps its optimizers at the moment."""
+    """The `StepGuard` of the session that is stepping its optimizers."""
 
 
 NO_STEP = StepContext()
@@ -75,10 +75,10 @@ _context: ContextVar[StepContext] = ContextVar("shoal_step_context", default=NO_
 
 
 def current() -> StepContext:
-    """The context of the step that is open on this thread; NO_STEP if none is."""
+    """Return the context of the step that is open on this thread; NO_STEP if none is."""
     return _context.get()
 
 
 def set_current(context: StepContext) -> None:
-    """Replace this thread's context until further notice."""
+    """Replace this thread's context."""
     _context.set(context)

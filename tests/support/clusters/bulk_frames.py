@@ -1,4 +1,4 @@
-"""A connection of the bulk transport, frame by frame, as a stranger might use it."""
+"""A connection of the bulk transport, frame by frame, for tests that break its protocol."""
 
 import socket
 from typing import Self
@@ -41,7 +41,7 @@ class RawConnection:
         self.socket.sendall(b"".join(parts))
 
     def next(self) -> Frame | None:
-        """The next frame but beats; None once the server has hung up."""
+        """Return the next frame that is no BEAT, or None once the server has closed the socket."""
         while True:
             frame = self._reader.next()
             if frame is not None and frame.kind is not FrameKind.BEAT:

@@ -1,4 +1,4 @@
-"""Coordinator replicas as processes on one etcd: find the leader, kill it."""
+"""Coordinator replicas as processes on one etcd, which a test may kill or cut off."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ TAKE_OVER_S = 60.0
 LEADER_LEASE_S = 2.0
 """The shortest lease that etcd grants."""
 HEARTBEAT_S = 0.5
-"""Not shorter: on a slow test machine a living member must not be considered lost."""
+"""Long enough that a living member does not count as lost on a slow test machine."""
 
 
 class CoordinatorProcess(ServedProcess):
@@ -45,12 +45,12 @@ class CoordinatorProcess(ServedProcess):
         )
 
     def follows(self, leader: str) -> bool:
-        """True if it serves and names the coordinator at `leader` as the leader."""
+        """True if this coordinator serves, and names the one at `leader` as the leader."""
         answer = self._readyz()
         return answer is not None and answer.status_code == 503 and leader in answer.text
 
     def leads(self) -> bool:
-        """True if it reports that it leads; False if it cannot be reached."""
+        """True if this coordinator reports that it leads; False if it cannot be reached."""
         answer = self._readyz()
         return answer is not None and answer.status_code == 200
 
@@ -70,9 +70,9 @@ class Replica(CoordinatorProcess):
 
 
 class Replicas:
-    """Several replicas on one etcd, each with a wire of its own to it.
+    """Several replicas on one etcd, each with a separate wire to it.
 
-    Those that a test has ended are replaced when asked for.
+    `full` replaces replicas that a test has ended.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Replicas:
         return self._replicas[-1]
 
     def leader(self, *, other_than: Replica | None = None) -> Replica:
-        """The replica that leads, as soon as there is one."""
+        """Wait for a replica that leads, and return it."""
 
         def look() -> Replica | None:
             asked = [each for each in self._replicas if each.runs and each is not other_than]
@@ -111,7 +111,7 @@ class Replicas:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses for a worker: those of the replicas that run."""
+        """Addresses of the running replicas, for a worker."""
         return [each.grpc for each in self._replicas if each.runs]
 
 

@@ -1,4 +1,4 @@
-"""A coordinator served over real gRPC, and real clients on threads of their own."""
+"""A coordinator served over real gRPC, and real clients on separate threads."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -26,7 +26,7 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 
 def jobs_in(store: Keyspace, *leadership: Compare) -> DurableJobs:
-    """The writer of a coordinator that leads for as long as all of these hold."""
+    """Return the durable jobs of a coordinator that leads as long as these comparisons hold."""
     return DurableJobs(LeaderStore(store, lambda: leadership, lambda reason: None))
 
 
@@ -48,7 +48,7 @@ class Served:
         job_secret: str = "",
         **bounds: int,
     ) -> MemberSession:
-        """A worker's membership that has not attended yet; closed at the end."""
+        """Make a worker's membership, which has not joined yet; closed at the end."""
         spec = pb.JobSpec(
             job="j",
             min_members=bounds.get("low", 1),
@@ -74,14 +74,14 @@ class Served:
     async def joined(
         self, name: str, *, desired: int = 2, shared_directory: Path | None = None, **bounds: int
     ) -> MemberSession:
-        """A member that attends and has proposed."""
+        """Make a member that has joined and proposed."""
         client = self.client(name, desired=desired, shared_directory=shared_directory, **bounds)
         await asyncio.to_thread(client.join)
         await asyncio.to_thread(propose, client)
         return client
 
     async def training(self, *names: str) -> list[MemberSession]:
-        """Members that train together in the first generation."""
+        """Make members that train together in the first generation."""
         members = [await self.joined(name, desired=len(names)) for name in names]
         await asyncio.gather(*(entered(member, 0) for member in members))
         return members
@@ -92,7 +92,7 @@ def propose(client: MemberSession, step: int = 0, fields: dict[str, str] | None 
 
 
 async def entered(client: MemberSession, above: int) -> pb.GenerationRecord:
-    """The record of the next generation, brought up."""
+    """Wait for the next generation, report readiness, and return its record."""
     record = await asyncio.to_thread(client.await_generation, above, 10.0)
     await asyncio.to_thread(client.ready, record)
     return record
@@ -107,7 +107,7 @@ async def served(
     address: str = "127.0.0.1:0",
     bounds: JobLimits | None = None,
 ) -> AsyncIterator[Served]:
-    """A coordinator that leads, on a free port unless one is named."""
+    """Run a coordinator that leads, on a free port unless an address is given."""
     server = new_server()
     address = f"127.0.0.1:{bind(server, address)}"
     async with Coordinator(store, limits or Limits(), bounds=bounds).running() as coordinator:

@@ -1,4 +1,4 @@
-"""World of the fault tests: an etcd of three, the members of a job, and what must agree."""
+"""World of the fault tests: an etcd of three, the members of a job, and checks of agreement."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ CALL_S = 30.0
 
 
 class Etcd:
-    """The cluster, whose members a test may kill or halt; `restore` brings all of them back."""
+    """An etcd cluster whose members a test may kill or halt; `restore` brings all back."""
 
     def __init__(self, supervisor: Supervisor, members: Sequence[RunningEtcd]) -> None:
         self._supervisor = supervisor
@@ -45,7 +45,7 @@ class Etcd:
             each.process.send_signal(number)
 
     def leader(self) -> RunningEtcd:
-        """The member that leads the others."""
+        """Wait for a leader of etcd, and return it."""
 
         def look() -> RunningEtcd | None:
             for each in self.members:
@@ -68,7 +68,7 @@ class Etcd:
 
 @dataclass
 class Cast:
-    """The members of one job. The end of its `with` block leaves none."""
+    """The members of one job; all end with its `with` block."""
 
     job: str
     replicas: Replicas
@@ -79,20 +79,20 @@ class Cast:
     def joins(
         self, name: str, *withholds: str, at: Sequence[str] = (), **options: Any
     ) -> ScriptedMember:
-        """A member in this process; `at`: its own way to the coordinator."""
+        """Start a member in this process. `at`: addresses by which it reaches the coordinators."""
         script = self._script(name, *withholds, **options)
         member = ScriptedMember(at or self.replicas.addresses, script)
         self.members.append(member)
         return member.start()
 
     def process(self, name: str, *withholds: str, **options: Any) -> MemberProcess:
-        """A member in a process of its own."""
+        """Start a member in a separate process."""
         script = self._script(name, *withholds, **options)
         self.processes.append(MemberProcess(self.ranks, self.replicas.addresses, script))
         return self.processes[-1]
 
     def training(self, *names: str, **options: Any) -> list[ScriptedMember]:
-        """Members that train together in the first generation."""
+        """Start members, and wait until they train together."""
         members = [self.joins(name, desired=len(names), **options) for name in names]
         for member in members:
             member.trains_with(*names)
@@ -105,7 +105,7 @@ class Cast:
         return Script(job=self.job, member_id=name, withholds=frozenset(withholds), **options)
 
     def record(self, generation: int = 0) -> pb.GenerationRecord:
-        """Return the durable record of a generation from the present leader (0: the newest)."""
+        """Return the durable record of a generation (0: the newest), as the leader reads it."""
         coordinators = Coordinators(self.replicas.addresses)
         try:
             return coordinators.call(
@@ -143,7 +143,7 @@ class Cast:
         detail = self._detail()
         if detail is None:
             return None
-        # Its number is the newest that was given, to an attempt that failed maybe.
+        # The number is the newest that was used, perhaps by a failed attempt.
         summary = detail["summary"]
         return (summary["phase"] == "running" and summary["generation"] >= generation) or None
 
@@ -154,7 +154,7 @@ class Cast:
         return all(each["member"]["member_id"] != member_id for each in detail["members"]) or None
 
     def _detail(self) -> Any:
-        """The job as the leader shows it; None while there is no leader."""
+        """Return the job's page from the leader; None while there is no leader."""
         try:
             answer = http.get(f"{self.replicas.leader().http}/api/v1/jobs/{self.job}")
         except httpx.HTTPError:

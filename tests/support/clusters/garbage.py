@@ -38,7 +38,7 @@ SHAPELESS: Mapping[str, bytes] = {
 
 
 def good_state(job: str) -> dict[str, object]:
-    """The state of an unfinished job, as JSON types."""
+    """Return the state of an unfinished job, as JSON types."""
     spec = JobSpec(job=job, max_members=8)
     record = StateRecord(spec=spec, last_generation=Generation(1), finished=False, reason="")
     state: dict[str, object] = json.loads(state_to_json(record))
@@ -46,13 +46,13 @@ def good_state(job: str) -> dict[str, object]:
 
 
 def good_member() -> dict[str, object]:
-    """A member's key, as JSON types."""
+    """Return the value of a member's key, as JSON types."""
     texts = dict.fromkeys(("host", "address", "device", "torch_version", "shoal_version"), "x")
     return {"incarnation": "0001", "pid": 1, **texts}
 
 
 def good_record(job: str) -> dict[str, object]:
-    """The record of generation 1, as JSON types."""
+    """Return the record of generation 1, as JSON types."""
     roster = GenerationRoster(
         generation=Generation(1),
         entries=(RosterEntry(member_id="w0", incarnation="0001", rank=0),),
@@ -105,18 +105,18 @@ LEDGERS: Mapping[str, object] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Garbage:
-    """One bad key of one job, beside the other keys that the job needs."""
+    """One bad key of a job, with the other keys that the job needs."""
 
     job: str
     key: str
     entries: Mapping[str, bytes]
     what: str
     is_fatal: bool = True
-    """True if the job cannot go on."""
+    """True if the job cannot continue."""
 
 
 def all_garbage() -> list[Garbage]:
-    """All kinds of garbage, each in a job of its own."""
+    """Return all kinds of garbage, each in a separate job."""
     found: list[Garbage] = []
 
     def add(what: str, template: str, value: bytes, *, is_fatal: bool = True) -> None:

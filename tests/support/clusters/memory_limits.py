@@ -1,4 +1,4 @@
-"""Jobs that fill parameter servers up: a model of 2 MiB, and a table whose rows take 512 bytes."""
+"""Jobs that fill parameter servers: a model of 2 MiB, and a table with rows of 512 bytes."""
 
 from array import array
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def users(**changes: object) -> TableSpec:
 
 
 class Embedder:
-    """Looks rows up and pushes to them, with little patience."""
+    """Looks rows up and pushes to them, with a short timeout."""
 
     def __init__(self, servers: ParameterServers, table: TableSpec, timeout_s: float = 0.5) -> None:
         token = servers.admit("w0", job="tables")

@@ -1,7 +1,7 @@
-"""Parameter servers as real processes, with etcd and a coordinator: all of them may be killed.
+"""Parameter servers as real processes, with etcd and a coordinator, all of which may be killed.
 
-The servers are forked from one process that has imported torch already, so that one is up again a
-moment after its SIGKILL. Nothing is shared but the code: each has its own memory and sockets.
+The servers are forked from a process that has already imported torch, so that a server restarts in
+a moment after SIGKILL. They share only code: each has its own memory and sockets.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ from shoal_server.parameters.process import serve
 from shoal_server.serving.options import ParameterServerServing
 
 FAILED = 1
-"""Exit code of a process that ended by an error of its own."""
+"""Exit code of a process that ended with an error."""
 START_S = 30.0
 CALL_S = 5.0
 LEASE_S = 2.0
@@ -53,8 +53,8 @@ LOG_TIME_CHARACTERS = len("2026-01-01 00:00:00")
 
 
 def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> None:
-    """The whole life of a server process."""
-    # Die with the process it was forked from, which ends with the one that runs the tests.
+    """Run a server process."""
+    # Die with the parent, the forking process, which ends with the process that runs the tests.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
     if os.getppid() == 1:
         os._exit(137)
@@ -63,7 +63,7 @@ def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> 
         os.dup2(log.fileno(), sys.stderr.fileno())
     if host is not None:
         host.enter()
-    # What was said last before a SIGKILL is worth reading.
+    # Flush each line, so that the last ones before a SIGKILL are in the log.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     os.environ["GRPC_VERBOSITY"] = "NONE"
     asyncio.run(serve(config))
@@ -71,20 +71,20 @@ def _serve(config: ParameterServerConfig, log_path: Path, host: Host | None) -> 
 
 @dataclass
 class Server:
-    """One server id, and its present process."""
+    """One server id, and its current process."""
 
     server_id: str
     config: ParameterServerConfig
     log_path: Path
     wires: list[Wire] = field(default_factory=list)
-    """Wires of all others to it, and its own to etcd."""
+    """Wire from all other processes to the server, and wire from the server to etcd."""
     host: Host | None = None
-    """Host that it runs on, if not the test's."""
+    """Host that the server runs on; None: the test's."""
     incarnation: str = ""
-    """Known once it is registered; empty for one that was killed."""
+    """Incarnation of the server once it is registered; empty after it was killed."""
 
     def start(self) -> None:
-        """Start the process, or another one with nothing in its memory."""
+        """Start a new process."""
         assert self.config.ready_file is not None
         self.config.ready_file.unlink(missing_ok=True)
         self.process: BaseProcess = forked.Process(
@@ -103,7 +103,7 @@ class Server:
 
     @property
     def found_no_etcd(self) -> bool:
-        """True if it has ended by itself because no etcd answered at its start."""
+        """True if the process has ended because no etcd answered at its start."""
         has_failed = self.process.exitcode == FAILED
         return has_failed and "no etcd answered" in self.log_path.read_text()[-4000:]
 
@@ -112,13 +112,13 @@ class Server:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL, and wait until the kernel has done it: connections to it are broken then."""
+        """Kill the process and wait for its end, after which connections to it are broken."""
         self.incarnation = ""
         self.process.kill()
         self.process.join()
 
     def cut_off(self) -> None:
-        """Silence it in both directions, without ending a connection."""
+        """Drop all its traffic in both directions, without closing a connection."""
         for wire in self.wires:
             wire.silence()
 
@@ -139,9 +139,9 @@ class ParameterCluster:
         with_journals: bool = False,
         hosts: RoutedHosts | None = None,
     ) -> None:
-        """With a network, every server is behind wires of its own, which can be cut. With hosts,
-        each server has one of its id, and etcd and the coordinator have `etcd` and `coordinator`.
-        With journals, a restarted server finds its own journal and its weights again."""
+        """`network`: gives every server its own wires, which can be cut. `hosts`: each server runs
+        on a host named by its id, and etcd and the coordinator on hosts `etcd` and `coordinator`.
+        `with_journals`: a restarted server finds its journal and its weights again."""
         self._with_journals = with_journals
         self._hosts = hosts
         self._directory = directory
@@ -180,7 +180,7 @@ class ParameterCluster:
     # --- servers ---
 
     def start(self, server_id: str) -> Server:
-        """Start a server, or start one again under its id. Returns before it is ready."""
+        """Start a server, or restart it under its id. Returns before the server is ready."""
         server = self.servers.get(server_id)
         if server is None:
             server = self.servers[server_id] = self._new(server_id)
@@ -209,28 +209,28 @@ class ParameterCluster:
             if self._with_journals
             else None,
             work=WorkLimits(num_threads=2),
-            # Nobody else is on the network of the hosts.
+            # No other process is on the network of the hosts.
             reach=ParameterServerServing(insecure=host is not None),
         )
         return Server(server_id, config, self._directory / f"{server_id}.log", wires, host)
 
     def kill_all(self) -> None:
-        """SIGKILL to every server before any of them can take over from another."""
+        """Kill every server before any can take over from another."""
         for server in self.present:
             server.send_signal(signal.SIGKILL)
         for server in self.present:
             server.kill()
 
     def dismiss(self, server: Server) -> None:
-        """Let a server hand over its shards, and wait until it has ended by itself."""
+        """Ask a server to hand over its shards, and wait until it has ended."""
         server.send_signal(signal.SIGTERM)
         server.process.join(START_S)
         assert server.process.exitcode == 0, server.log_path.read_text()[-4000:]
         server.incarnation = ""
 
     def await_ready(self) -> None:
-        """Wait until every started server serves. A server that found no etcd is started again, as
-        a supervisor does in production."""
+        """Wait until every started server serves. A server that found no etcd is restarted, as a
+        supervisor does in production."""
 
         def serves(server: Server) -> bool:
             if server.found_no_etcd:
@@ -244,7 +244,7 @@ class ParameterCluster:
                 server.incarnation = self._incarnation(server.server_id)
 
     def _registered(self, server_id: str) -> dict[str, object]:
-        # On a machine that is busy a lease runs out now and then, and the server registers again.
+        # On a busy machine a lease sometimes expires, and the server registers again.
         key = keys.server(server_id)
         record = awaited(lambda: self._read(key), START_S, f"{server_id} is registered")
         found: dict[str, object] = json.loads(record[0].value)
@@ -256,13 +256,13 @@ class ParameterCluster:
         return incarnation
 
     def await_forgotten(self) -> None:
-        """Wait until every server serves and none that was killed is listed any more: a job that is
-        placed before that may get one of these."""
+        """Wait until every server serves and no killed server is listed any more: a job placed
+        earlier might get a killed one."""
         self.await_ready()
         self.await_unlisted()
 
     def await_unlisted(self) -> None:
-        """Wait until no server that was killed is listed any more."""
+        """Wait until no killed server is listed any more."""
         gone = set(self.servers) - {server.server_id for server in self.present}
         for server_id in gone:
             awaited(
@@ -272,7 +272,7 @@ class ParameterCluster:
             )
 
     def address(self, server_id: str) -> str:
-        """Address of a server."""
+        """Return the address of a server."""
         address = self._registered(server_id)["address"]
         assert isinstance(address, str)
         return address
@@ -285,20 +285,20 @@ class ParameterCluster:
     def __getitem__(self, server_id: str) -> Server:
         return self.servers[server_id]
 
-    # --- who holds what ---
+    # --- assignments ---
 
     def assignments(self, job: str) -> JobAssignments:
-        """Present assignments of the job; none before the shards are placed."""
+        """Read the current assignments of the job; none before its shards are placed."""
         found = records.parse_all(job, self._read(keys.assignments(job), prefix=True))
         return found or JobAssignments(job=job, copies=0, shards=())
 
     def primaries(self, job: str) -> list[Server]:
-        """Servers that are the primary of some shard."""
+        """Return the servers that are primary of some shard."""
         found = {s.primary.server_id for s in self.assignments(job).shards}
         return [server for server in self.present if server.server_id in found]
 
     def is_in_step(self, job: str) -> bool:
-        """True if as many copies of every shard live as possible, and none is in transfer."""
+        """True if every shard has as many live copies as possible, and none is in transfer."""
         alive = {(server.server_id, server.incarnation) for server in self.present}
         record = self.assignments(job)
         wanted = min(record.copies, len(alive))
@@ -315,8 +315,8 @@ class ParameterCluster:
         return self.is_in_step(job) and len(self.primaries(job)) == len(self.present)
 
     def said_of(self, job: str) -> list[str]:
-        """Log lines of the servers about a job's shards and each other, in the order of time to the
-        second; the last ones if there are many."""
+        """Return log lines of the servers about a job's shards and each other, ordered by time in
+        seconds; only the last MAX_LOG_LINES."""
         lines = [
             (line[:LOG_TIME_CHARACTERS], f"{server.server_id}: {line}")
             for server in self.servers.values()
@@ -325,7 +325,7 @@ class ParameterCluster:
             if any(event in line for event in LOGGED_OF_SHARDS)
             and ("job=" not in line or f"job={job} " in f"{line} ")
         ]
-        # Those of one server stay as they came.
+        # A stable sort keeps the order of one server's lines.
         return [line for _, line in sorted(lines, key=itemgetter(0))][-MAX_LOG_LINES:]
 
     def _read(self, key: str, *, prefix: bool = False) -> Sequence[KeyValue]:
@@ -333,7 +333,7 @@ class ParameterCluster:
         reply = KVStub(self._channel).Range(request, timeout=CALL_S, wait_for_ready=True)
         return key_values(reply.kvs)
 
-    # --- the others ---
+    # --- coordinator and etcd ---
 
     def _start_coordinator(self, listen: str) -> CoordinatorProcess:
         self._num_coordinators += 1
@@ -346,27 +346,27 @@ class ParameterCluster:
         )
 
     def kill_coordinator(self) -> None:
-        """SIGKILL, and another one at its address. Returns before that serves."""
+        """Kill the coordinator and start another at its address. Returns before that serves."""
         self.coordinator.process.kill()
         self.coordinator.process.wait()
         self.coordinator = self._start_coordinator(self.coordinator.grpc)
 
     def kill_etcd(self) -> None:
-        """SIGKILL, and start it again on its data."""
+        """Kill etcd, and restart it on its data."""
         self.end_etcd()
         self.restart_etcd()
 
     def end_etcd(self) -> None:
-        """SIGKILL."""
+        """Kill etcd."""
         self._etcd.process.kill()
         self._etcd.process.wait()
 
     def restart_etcd(self) -> None:
-        """Start it again on its data, once it was ended."""
+        """Restart etcd on its data after `end_etcd`."""
         (self._etcd,) = start_members(self._on("etcd")[0].spawn, [self._etcd.member])
 
     def _on(self, name: str) -> tuple[Supervisor, str]:
-        """Supervisor of a host's processes, and the host's address."""
+        """Return the supervisor of a host's processes, and the host's address."""
         if self._hosts is None:
             return self._supervisor, "127.0.0.1"
         host = self._hosts.add(name)

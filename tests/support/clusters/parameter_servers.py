@@ -1,4 +1,4 @@
-"""Real parameter servers and the Shards service, on an event loop of their own thread."""
+"""Real parameter servers and the Shards service, on an event loop in another thread."""
 
 import json
 import time
@@ -33,17 +33,17 @@ from shoal_server.parameters.process import RunningServer, running
 from shoal_server.serving.rpc import bind, new_server
 from shoal_server.status.shards import ShardReader
 
-# As `serve` does: threads within a kernel wait for each other where all cores are busy.
+# As `serve` does: threads within a kernel wait for each other if all cores are busy.
 torch.set_num_threads(1)
 
 T = TypeVar("T")
 
 REBALANCING = "rebalancing"
-"""The coordinator's part that assigns shards to servers."""
+"""Name of the coordinator's part that assigns shards to servers."""
 
 
 def config(server_id: str, **changes: Any) -> ParameterServerConfig:
-    """Config of a server on a free port of this machine. `running` replaces its etcd."""
+    """Make the config of a server on a free port of this machine. `running` replaces its etcd."""
     fields: dict[str, Any] = {
         "etcd": EtcdConfig(endpoints=("127.0.0.1:1",)),
         "listen": "127.0.0.1:0",
@@ -54,13 +54,13 @@ def config(server_id: str, **changes: Any) -> ParameterServerConfig:
 
 
 async def anybody(token: Token) -> None:
-    """An `authorize` that lets everybody in."""
+    """Authorize every caller."""
 
 
 class ParameterServers:
-    """`with ParameterServers(2) as servers:` servers `ps-0` and `ps-1`, and a coordinator.
+    """`with ParameterServers(2) as servers:` runs servers `ps-0` and `ps-1`, and a coordinator.
 
-    They keep their keys in memory, or in a real etcd if its endpoint is given.
+    Their keys are in memory, or in a real etcd if its endpoint is given.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class ParameterServers:
         self.is_restoring: Callable[[str], bool] = lambda job: False
         """Returns True while a job's shards are loaded from a snapshot."""
         self.events: list[tuple[str, str, str]] = []
-        """Job, kind and reason of each event for the status page."""
+        """(job, kind, reason) of each event for the status page."""
         self.num_members = 1
-        """Members that the coordinator counts as present when it shares samples."""
+        """Number of members that the coordinator counts when it shares samples."""
         self.refusal: ShoalError | None = None
         """Refusal for members that ask for samples or report their clocks."""
         self.num_refused = 0
@@ -100,7 +100,7 @@ class ParameterServers:
             self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run on the servers' loop and wait for the result."""
+        """Run a coroutine on the servers' loop, and wait for its result."""
         return self._loop.run(work)
 
     async def _start(self) -> None:
@@ -170,20 +170,21 @@ class ParameterServers:
         self._stacks = {server_id: stack, **self._stacks}
 
     def add(self, server_id: str, etcd: str = "", **changes: Any) -> RunningServer:
-        """Start one more server; `etcd`: its own way there."""
+        """Start one more server. `etcd`: the endpoint that it uses; empty: the common store."""
         self.run(self._add(server_id, etcd, **changes))
         return self.servers[server_id]
 
     def stop(self, name: str) -> None:
-        """Stop one server, the `coordinator`, or REBALANCING: it stops before the coordinator."""
+        """Stop a server, the `coordinator`, or REBALANCING, which must stop before the
+        coordinator."""
         self.run(self.stopped(name))
 
     async def stopped(self, name: str) -> None:
-        """Stop, as `stop` does, a part that runs on the servers' loop."""
+        """Stop a part as `stop` does; for callers on the servers' loop."""
         await self._stacks.pop(name).aclose()
 
     def admit(self, member_id: str, *, job: str = "job", incarnation: str = "one") -> Token:
-        """Make a member; the token that it carries."""
+        """Make a member, and return its token."""
         value = json.dumps({"incarnation": incarnation}).encode()
         self.run(self.store.put(keys.member(job, member_id), value))
         return Token(job=job, generation=1, member_id=member_id, incarnation=incarnation)

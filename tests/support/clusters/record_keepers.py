@@ -1,7 +1,7 @@
-"""Parameter servers without parameters: their changes of the assignment records in etcd.
+"""Parameter servers without parameters, which change the assignment records in etcd.
 
-Each has a client and an assignment table of its own, as the real ones have. It does at once what
-these do when a stream breaks or a copy has arrived.
+Each has its own client and assignment table, as real servers have. Work that a real server does
+when a stream breaks or a copy has arrived is done at once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ from shoal_server.serving.tasks import SupervisedTasks
 
 
 class Tally:
-    """Count of all requests to etcd, of all clients."""
+    """Counts of the transactions of all clients."""
 
     def __init__(self) -> None:
         self.clear()
@@ -37,7 +37,7 @@ class Tally:
         self.num_transactions = 0
         self.num_refused = 0
         self.written_bytes = 0
-        """Keys and values that were put."""
+        """Bytes of keys and values that were put."""
         self.largest_value_bytes = 0
         self.largest_request_bytes = 0
         self.most_operations = 0
@@ -45,14 +45,14 @@ class Tally:
     def count(
         self, compares: Sequence[Compare], then: Sequence[Operation], others: Sequence[Operation]
     ) -> None:
-        """Take note of a transaction that is about to be asked for."""
+        """Count a transaction before it is sent."""
         self.num_transactions += 1
         self.most_operations = max(self.most_operations, *map(len, (compares, then, others)))
         size = wire.transaction_request(compares, then, others).ByteSize()
         self.largest_request_bytes = max(self.largest_request_bytes, size)
 
     def count_done(self, then: Sequence[Operation], result: TransactionResult) -> None:
-        """Take note of its outcome."""
+        """Count the outcome of a transaction."""
         self.num_refused += not result.succeeded
         for operation in then if result.succeeded else ():
             if isinstance(operation, Put):
@@ -78,7 +78,7 @@ class CountedClient(EtcdClient):
 
 
 class RecordKeeper:
-    """One server. Lives on the event loop."""
+    """One server. All methods run on the event loop."""
 
     def __init__(self, store: KeyValueStore, server_id: str) -> None:
         self.me = Holder(server_id, "0190f5c0-0000-7000-8000-000000000000")
@@ -91,7 +91,7 @@ class RecordKeeper:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["RecordKeeper"]:
-        """Registered, as long as the block runs or until it dies."""
+        """Register the server, and let it work within the block or until it dies."""
         async with self._table, self._tasks:
             await self.register()
             yield self
@@ -110,7 +110,7 @@ class RecordKeeper:
         await self._tasks.close()
 
     async def lost(self, server: Holder) -> None:
-        """Handle the end of a server's streams: lead what it led, drop it as a backup."""
+        """Handle the end of a server's streams: take over its shards, and drop it as a backup."""
         for job in self._table.jobs:
             held = self._table.of_job(job)
             mine = [i for i, h in held.items() if h.primary == server and self.me in h.backups]
@@ -129,12 +129,12 @@ class RecordKeeper:
                 self._tasks.start(self._follow(job), key=job)
 
     async def _follow(self, job: str) -> None:
-        """Bring joiners in step and hand over, until there is nothing of this kind to do."""
+        """Bring joiners in step and hand over shards, until nothing is left to do."""
         while True:
-            # As many at once as there are by then.
+            # Collect all shards that are due by then, to change them together.
             await asyncio.sleep(0)
-            # A look at all shards of the job each time, by a hundred servers on one loop, would
-            # take longer than etcd may be silent.
+            # Only shards that are due: with a hundred servers on one loop, a scan of all shards
+            # each time would take longer than etcd's time limits.
             held = self._table.of_job(job)
             known = {i: held[i] for i in self._to_do.pop(job, ()) if i in held}
             mine = {i: h for i, h in known.items() if h.primary == self.me}
@@ -159,17 +159,17 @@ class RecordKeepers:
         self._news = asyncio.Event()
 
     async def kill(self, server: RecordKeeper) -> None:
-        """Kill the server; all others notice at once."""
+        """Kill the server; all other servers notice at once."""
         self.servers.remove(server)
         await server.die()
         await asyncio.gather(*(other.lost(server.me) for other in self.servers))
-        # As its lease ends, later.
+        # As when its lease expires, later.
         await self.store.delete(keys.server(server.me.server_id))
 
     async def until(
         self, job: str, is_so: Callable[[JobAssignments], bool], limit_s: float
     ) -> None:
-        """Wait until the records of the job are as wanted."""
+        """Wait until `is_so` holds for the job's records."""
         async with asyncio.timeout(limit_s):
             while (found := self.observed.assembled(job)) is None or not is_so(found):
                 self._news.clear()
@@ -186,7 +186,7 @@ class RecordKeepers:
 async def record_keepers(
     connect: Callable[[], CountedClient], num_servers: int
 ) -> AsyncIterator[RecordKeepers]:
-    """Start servers, each with a connection of its own."""
+    """Run servers within the block, each with its own connection."""
     async with AsyncExitStack() as stack:
 
         async def connected(tally: Tally) -> CountedClient:
@@ -212,7 +212,7 @@ def is_whole(assignments: JobAssignments) -> bool:
 
 
 def leads_nothing(server: Holder) -> Callable[[JobAssignments], bool]:
-    """Return a check that every shard of a job has another primary."""
+    """Return a check that the server is primary of no shard of a job."""
     return lambda assignments: all(h.primary != server for h in assignments.shards)
 
 

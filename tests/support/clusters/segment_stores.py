@@ -1,4 +1,4 @@
-"""Parameter servers as far as a coordinator asks them about segments."""
+"""Stand-ins for parameter servers, which answer a coordinator's questions about segments."""
 
 import json
 from collections.abc import AsyncIterator
@@ -34,13 +34,13 @@ class SegmentStore(WeightStoreServicer):
         )
 
     async def register(self, store: MemoryStore, address: str, incarnation: str = "1") -> None:
-        """Be listed in etcd as that process."""
+        """Write the registration of this server into etcd, with that incarnation."""
         record = {"address": address, "incarnation": incarnation}
         await store.put(keys.server(self.server_id), json.dumps(record).encode())
 
     @asynccontextmanager
     async def serving(self, store: MemoryStore) -> AsyncIterator["SegmentStore"]:
-        """Serve, and be registered, as long as the block runs."""
+        """Serve, and stay registered, while the block runs."""
         server = new_server()
         address = f"127.0.0.1:{bind(server, '127.0.0.1:0')}"
         add_WeightStoreServicer_to_server(self, server)

@@ -1,4 +1,4 @@
-"""Parameter servers with members that push all the time, and what takes their snapshots."""
+"""Parameter servers with members that push all the time, and snapshots of them."""
 
 import threading
 from array import array
@@ -36,8 +36,8 @@ ADAM = OptimizerSpec(
 
 
 def buffers(value: float) -> dict[str, memoryview]:
-    """Buffers filled with one number, one for each parameter; each is a shard of its own, by its
-    group."""
+    """Make a buffer for each parameter, filled with one number. Each parameter is a separate shard,
+    as it has its own group."""
     return {name: memoryview(array("d", [value] * size)).cast("B") for name, size in SHAPES.items()}
 
 
@@ -87,7 +87,7 @@ class Snapshots:
 
 
 class Pusher:
-    """A member. Its n-th push takes its own `weight` from every element of every shard."""
+    """A member, each of whose pushes subtracts `weight` from every element of every shard."""
 
     def __init__(
         self, servers: ParameterServers, name: str, *, weight: float, optimizer: OptimizerSpec = SGD
@@ -117,13 +117,13 @@ class Pusher:
         return self
 
     def wait_for_more(self, num_pushes: int, limit_s: float = 20.0) -> None:
-        """Return once so many more pushes were acknowledged."""
+        """Wait until `num_pushes` more pushes are acknowledged."""
         with self._reached:
             wanted = self.num_pushed + num_pushes
             assert self._reached.wait_for(lambda: self.num_pushed >= wanted, limit_s)
 
     def stop(self) -> None:
-        """Raise what ended the pushing, if anything did."""
+        """Stop pushing; raise the error that ended it, if any."""
         self._stop.set()
         self._thread.join()
         if self._failure is not None:
@@ -143,7 +143,7 @@ class Pusher:
 def start(
     opened: ExitStack, directory: Path, num_servers: int
 ) -> tuple[ParameterServers, Snapshots]:
-    """Start servers and their snapshot writer, until the stack is closed."""
+    """Start servers and their snapshots, until the stack is closed."""
     servers = opened.enter_context(ParameterServers(num_servers))
     snapshots = Snapshots(servers, directory)
     opened.callback(snapshots.close)
@@ -151,7 +151,7 @@ def start(
 
 
 def elements(values: Mapping[str, memoryview]) -> set[float]:
-    """Set of all different numbers in the buffers."""
+    """Return the set of all numbers in the buffers."""
     return {value for data in values.values() for value in data.cast("d")}
 
 

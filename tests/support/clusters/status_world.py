@@ -1,4 +1,4 @@
-"""A coordinator's state for tests of the status endpoint: what it shows is set by the test."""
+"""A coordinator's state for tests of the status endpoint, set by the test."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -57,14 +57,14 @@ class World:
     shards_error: Exception | None = None
     published: list[PublishedSeriesView] = field(default_factory=list)
     printed: dict[str, list[str]] = field(default_factory=dict)
-    """Lines by member, of any job; positions are their numbers."""
+    """Output lines by member, of any job; a position is a line's number."""
     launchers_live: bool = True
     askers: list[CallerProof] = field(default_factory=list)
-    """Callers that asked for them."""
+    """Callers that asked for output lines."""
     board: StatusBoard = field(default_factory=StatusBoard)
 
     def renew(self) -> None:
-        """Reset the world to its first state; an application built on it shows that."""
+        """Reset the world to its first state; applications that were built on it show that."""
         board, fresh = self.board, World()
         vars(board).update(vars(fresh.board))
         vars(self).update({**vars(fresh), "board": board})
@@ -131,7 +131,7 @@ class World:
 
 @contextmanager
 def endpoint(world: World, port: int = 0) -> Iterator[StatusServer]:
-    """The status endpoint of a coordinator, on an event loop of its own thread."""
+    """Run the status endpoint of a coordinator, on an event loop in another thread."""
     server = StatusServer(build_app(world, world.board), "127.0.0.1", port)
     with LoopThread("status") as loop:
         loop.run(server.__aenter__())
@@ -142,7 +142,7 @@ def endpoint(world: World, port: int = 0) -> Iterator[StatusServer]:
 
 
 def member(member_id: str, rank: int | None = None, **fields: object) -> MemberView:
-    """View of a member that trains, or is on standby if it has no rank."""
+    """Make the view of a member that trains, or is on standby if it has no rank."""
     now_s = time.time()
     known: dict[str, object] = {
         "member_id": member_id,
@@ -167,7 +167,7 @@ def member(member_id: str, rank: int | None = None, **fields: object) -> MemberV
 
 
 def generation(number: int, member_ids: Sequence[str], **fields: object) -> GenerationView:
-    """A committed generation of these members, in rank order."""
+    """Make the view of a committed generation of these members, in rank order."""
     known: dict[str, object] = {
         "generation": number,
         "verdict": "committed",
@@ -191,7 +191,7 @@ def generation(number: int, member_ids: Sequence[str], **fields: object) -> Gene
 
 
 def job(name: str = "digits", **fields: object) -> JobView:
-    """A job that runs generation 3 with members w0, w1 and w2."""
+    """Make the view of a job that runs generation 3 with members w0, w1 and w2."""
     known: dict[str, object] = {
         "job": name,
         "phase": "running",
@@ -210,7 +210,7 @@ def job(name: str = "digits", **fields: object) -> JobView:
 
 
 def shards(*, silent: str = "") -> ShardsView:
-    """Four shards on two servers; `silent` names one of them that does not answer."""
+    """Make the view of four shards on two servers; `silent` names a server that does not answer."""
     servers = []
     for server_id in ("ps0", "ps1"):
         down = server_id == silent
@@ -260,7 +260,7 @@ def shards(*, silent: str = "") -> ShardsView:
 
 
 def published(series: str = "digits/policy", *, differs: bool = False) -> PublishedSeriesView:
-    """A series with one version, which one reader serves."""
+    """Make the view of a series with one version, which one reader serves."""
     version = PublishedVersionView(
         version=57,
         step=1200,
@@ -295,7 +295,7 @@ def published(series: str = "digits/policy", *, differs: bool = False) -> Publis
 
 
 def samples() -> SamplesView:
-    """Books of a job in its fourth epoch, after one loss."""
+    """Make the view of the samples of a job in its fourth epoch, after one loss."""
     return SamplesView(
         dataset_size=1437,
         num_epochs=10,
@@ -310,12 +310,12 @@ def samples() -> SamplesView:
 
 
 def conflict() -> ConflictView:
-    """Two members with different seeds."""
+    """Make the view of a conflict: members with different seeds."""
     return ConflictView(field="seed", values={"0": ("w0", "w1"), "7": ("w4",)})
 
 
 def charted(board: StatusBoard, job: str = "digits", seconds: int = 240) -> None:
-    """The job has run for so long: a loss that falls, and a member that was lost on the way."""
+    """Give the job a history of `seconds`, with a falling loss and a lost member."""
     series, begun_s = Series(), time.time() - seconds
     for second in range(seconds):
         reading = Reading(
@@ -340,7 +340,7 @@ def charted(board: StatusBoard, job: str = "digits", seconds: int = 240) -> None
 
 
 def health(member_id: str, **fields: object) -> HealthView:
-    """A report as it is kept."""
+    """Make the view of a member's health report."""
     known: dict[str, object] = {
         "public_id": public_id(f"incarnation-of-{member_id}"),
         "received_unix_s": time.time(),

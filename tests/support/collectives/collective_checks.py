@@ -1,7 +1,7 @@
 """Guarantees of every backend, checked on each rank of an initialised world.
 
-Each check ends with the ranks in step whatever it finds, so its failure does not affect the next
-one.
+After each check, passed or failed, the ranks meet in a barrier, so a failure does not affect the
+next check.
 """
 
 import time
@@ -26,9 +26,9 @@ UNTAGGED = {
     "messages_arrive_in_the_order_sent_and_by_their_tags",
     "a_message_of_whoever_sends_one_tells_who_did",
 }
-"""Checks not meant for backends that find a message by its sender alone."""
+"""Checks that do not apply to backends that match a message by its sender alone."""
 ENDS_OLD_GLOO = "reduce_scatter_of_a_whole_that_does_not_divide_is_refused"
-"""Check at which torch's own Gloo, before torch 2.11, ends the process instead of refusing."""
+"""Check in which torch's own Gloo before 2.11 ends the process instead of raising."""
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 GUARD = -77.0
 IS_OLD_TORCH = TorchVersion(torch.__version__) < "2.11"
@@ -40,7 +40,7 @@ def check(body: Callable[[torch.device], None]) -> Callable[[torch.device], None
 
 
 def run_checks(device: str = "cpu") -> dict[str, str]:
-    """Run the checks; returns by name what failed on this rank, or an empty string."""
+    """Run the checks. Returns the traceback of each on this rank, by name; empty if it passed."""
     found = {}
     for name, body in CHECKS.items():
         if name == ENDS_OLD_GLOO and dist.get_backend() == "gloo" and IS_OLD_TORCH:
@@ -152,7 +152,7 @@ def all_gather_gives_everybody_everything_in_the_order_of_ranks(device: torch.de
 
 @check
 def all_gather_in_place_keeps_what_others_gave(device: torch.device) -> None:
-    """The input is a part of the output, as `fully_shard` has it."""
+    """Gather with an input that is a part of the output, as `fully_shard` does."""
     rank, size = place()
     whole = torch.full((2 * size,), GUARD, device=device)
     own = whole[2 * rank : 2 * rank + 2]
@@ -163,7 +163,7 @@ def all_gather_in_place_keeps_what_others_gave(device: torch.device) -> None:
 
 @check
 def all_gather_takes_parts_of_different_sizes(device: torch.device) -> None:
-    """Rank 0 has nothing to give."""
+    """Gather parts of rank r's length r; that of rank 0 is empty."""
     rank, size = place()
     parts = [torch.full((r, 2), GUARD, device=device) for r in range(size)]
     all_gather_uneven(parts, torch.arange(2.0 * rank, device=device).view(rank, 2) + 10 * rank)
@@ -230,7 +230,7 @@ def reduce_scatter_of_sizes_that_do_not_divide_scatters_no_padding(device: torch
 
 @check
 def reduce_scatter_of_a_whole_that_does_not_divide_is_refused(device: torch.device) -> None:
-    """The refusal comes on every rank, and the group goes on: nothing was sent."""
+    """Raise on every rank without a message, so that the group still works afterwards."""
     _, size = place()
     output = torch.full((2,), GUARD, device=device)
     refused = False
@@ -256,7 +256,7 @@ def all_to_all_hands_each_rank_what_is_meant_for_it(device: torch.device) -> Non
 
 @check
 def all_to_all_takes_parts_of_different_sizes(device: torch.device) -> None:
-    """Rank r gives r + s elements to rank s; so 0 gives itself none."""
+    """Send r + s elements from rank r to rank s, so none from rank 0 to itself."""
     rank, size = place()
     given = [torch.full((rank + s,), float(10 * rank + s), device=device) for s in range(size)]
     taken = [torch.full((r + rank,), GUARD, device=device) for r in range(size)]
@@ -307,7 +307,7 @@ def a_message_passes_around_the_ring(device: torch.device) -> None:
 
 @check
 def all_may_send_before_they_receive(device: torch.device) -> None:
-    """Large messages too, which no buffer of a socket takes: else 1F1B would wait for ever."""
+    """Send messages that exceed a socket's buffer on all ranks first, as 1F1B does."""
     rank, size = place()
     after, before = (rank + 1) % size, (rank - 1) % size
     given = torch.full((300_000,), float(rank), device=device)
@@ -376,7 +376,7 @@ def a_batch_of_messages_goes_both_ways_at_once(device: torch.device) -> None:
 
 @check
 def a_group_of_some_ranks_counts_only_them(device: torch.device) -> None:
-    """Two groups at once that share no rank, then one that has a rank of each."""
+    """Make two disjoint groups, and one that has a rank of each."""
     rank, size = place()
     members = [list(range(0, size, 2)), list(range(1, size, 2))]
     halves = [dist.new_group(ranks) for ranks in members]

@@ -33,14 +33,14 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     "b.weight": (5, 3, 2, 2),
     "b.bias": (5,),
 }
-"""171 values: no world size divides them, and they are no whole blocks."""
+"""171 values, which neither a world size nor a block divides."""
 LOSSY: Sequence[Compression] = (Int8(block=16), OneBit(block=8), TopK(ratio=0.1), PowerSGD(rank=2))
-"""Compressions that hold something back."""
+"""Compressions that keep residuals."""
 NUM_STEPS = 4
 
 
 def gradients(rank: int, step: int) -> dict[str, Tensor]:
-    """Gradients of a rank in a step."""
+    """Return a rank's gradients in a step."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
@@ -73,11 +73,11 @@ def average_in_buckets(
     return averages
 
 
-# --- bodies; each returns what the test compares ---
+# --- bodies; each returns the values that a test compares ---
 
 
 def average_each() -> dict[str, list[dict[str, Tensor]]]:
-    """The averages of some steps with every compression, in one bucket."""
+    """Return the averages of some steps with every compression, in one bucket."""
     seen = {}
     for compression in (*LOSSY, find_compression("fp16"), find_compression("bf16")):
         compressor, on = compression.compressor(), wire()
@@ -90,7 +90,8 @@ def average_each() -> dict[str, list[dict[str, Tensor]]]:
 
 
 def drain_each(num_steps: int) -> dict[str, tuple[dict[str, Tensor], list[int]]]:
-    """The sum of all averages after steps without a gradient, and a checksum of each step's.
+    """Return the sum of all averages, after further steps with zero gradients, and a checksum of
+    each step's averages.
 
     The order of parameters changes after the first step, and again later.
     """
@@ -118,8 +119,8 @@ def drain_each(num_steps: int) -> dict[str, tuple[dict[str, Tensor], list[int]]]
 
 
 def redo_each() -> dict[str, tuple[int, int, int]]:
-    """Checksums of a step that fails, of the same step again, and of the same gradients as a next
-    step."""
+    """Return checksums of a failed step, of the repeated step, and of the next step with the same
+    gradients."""
     seen = {}
     for compression in LOSSY:
         compressor, on = compression.compressor(), wire()
@@ -133,7 +134,7 @@ def redo_each() -> dict[str, tuple[int, int, int]]:
 
 
 def join_each() -> dict[str, list[int]]:
-    """Checksums of each step: rank 0 has trained before, alone; the others come new."""
+    """Return a checksum of each step. Rank 0 has trained alone before; the others are new."""
     solo = dist.new_group([0])
     seen = {}
     for compression in LOSSY:
@@ -154,7 +155,8 @@ def join_each() -> dict[str, list[int]]:
 
 
 def count_each(num_values: int) -> dict[str, tuple[int, int]]:
-    """Bytes sent and bytes that an uncompressed all-reduce had sent, with default options."""
+    """Return the bytes sent, and those that an uncompressed all-reduce sends, with default
+    options."""
     seen = {}
     for name in COMPRESSIONS:
         on = wire()
@@ -166,7 +168,7 @@ def count_each(num_values: int) -> dict[str, tuple[int, int]]:
 
 
 def spread_each(bad: float) -> dict[str, list[bool]]:
-    """Return whether the averages are finite, of small and of large gradients; rank 1 has a bad
+    """Return if the averages are finite, for small and for large gradients; rank 1 has a bad
     number."""
     seen = {}
     for name in COMPRESSIONS:
@@ -185,7 +187,7 @@ def spread_each(bad: float) -> dict[str, list[bool]]:
 
 
 class HalfUsed(nn.Module):
-    """Layer "never" takes part in no loss, layer "odd" in that of odd ranks only."""
+    """A model whose layer "never" is in no loss, and layer "odd" only in those of odd ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +235,7 @@ class Replica:
 
 
 def fill(model: nn.Module) -> None:
-    """The same weights on all ranks; threads share torch's own generator."""
+    """Set the same weights on all ranks, not by torch's generator, which threads share."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         bound = parameter.shape[-1] ** -0.5
@@ -241,7 +243,8 @@ def fill(model: nn.Module) -> None:
 
 
 def train_digits(num_steps: int, batch: int) -> dict[str, tuple[float, int, dict[str, float]]]:
-    """Accuracy on the test images, a checksum of the weights and the traffic, by compression."""
+    """Return, by compression, the accuracy on the test images, a checksum of the weights and the
+    traffic."""
     loaded = digits.load()
     images, targets = loaded.train.tensors
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -269,8 +272,8 @@ def train_digits(num_steps: int, batch: int) -> dict[str, tuple[float, int, dict
 
 
 def leave_out_each() -> dict[str, tuple[bool, int, float]]:
-    """Return whether parameters in no loss stay unchanged, a checksum of the weights, and how far
-    the layer moved that is in the loss of odd ranks."""
+    """Return if parameters in no loss are unchanged, a checksum of the weights, and the change of
+    the layer that is in the losses of odd ranks."""
     seen = {}
     for name in COMPRESSIONS:
         model = HalfUsed()
@@ -293,7 +296,7 @@ def leave_out_each() -> dict[str, tuple[bool, int, float]]:
 
 
 def fault_each() -> dict[str, tuple[str, str]]:
-    """The error of each compression, by class and parameter, when rank 1's gradient is NaN."""
+    """Return the error of each compression, as class and parameter, if rank 1's gradient is NaN."""
     seen = {}
     for name in ("none", *COMPRESSIONS):
         model = nn.Sequential(nn.Linear(40, 40), nn.Linear(40, 1))
@@ -312,7 +315,7 @@ def fault_each() -> dict[str, tuple[str, str]]:
 
 
 def stuck_for_good(report: Report, path: str, rank: int) -> None:
-    """Rank 1 of two stops; rank 0 averages until its waits are aborted."""
+    """Stop rank 1 of two; rank 0 averages until its waits are aborted."""
     store = dist.FileStore(path, 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     replica = Replica(nn.Linear(40, 40), "one-bit")
@@ -321,7 +324,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
     def loss_of(ddp: nn.Module) -> Tensor:
         return ddp(torch.ones(2, 40)).sum()
 
-    for step in range(2):  # in its second step DDP orders its buckets anew, together
+    for step in range(2):  # in its second step DDP orders its buckets again, by a collective
         replica.step(step, loss_of, optimizer)
     if rank == 1:
         report("stops")
@@ -342,12 +345,12 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
     except RuntimeError as error:
         report("freed", reason=str(error))
     thread.join()
-    # Gloo's thread still waits for the peer, and no clean end of the process would pass it.
+    # Gloo's thread still waits for the peer, so the process cannot end cleanly.
     os._exit(0)
 
 
 def train_compressed(report: Report, run: Run) -> None:
-    """A session's training with the compression that `run.strategy` names."""
+    """Train in a session with the compression that `run.strategy` names."""
     model, optimizer = model_and_optimizer(seed=ord(run.member_id))
     with session_of(run) as session:
         strategy = shoal.DDP(bucket_mb=0.0005, compression=run.strategy)

@@ -20,7 +20,7 @@ from shoal.state.shards import StateShard
 from shoal_proto.errors import GenerationBroken
 
 EVERYWHERE = "model.deep"
-"""Said to be on every rank, so that it need not travel."""
+"""Name of a tensor that every rank holds, so that it is not copied."""
 
 
 def travels(name: str) -> bool:
@@ -28,13 +28,13 @@ def travels(name: str) -> bool:
 
 
 def part(step: int, rank: int, size: int) -> StateShard:
-    """The rows of a rank at a step."""
+    """Return a rank's rows of the state at a step."""
     return holding_of(whole_state(step), step, "rows", rank, size)
 
 
 def wrong_in(held: list[StateShard], step: int, rank: int, num_copies: int, size: int) -> str:
-    """Describe how the held parts of a step differ from the own snapshot and the copies of the
-    ranks before."""
+    """Describe how the held parts of a step differ from this rank's snapshot and the copies of the
+    preceding ranks; empty if they do not."""
     ours = [state_shard for state_shard in held if state_shard.step == step]
     expected = [part(step, rank, size)]
     for distance in range(1, num_copies + 1):
@@ -57,7 +57,7 @@ def _memory(held: list[StateShard]) -> set[int]:
 
 
 def offer_steps(num_copies: int) -> dict[str, Any]:
-    """Offer one step after the other; what was wrong, and the figures to look at."""
+    """Offer one step after another. Returns what was wrong, and figures for the test."""
     rank, size = dist.get_rank(), dist.get_world_size()
     copying.CHUNK_BYTES = 50
     copies = PeerCopies(
@@ -94,7 +94,7 @@ def offer_steps(num_copies: int) -> dict[str, Any]:
 
 
 def over_generations() -> dict[str, Any]:
-    """Return the steps that are held as one generation follows the other."""
+    """Return the steps that are held over several generations."""
     rank, size = dist.get_rank(), dist.get_world_size()
     seen: dict[str, Any] = {}
 
@@ -129,7 +129,7 @@ def over_generations() -> dict[str, Any]:
 
 
 def interrupted_generations() -> list[list[int]]:
-    """Steps held over five generations, of which all but the first end in their first copy."""
+    """Return the steps held over five generations; all but the first end in their first copy."""
     rank, size = dist.get_rank(), dist.get_world_size()
     real = dist.all_reduce
 
@@ -153,7 +153,7 @@ def interrupted_generations() -> list[list[int]]:
 
 
 def different_steps() -> str:
-    """Return a rank's error if the others copy another step."""
+    """Return this rank's error if the other ranks copy another step."""
     rank, size = dist.get_rank(), dist.get_world_size()
     copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)
     copies.offer(part(5 + rank, rank, size))
@@ -179,10 +179,10 @@ def _open(path: str, rank: int, size: int, generation: int) -> GlooGroup:
 
 
 def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) -> None:
-    """Rank 1 of three dies in its second copy, or stops; the others go on from what they hold.
+    """Kill or stop rank 1 of three in its second copy; the others recover from what they hold.
 
-    They are notified as a session notifies them, once the test opens the gate, a named pipe: the
-    group is cut and the copies are closed, as Gloo does not end each message by itself.
+    They are notified as by a session, once the test opens `gate`, a named pipe: the group is cut
+    and the copies are closed, as Gloo does not end every message by itself.
     """
     group = _open(path, rank, 3, 1)
     copying.CHUNK_BYTES = 64
@@ -213,7 +213,7 @@ def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) ->
 
 
 def _recover(report: Report, path: str, copies: PeerCopies, rank: int) -> None:
-    """Two of three in the next generation."""
+    """Reshard the state over the two remaining ranks in the next generation."""
     held = list(copies.held())
     before = {0: 0, 1: 2}[rank]
     known = {"own": part(4, before, 3), "copy": part(4, (before - 1) % 3, 3)}
@@ -237,7 +237,7 @@ def _recover(report: Report, path: str, copies: PeerCopies, rank: int) -> None:
 
 
 def _fail_after_a_chunk(report: Report, number: int) -> None:
-    """Let the process fail when the first of several messages of a copy is on its way."""
+    """Make the process fail once the first of several messages of a copy was sent."""
     real = dist.isend
 
     def send_once(*args: Any, **kwargs: Any) -> None:
@@ -246,13 +246,13 @@ def _fail_after_a_chunk(report: Report, number: int) -> None:
         work.wait()
         report("failing")
         os.kill(os.getpid(), number)
-        threading.Event().wait()  # the kernel stops one thread after the other
+        threading.Event().wait()  # the kernel stops one thread after another
 
     dist.isend = send_once
 
 
 def close_beside_a_stopped_peer(report: Report, path: str, rank: int, gate: str) -> None:
-    """Rank 1 of two stops in a copy; rank 0 gives its copies up without the group being cut."""
+    """Stop rank 1 of two in a copy; rank 0 closes its copies while the group is not cut."""
     group = _open(path, rank, 2, 1)
     copying.CHUNK_BYTES = 64
     copies = PeerCopies(dist.new_group(), copies=1, every_steps=1)

@@ -1,4 +1,5 @@
-"""Rank 1 fails between two collectives; the others go on until they get an error."""
+"""Bodies of ranks of which rank 1 fails between two collectives; the others continue until they get
+an error."""
 
 import os
 import signal
@@ -22,7 +23,7 @@ MAX_ROUNDS = 10_000
 
 
 class Broken(Exception):
-    """Error that rank 1 raises."""
+    """The error that rank 1 raises."""
 
 
 def one_raises() -> None:
@@ -85,7 +86,7 @@ def over_nccl(report: Report, path: str, rank: int, world_size: int, how: str) -
 
 
 def cut_over_nccl(report: Report, path: str, rank: int) -> None:
-    """Rank 1 hangs; rank 0 has a collective in progress in two groups, and is cut."""
+    """Cut rank 0 with a collective in progress in two groups, while rank 1 hangs."""
     torch.cuda.set_device(gpu_of(rank))
     seat = Seat(
         generation=1, rank=rank, world_size=2, address="127.0.0.1", bring_up_s=30, collective_s=60

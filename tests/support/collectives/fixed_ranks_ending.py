@@ -1,9 +1,9 @@
-"""A script of fixed ranks that ends while a thread of Gloo's still uses a tensor.
+"""A script of fixed ranks that ends while a thread of Gloo still uses a tensor.
 
     RANK=0 ... python fixed_ranks_ending.py STRATEGY FLAG END
 
 `FLAG`: a file for which rank 1 waits; rank 0 makes it. `END`: "line", "destroy", "error" or "exit".
-Prints which thread frees the tensor, and how many threads of Gloo's are left.
+Prints which thread frees the tensor, and how many threads of Gloo are left.
 """
 
 import atexit
@@ -41,8 +41,7 @@ def train(strategy: str) -> nn.Module:
 
 
 def free_slowly() -> None:
-    """Run like a thread that the system rarely schedules: it takes Python's lock again and
-    again."""
+    """Imitate a thread that is rarely scheduled: release and take Python's lock 100 times."""
     main = threading.current_thread() is threading.main_thread()
     print("freed by", "main" if main else "gloo", flush=True)
     for _ in range(100):
@@ -50,7 +49,7 @@ def free_slowly() -> None:
 
 
 def leave_behind(flag: Path) -> None:
-    """Leave, on rank 0, a tensor of which a thread of Gloo's has the last reference."""
+    """Leave, on rank 0, a tensor to which a thread of Gloo holds the last reference."""
     message, gate = torch.ones(4), threading.Event()
     if dist.get_rank() == 1:
         while not flag.exists():

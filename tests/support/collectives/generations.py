@@ -1,4 +1,4 @@
-"""Strategies through several generations, over ranks that are threads, with planned losses."""
+"""Runs of strategies over several generations with losses, on ranks that are threads."""
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ WAIT_S = 60.0
 
 
 class CutGroup:
-    """The group of one generation on one rank, which a cut on any rank ends."""
+    """The group of one generation on one rank; a cut on any rank ends it on all."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub, self._rank = hub, rank
@@ -55,23 +55,23 @@ class Formed:
 
     number: int
     names: Sequence[str]
-    """Names by rank."""
+    """Names of the members, by rank."""
     keep: Mapping[str, pb.StateAction]
     hub: Hub
     gate: threading.Barrier
-    """Barrier for its members after it."""
+    """Barrier at which its members meet after it."""
 
 
 @dataclass(kw_only=True)
 class Life:
-    """Members m0, m1, ... of one job. All are in the first generation, and in each later one those
-    that were not lost."""
+    """Members m0, m1, ... of one job. All are in the first generation; each later one has all that
+    were not lost."""
 
     run: Run
     made: Callable[[], Strategy]
     world_size: int
     on_step: Callable[["Member"], None] = lambda member: None
-    """Called before each step: it may raise Lost, or plant a fault."""
+    """Called before each step; may raise Lost, or plant a fault."""
     on_gradients: Callable[["Member"], None] = lambda member: None
     """Called after the backward pass of each step, as a script's own code."""
 
@@ -94,12 +94,12 @@ class Life:
             raise
 
     def tell(self, name: str, *, has_state: bool, step: int) -> None:
-        """Be in the next generation, with this state."""
+        """Enter a member for the next generation, with this state."""
         with self._lock:
             self._told[name] = (has_state, step)
 
     def _form(self) -> None:
-        """Form a generation: all members of the last one have reached its end."""
+        """Form a generation, once all members of the last one have reached its end."""
         told, self._told = self._told, {}
         self._number += 1
         steps = {name: step for name, (has, step) in told.items() if has}
@@ -116,7 +116,7 @@ class Life:
 
 
 class Lost(Exception):
-    """The member is gone."""
+    """Raised in a member that is lost."""
 
 
 class Member:
@@ -128,10 +128,10 @@ class Member:
         assert isinstance(strategy, SynchronousStrategy)
         self.strategy: Any = strategy
         self.number = 0
-        """Number of the present generation."""
+        """Number of the current generation."""
 
     def train(self) -> Mapping[str, Tensor] | None:
-        """The weights after all steps; None: it is lost before."""
+        """Train through all generations. Returns the weights after all steps; None if lost."""
         strategy, is_lost = self.strategy, False
         strategy._new_group = self._new_group
         strategy.distribute(*self.life.run.build(int(self.name[1:])))

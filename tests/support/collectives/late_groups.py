@@ -1,21 +1,21 @@
-"""Groups that behave as NCCL's do, on a CPU: for faults that otherwise only a GPU shows.
+"""Groups on a CPU that behave like NCCL's, to find faults that otherwise only a GPU shows.
 
-- A collective is "done" as soon as it is begun: its future is complete, but its result is not
-  there yet.
-- Its result is visible only after a wait for the work. On a GPU that holds for the stream of the
-  thread that waits; here it holds for the thread.
-- An aborted collective ends well, with half of its result.
-- A message waits on its stream until its receiver has reached it there, without the buffers in
-  which NCCL keeps the first few megabytes. Two ranks that both send first, one by one, wait for
-  ever; messages that are given as one batch go together. A batch has the stream of the group, each
-  other message that of its pair of ranks.
+- A collective is complete as soon as it is begun: its future is set, but its result is not there
+  yet.
+- The result is visible only after a wait for the work. On a GPU that holds for the stream of the
+  waiting thread; here it holds for the thread.
+- An aborted collective ends without an error, with half of its result.
+- A message waits on its stream until its receiver has reached it there. Unlike NCCL, there is no
+  buffer for the first few megabytes. Two ranks that both send first, one message at a time, wait
+  for ever; messages of one batch are exchanged together. A batch uses the stream of the group, and
+  any other message that of its pair of ranks.
 
-The behaviour is that of torch's ProcessGroupNCCL.cpp: `WorkNCCL` (complete once begun, `wait` as an
-order on the stream), `abortComms`, and `pointToPoint`, which makes a communicator for each pair of
-ranks, but in a batch takes the group's.
+The model is torch's ProcessGroupNCCL.cpp: `WorkNCCL` (complete once begun, `wait` as an order on
+the stream), `abortComms`, and `pointToPoint`, which makes a communicator for each pair of ranks,
+but uses the group's in a batch.
 
-`int64` travels as on the host, as the small messages do by which members agree, and `uint8` that is
-sent outside of a batch, as states are.
+`int64` behaves as on the host, since members agree by such small messages; so does `uint8` outside
+of a batch, as states are sent.
 """
 
 import functools
@@ -41,7 +41,7 @@ from shoal.torch_private.tensors import pytree
 from shoal_proto.errors import GenerationBroken
 
 LEFT = [0.0]
-"""Content of the half that an aborted collective lacks: the last entry counts."""
+"""Value of the missing half of an aborted collective's result: the last entry is in use."""
 
 
 class Late(Pending):
@@ -52,7 +52,7 @@ class Late(Pending):
         self._arrivals, self._group = arrivals, group
 
     def come(self, timeout_s: float) -> None:
-        """Return once the results are there, or an abort is."""
+        """Return once the results are there, or the group is aborted."""
         raise NotImplementedError
 
     def finish(self, timeout_s: float) -> None:
@@ -79,7 +79,7 @@ class Late(Pending):
 
 
 class LateWork(Late):
-    """A collective."""
+    """Work of a collective."""
 
     def __init__(self, inner: Pending, arrivals: Sequence[tuple[Tensor, Tensor]], group: Any):
         super().__init__(arrivals, group)
@@ -99,7 +99,7 @@ class Message:
 
 
 class LateMessages(Late):
-    """Messages that one rank gave its group as a batch."""
+    """Work of the messages that one rank gave its group as a batch."""
 
     def __init__(self, messages: Sequence[Message], group: "LateGroup") -> None:
         received = [each for each in messages if not each.is_send]
@@ -119,7 +119,7 @@ class LateMessages(Late):
 
 
 class Streams:
-    """The messages of the ranks of one communicator, each rank's in order."""
+    """Messages of one communicator: a stream for each rank, in order."""
 
     def __init__(self) -> None:
         self._by_rank: dict[int, deque[LateMessages]] = {}
@@ -130,7 +130,7 @@ class Streams:
             pass
 
     def _get_on(self) -> bool:
-        """Let what is at the head of two streams meet; True if anything did."""
+        """Transfer one message that is at the head of two streams; False if there is none."""
         for stream in self._by_rank.values():
             while stream and all(each.is_through for each in stream[0].messages):
                 stream.popleft()
@@ -207,7 +207,7 @@ class LateGroup(InMemoryGroup):
     ) -> Pending:
         if results and all(result.dtype is torch.int64 for result in results):
             return super()._post(kind, results, given, complete)
-        # What other ranks write into are copies; what comes of them is shown to who waits.
+        # Other ranks write into copies, which are copied into the results at the wait.
         shadows: dict[int, Tensor] = {}
 
         def shadow(leaf: Any) -> Any:
@@ -220,7 +220,7 @@ class LateGroup(InMemoryGroup):
 
 
 class LateRunGroup(TheRunsOwn):
-    """A late group of a run of ranks as that of a generation, which can be cut."""
+    """The late groups of a run of ranks as the group of a generation, which can be cut."""
 
     def __init__(self) -> None:
         self._reason = ""
@@ -237,7 +237,7 @@ class LateRunGroup(TheRunsOwn):
 
 
 def _batched(plain: Callable[..., Any], ops: list[dist.P2POp]) -> Any:
-    """Batch operations as torch does for those of its own groups that support it."""
+    """Batch operations as torch does for its own groups that support batches."""
     group: Any = ops[0].group
     if not isinstance(group, LateGroup):
         return plain(ops)
@@ -255,8 +255,8 @@ def _peer(op: dist.P2POp) -> dict[str, Any]:
 
 @contextmanager
 def late_groups(left: float = 0.0) -> Iterator[None]:
-    """Make every in-memory group a late one within the block. `left`: content that an aborted one
-    leaves."""
+    """Make every in-memory group a late group within the block. `left`: value of the missing half
+    of an aborted collective's result."""
     module: Any = in_memory
     module.InMemoryGroup = LateGroup
     plain = dist.batch_isend_irecv

@@ -1,4 +1,4 @@
-"""Members whose groups are NCCL's, with Gloo in NCCL's place: on machines without a GPU."""
+"""Bodies of members with NCCL's groups; Gloo stands in for NCCL on machines without a GPU."""
 
 import os
 import threading
@@ -26,7 +26,7 @@ ABORTED: list[Any] = []
 
 
 class StandIn:
-    """The device "cuda", on which nothing is ever put."""
+    """A device "cuda" to which no tensor is ever moved."""
 
     kind, transport = "cuda", "gloo"
 
@@ -47,7 +47,7 @@ class StandIn:
 
 
 class CountedAborts(Aborts):
-    """Gloo has no abort: it is noted which backends are aborted."""
+    """Aborts that only record their backends, as Gloo has no abort."""
 
     def begin(self, backends: Any) -> None:
         ABORTED.extend(each for each in backends if each not in ABORTED)
@@ -89,7 +89,7 @@ def host_part(report: Report, path: str, rank: int) -> None:
 
 
 def cut(report: Report, path: str, rank: int, where: str) -> None:
-    """Rank 0 waits in a collective for rank 1, which does not come."""
+    """Cut rank 0's group while it waits in a collective for rank 1, which does not join it."""
     group = _group(path, rank)
     whole = group.open()
     subgroup = dist.new_group([0, 1])
@@ -115,7 +115,7 @@ def cut(report: Report, path: str, rank: int, where: str) -> None:
 
 
 class LonelyGroup:
-    """A group whose first operation takes a rank that never comes."""
+    """A group whose first operation waits for ever."""
 
     def __init__(self, entered: threading.Event) -> None:
         self._entered = entered
@@ -167,7 +167,7 @@ def on_one_gpu(report: Report, path: str, rank: int) -> None:
 
 
 def generations(report: Report, path: str, rank: int, num: int) -> None:
-    """Report how many descriptors and threads were added between the third generation and the
+    """Report the number of descriptors and threads that were added from the third generation to the
     last."""
     found: list[tuple[int, int]] = []
     for number in range(1, num + 1):

@@ -78,8 +78,8 @@ def passes(
 
 
 def passes_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """Passes of three stages; in the fourth the last one does not come to its loss, for this
-    reason."""
+    """Run passes of three stages; in the fourth the last stage does not reach its loss, by fault
+    `how`."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     layout = _layout("1f1b")

@@ -1,4 +1,4 @@
-"""Bodies of ranks in the tests of kept rooms, in processes of their own."""
+"""Bodies of ranks in the tests of kept regions, which run in separate processes."""
 
 import os
 import signal
@@ -32,8 +32,8 @@ MARK = b"of the first generation"
 
 
 def used_again(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """The last of the ranks does not come to the second generation; whether the others find there
-    what they wrote in the first one."""
+    """Lose the last rank after the first generation. Report if the others find in the second one's
+    memory what they wrote in the first."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     rest = dist.new_group(list(range(world_size - 1)))
@@ -44,7 +44,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     *_, process_id = first.meet(os.getpid())
     store.set(f"met {rank}", b"1")
     if rank == world_size - 1:
-        # Who has not woken up from the meeting yet would take it for broken.
+        # A rank still in the meeting would otherwise see it as broken.
         store.wait([f"met {each}" for each in range(world_size)])
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
@@ -72,10 +72,10 @@ def shared(group: dist.ProcessGroup, num_bytes: int, kept: KeptRegions) -> Share
 
 
 def _await_end(process_id: int) -> None:
-    """Wait until the process has released all its resources. Its last thread does that, maybe
-    before its parent has reaped it."""
+    """Wait until the process has released all its resources. Its last thread does so, perhaps
+    before the parent has reaped the process."""
     tasks, deadline_s = Path(f"/proc/{process_id}/task"), time.monotonic() + 60
-    with suppress(FileNotFoundError):  # its parent has looked
+    with suppress(FileNotFoundError):  # the parent has reaped it
         while any(map(_runs, tasks.glob("*/stat"))):
             assert time.monotonic() < deadline_s, "it lives on"
             time.sleep(0.001)
@@ -89,8 +89,8 @@ def _runs(stat: Path) -> bool:
 
 
 def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
-    """Steps under `fsdp` in one generation after another; whether each has the memory of the one
-    before, and how far the weights are from those of one process."""
+    """Train under `fsdp` over several generations. Returns, for each step, if it has the memory of
+    the first one, and the difference of the weights from those of one process."""
     run = Run(build=_built, loader=_loader, loss=torch.nn.functional.mse_loss, num_steps=6)
     strategy = FSDP(min_group_bytes=0)
     share_of_rank, loader = entered(run, strategy), run.loader()

@@ -1,4 +1,4 @@
-"""Bodies of ranks in the tests of shared memory, in processes of their own."""
+"""Bodies of ranks in the tests of shared memory, which run in separate processes."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
 
 
 def met(num_meetings: int) -> int:
-    """Run rounds in which each rank reads after a meeting what all of them wrote before it."""
+    """Run rounds in which each rank reads, after a meeting, what all ranks wrote before it."""
     memory = shared()
     numbers = memory.room.cast("Q")
     for number in range(num_meetings):
@@ -58,8 +58,8 @@ def met(num_meetings: int) -> int:
 
 
 def words_told(num_rounds: int, *, shares: bool) -> str:
-    """Run rounds in which each rank receives all ranks' words. Returns the error after a round that
-    no rank received."""
+    """Run rounds in which each rank receives all ranks' values. Returns the error of sending after
+    a round that no rank received."""
     words = SharedMessages(whole_world(), 3)
     if shares:
         words.share()
@@ -80,8 +80,8 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
 
 
 def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
-    """Return what a rank receives after a cut, of words that all, or all but the last, sent before
-    it; and the error for sending more."""
+    """Return what a rank receives after a cut, if all ranks, or all but the last, sent values
+    before it; and the error of sending again."""
     words = SharedMessages(whole_world(), 1)
     words.share()
     rank, world_size = dist.get_rank(), dist.get_world_size()
@@ -106,8 +106,8 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
 
 
 def gathered(most: int) -> list[bool]:
-    """Return whether ranks receive one another's words in memory, which has a page for each: short
-    ones, of several lengths, and one of `most` bytes of the last rank."""
+    """Return if ranks receive each other's messages in memory, which has a page for each rank:
+    short ones, of several lengths, and one of `most` bytes from the last rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     exchange = SharedExchange(shared(4096 * world_size))
     heard = []
@@ -128,7 +128,7 @@ def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:
 
 
 def meets_until_told(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """Let all ranks meet; at the fourth meeting one of them is missing, for the given reason."""
+    """Let all ranks meet; at the fourth meeting one of them is missing, by fault `how`."""
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     failing = 0 if how == "kill rank 0" else 1
@@ -140,7 +140,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "stop":
                     signal.pause()
-                # While it waits itself: the others never come.
+                # The cut comes while this rank waits: the others do not arrive.
                 assert how == "cut"
                 threading.Timer(0.05, memory.cut, ("on purpose",)).start()
             elif number == 3 and how == "cut":
@@ -153,7 +153,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
 
 
 def leaves_early() -> str:
-    """Rank 0 leaves in good order, and all others know. Returns the error that they then get."""
+    """Let rank 0 leave in order, which all others notice. Returns their error."""
     memory = shared()
     memory.meet()
     links = [each for each in threading.enumerate() if each.name == "shoal-links"]
@@ -171,7 +171,8 @@ def leaves_early() -> str:
 
 
 def meets_after_a_fork() -> str:
-    """A process that a rank has forked lets go of the memory; why the ranks meet no more then."""
+    """Close the memory in a forked process. Returns the reason if ranks could not meet then, else
+    nothing."""
     memory = shared()
     memory.meet()
     child = os.fork()
@@ -201,7 +202,7 @@ def descriptors_after(num_generations: int) -> list[int]:
             generation=number,
         )
         trained = LaidOutTraining(training, lay_out(min_group_bytes=150), world)
-        # Before the last meeting: behind it another rank may have left already.
+        # Listed before the last meeting: after it another rank may have left already.
         links = [each for each in threading.enumerate() if each.name == "shoal-links"]
         assert len(links) == 1, "nothing is shared"
         trained.run()
@@ -237,8 +238,8 @@ def slots(gathered_bytes: int = 4096, summed_bytes: int = 4096) -> SharedSlots:
 
 
 def sums(dtype: torch.dtype, num_rounds: int) -> list[tuple[bool, bool]]:
-    """Return, for sums and means of tensors in a slot and elsewhere, whether they were reduced in
-    memory, and to the same bits as over Gloo."""
+    """Return, for sums and means of tensors in a slot and elsewhere, if they were reduced in shared
+    memory, and if the bits are the same as over Gloo."""
     opened, group = slots(), whole_world()
     world_size, rank = group.size(), group.rank()
     generator = torch.Generator().manual_seed(rank)
@@ -266,8 +267,8 @@ def too_large() -> bool:
 
 
 def gathered_and_kept(num_kept: int) -> list[bool]:
-    """Gather again and again while what was gathered last is kept; whether it then was still what
-    it was, for each."""
+    """Gather repeatedly while the last `num_kept` outputs are kept. Returns, for each check, if a
+    kept output is unchanged."""
     opened, group = slots(), whole_world()
     gathering = SharedMemoryAllGather(opened)
     kept: list[tuple[Tensor, Tensor]] = []
@@ -285,7 +286,7 @@ def gathered_and_kept(num_kept: int) -> list[bool]:
         del output, mine
         sound += [torch.equal(*each) for each in kept]
         del kept[: max(0, len(kept) - num_kept)]
-    # With all slots in use, the next one that gathers is served elsewhere.
+    # With all slots in use, the next output is allocated elsewhere.
     sound.append((len(places) > NUM_GATHERED) == (num_kept >= NUM_GATHERED - 1))
     return sound
 

@@ -36,7 +36,7 @@ def whole_state(step: int) -> dict[str, Tensor]:
 
 
 def cut(shape: tuple[int, ...], how: str, rank: int, world_size: int) -> Chunk | None:
-    """The rank's box of a tensor: all of it, rows or columns; None if nothing is left for it."""
+    """Return the rank's box of a tensor: all of it, rows or columns; None if it is empty."""
     dimension = {"whole": len(shape), "rows": 0, "columns": 1}[how]
     if dimension >= len(shape):
         return Chunk.whole(shape)
@@ -78,7 +78,7 @@ def _group() -> dist.ProcessGroup:
 
 
 class Places:
-    """Memory for every second tensor, some of it in other strides than its own."""
+    """Memory for every second tensor, some of it with transposed strides."""
 
     def __init__(self) -> None:
         self._given: dict[str, Tensor | None] = {}
@@ -92,7 +92,7 @@ class Places:
         return memory
 
     def all_taken(self, got: StateShard) -> bool:
-        """True if each tensor is in the memory that this gave out, and in no other."""
+        """True if each tensor is in the memory that was given for it."""
         return self._given.keys() == got.shards.keys() and all(
             memory is None or got.shards[name].tensor is memory
             for name, memory in self._given.items()
@@ -100,7 +100,7 @@ class Places:
 
 
 def shared(num_bytes: int) -> SharedMemory:
-    """Memory that all ranks share, which small boxes do for."""
+    """Make memory that all ranks share, and use it even for small boxes."""
     shared_exchange.MIN_BOX_BYTES = 1
     memory = share_memory(_group(), num_bytes, 60.0)
     assert memory is not None
@@ -146,7 +146,7 @@ def difference_of_states(one: dict[str, Tensor], other: dict[str, Tensor]) -> st
 
 
 def reshard_large(shared_bytes: int = 0) -> bool:
-    """Rows of 12 MB become columns, and columns rows."""
+    """Reshard 12 MB from rows to columns, to rows, and to whole tensors; True if it is right."""
     memory = shared(shared_bytes) if shared_bytes else None
     rank, shape = dist.get_rank(), (1501, 2003)
     exchange.MAX_BUCKET_BYTES = 1 << 19
@@ -160,7 +160,7 @@ def reshard_large(shared_bytes: int = 0) -> bool:
 
 
 def count_calls() -> dict[str, dict[str, int]]:
-    """Return the calls of torch.distributed that were made when nothing had to travel."""
+    """Return the calls of torch.distributed that are made if no tensor has to be sent."""
     rank = dist.get_rank()
     long = {f"model.{index:04}.{index * 7919:x}": torch.zeros(3) for index in range(3000)}
     found = {}
@@ -177,7 +177,7 @@ def count_calls() -> dict[str, dict[str, int]]:
 
 
 class _Counting:
-    """Counts what this process asks of torch.distributed."""
+    """Counts this process's calls of torch.distributed."""
 
     NAMES = ("all_gather", "all_reduce", "broadcast", "isend", "irecv", "send", "recv", "barrier")
 
@@ -203,7 +203,7 @@ class _Counting:
 
 
 def refused() -> dict[str, str]:
-    """The errors of what cannot be, one after the other over the same group."""
+    """Return the errors of invalid exchanges, one after another over the same group."""
     rank, group = dist.get_rank(), _group()
     state = whole_state(7)
     rows = holding_of(state, 7, "rows", rank, 3)

@@ -1,4 +1,4 @@
-"""Strategies on ranks that are threads, driven as a session drives them, and one process beside."""
+"""Strategies on ranks that are threads, driven as by a session, and the same in one process."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,23 +21,22 @@ from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-# Ranks that are threads would else have a team of threads each.
+# Otherwise each rank that is a thread would have its own pool of threads.
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manner:
-    """Way of computing a step, if it is not one pass in the parameters' own dtype."""
+    """Options of a step; by default it is one pass in the parameters' own dtype."""
 
     passes: Sequence[int] = (1,)
-    """Backward passes of each step, over and over; each takes a part of a member's samples."""
+    """Numbers of backward passes of steps, cyclically; each takes a part of a member's samples."""
     max_norm: float = math.inf
-    """Norm to which gradients are scaled down."""
+    """Norm to which gradients are clipped."""
     autocast: torch.dtype | None = None
     """Dtype in which layers compute."""
     parts_of_session: Sequence[int] = ()
-    """Number of parts that `batch.parts` cuts each step into, over and over, in place of
-    `passes`."""
+    """Numbers of parts into which `batch.parts` cuts steps, cyclically, in place of `passes`."""
 
     def clips(self) -> bool:
         return math.isfinite(self.max_norm)
@@ -46,8 +45,8 @@ class Manner:
         return torch.autocast("cpu", dtype=self.autocast, enabled=self.autocast is not None)
 
     def parts(self, batch: Batch) -> Iterator[tuple[Any, Any, float]]:
-        """(inputs, targets, fraction of the member's samples) of each pass: all members go through
-        as many, if need be with a sample that counts for nothing."""
+        """Yield (inputs, targets, fraction of the member's samples) for each pass. All members make
+        the same number of passes, if need be with a sample of weight 0."""
         size, passes = len(batch.inputs), self.passes[batch.step % len(self.passes)]
         for index in range(passes):
             start, stop = share(0, size, index, passes)
@@ -59,12 +58,12 @@ PLAIN = Manner()
 
 
 def part_of(loss_function: LossFunction, fraction: float) -> LossFunction:
-    """The loss of a part of the samples: the parts' losses add up to the mean of all."""
+    """Scale a loss for a part of the samples: the parts' losses add up to the mean of all."""
     return lambda outputs, targets: loss_function(outputs, targets) * fraction
 
 
 class TheRunsOwn:
-    """The default group of a run of ranks; the run ends it."""
+    """The default group of a run of ranks as the group of a generation; the run ends it."""
 
     def open(self) -> dist.ProcessGroup:
         group = dist.group.WORLD
@@ -85,7 +84,7 @@ class TheRunsOwn:
 
 
 def over_the_run(strategy: SynchronousStrategy, group: Group | None = None) -> None:
-    """Let all generations of the strategy have the group of the run that they are in."""
+    """Make all generations of the strategy use this group, or the run's default group."""
     group = group or TheRunsOwn()
 
     def new_group(generation: Generation) -> Group:
@@ -139,7 +138,7 @@ def take_step(
 def _take_parts(
     strategy: Strategy, batch: Batch, loss_function: LossFunction, manner: Manner
 ) -> None:
-    """Pass over the parts as `for part in batch.parts(n)` does in a session."""
+    """Train the parts as `for part in batch.parts(n)` does in a session."""
     of_step = MicroBatches(strategy, batch, 1 << 30)
     set_current(replace(current(), parts=of_step))
     for part in batch.parts(manner.parts_of_session[batch.step % len(manner.parts_of_session)]):
@@ -159,12 +158,12 @@ def take_step_alone(
     loss_function: LossFunction,
     manner: Manner = PLAIN,
 ) -> None:
-    """The same without any distribution."""
+    """Take one step in one process."""
     optimizer.zero_grad()
     parts = list(manner.parts(batch))
     for inputs, targets, fraction in parts:
         with manner.computing():
-            # As ranks do, whose average is taken at the end: in bf16 it rounds otherwise.
+            # As ranks do, which average at the end: in bf16 another order rounds differently.
             loss = part_of(loss_function, fraction * len(parts))(model(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
     for parameter in model.parameters():
@@ -186,11 +185,11 @@ class Run:
     num_steps: int = 50
     manner: Manner = PLAIN
     computing: Callable[[nn.Module], nn.Module] = lambda model: model
-    """Makes one process do what a strategy does within the model."""
+    """Changes the model of one process as a strategy changes it within."""
 
 
 def by_one_process(run: Run) -> dict[str, Tensor]:
-    """The weights after all steps."""
+    """Return the weights after all steps in one process."""
     model, optimizer = run.build(0)
     loader, computing = run.loader(), run.computing(model)
     for step in range(run.num_steps):
@@ -200,7 +199,7 @@ def by_one_process(run: Run) -> dict[str, Tensor]:
 
 
 def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None) -> tuple[int, int]:
-    """Let this rank's strategy enter a generation of all ranks; its share of each batch."""
+    """Make this rank's strategy enter a generation of all ranks; return its share of batches."""
     over_the_run(strategy, group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model, optimizer = run.build(rank)
@@ -212,7 +211,7 @@ def entered(run: Run, strategy: SynchronousStrategy, group: Group | None = None)
 
 
 def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
-    """The body of a rank: what its strategy says the weights are, after all steps."""
+    """Train on this rank; return the strategy's weights after all steps."""
     strategy = made()
     assert isinstance(strategy, SynchronousStrategy)
     share_of_rank, loader = entered(run, strategy), run.loader()
@@ -225,6 +224,6 @@ def by_a_rank(run: Run, made: Callable[[], Strategy]) -> dict[str, Tensor]:
 
 
 def difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """The largest, over all elements of two models."""
+    """Return the largest difference over all elements of two models."""
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     return max(float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours)

@@ -1,4 +1,4 @@
-"""Ranks that wait in collectives of a step, or of what comes before it, which never end."""
+"""Bodies of ranks that wait in collectives of a step or a bring-up that never end."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _steps(way: LayOut) -> Callable[[dist.ProcessGroup], Callable[[], object]]:
         rank, device = group.rank(), torch.device("cpu")
         world = World(rank=rank, world_size=2, device=device, group=group)
         training = LaidOutTraining(training_of(deep, sgd), way, world)
-        for step in range(2):  # in its second step DDP orders its buckets anew, together
+        for step in range(2):  # in its second step DDP orders its buckets again, by a collective
             training.step(step)
         return lambda: training.step(2)
 
@@ -56,8 +56,8 @@ WAITS: dict[str, Callable[[dist.ProcessGroup], Callable[[], object]]] = {
 
 
 def stuck_in(report: Report, path: str, rank: int, what: str) -> None:
-    """Rank 1 of two stops before it comes to this, and rank 0's group is cut as if there were no
-    connection to shut down any more, which is how Gloo may hang."""
+    """Stop rank 1 of two before the wait `what`, and abort rank 0's group without shutting a
+    connection down: Gloo may hang like that."""
     os.environ["SHOAL_TRANSPORT"] = "tcp"
     group = lone_group(path, rank)
     process_group = group.open()
@@ -77,8 +77,8 @@ def stuck_in(report: Report, path: str, rank: int, what: str) -> None:
 
 
 def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> None:
-    """Rank 1 of two stops before it writes its part. Rank 0 finds its connection ended, and Gloo
-    does not."""
+    """Stop rank 1 of two before it writes its part. Rank 0's check of its peers sees the end of the
+    connection, and Gloo does not."""
     group = lone_group(path, rank)
     group.open()
     peers = GroupPeers(dist.new_group())
@@ -91,7 +91,7 @@ def stuck_checkpoint(report: Report, path: str, rank: int, directory: str) -> No
     checkpoints = Checkpoints(directory, every_steps=1)
     state = {"model.w": TensorShard.whole(torch.ones(4))}
     checkpoints.offer(StateShard(step=1, shards=state, values={}), peers)
-    # As who leaves does it.
+    # As a member that leaves does.
     group.retire()
     checkpoints.close()
     report("closed", written=checkpoints.written_step)

@@ -1,4 +1,4 @@
-"""Walks of the documentation: what they name, and the order in which a real run passes it.
+"""Walks of the documentation: the functions that they name, and their order in a real run.
 
 A walk is a numbered list under a heading that begins with "Walk: ". Each of its lines begins with a
 file and a function, both as code: "3. `path/to/file.py` `Class.function`: what happens there".
@@ -24,10 +24,10 @@ NAMED = re.compile(r"`((?:\w+/)+\w+\.py)` `(\w[\w.]*)`")
 
 @dataclass(frozen=True)
 class Place:
-    """A function of a file, or another name that is defined there."""
+    """A function, or another name, that is defined in a file."""
 
     path: str
-    """From the root of the repository."""
+    """Path of the file, relative to the root of the repository."""
     name: str
 
     def __str__(self) -> str:
@@ -35,7 +35,7 @@ class Place:
 
 
 def walks(page: Path) -> dict[str, list[Place]]:
-    """The walks of a page, by heading."""
+    """Return the walks of a page, by heading."""
     parts = HEADING.split(page.read_text())
     found = {}
     for heading, text in zip(parts[1::2], parts[2::2], strict=True):
@@ -46,13 +46,14 @@ def walks(page: Path) -> dict[str, list[Place]]:
 
 
 def named(page: Path) -> list[Place]:
-    """Every file with a name of it that the page gives next to each other."""
+    """Return every pair of a file and a name in it that a page gives next to each other."""
     return [Place(*each) for each in NAMED.findall(page.read_text())]
 
 
 @cache
 def defined(path: str) -> frozenset[str]:
-    """Names that the file defines: functions, classes, attributes with a value or a type."""
+    """Return the names that a file defines: functions, classes, and attributes with a value or
+    type."""
     return frozenset(_defined(ast.parse((ROOT / path).read_text()).body, ""))
 
 
@@ -69,25 +70,25 @@ def _defined(body: Sequence[ast.stmt], within: str) -> Iterator[str]:
 
 
 def exists(place: Place) -> bool:
-    """True if the file is there and defines the name."""
+    """True if the file exists and defines the name."""
     return (ROOT / place.path).is_file() and place.name in defined(place.path)
 
 
 @dataclass(frozen=True)
 class Stamp:
-    """One entry into a named function."""
+    """One call of a named function."""
 
     at_ns: int
-    """By CLOCK_MONOTONIC, which all processes of a machine share."""
+    """Time by CLOCK_MONOTONIC, which all processes of a machine share."""
     pid: int
     place: Place
 
 
 class Stamps:
-    """The entries of all processes that have `environment`."""
+    """The stamps of all processes that run with `environment`."""
 
     def __init__(self, directory: Path, places: Sequence[Place], *, is_apart: bool = False) -> None:
-        """`is_apart`: processes reach one another as if each were on a host of its own."""
+        """`is_apart`: processes reach each other as if each were on a separate host."""
         by_path: dict[str, list[str]] = {}
         for place in places:
             by_path.setdefault(str(ROOT / place.path), []).append(place.name)
@@ -103,7 +104,7 @@ class Stamps:
         }
 
     def all(self) -> list[Stamp]:
-        """What was written so far, in the order of time."""
+        """Return the stamps written so far, in order of time."""
         lines = (line.split(" ") for line in self.path.read_text().splitlines())
         return sorted(
             (
@@ -116,7 +117,7 @@ class Stamps:
 
 @dataclass(frozen=True)
 class Passage:
-    """The entries between two moments of a run."""
+    """The stamps between two moments of a run."""
 
     stamps: Sequence[Stamp]
 
@@ -124,7 +125,8 @@ class Passage:
         return type(self)([each for each in self.stamps if begin_ns <= each.at_ns < end_ns])
 
     def missed(self, walk: Sequence[Place]) -> str:
-        """The first line of the walk that is not entered after the line before; empty: none."""
+        """Describe the first line of the walk that the run does not pass after the line before;
+        empty if there is none."""
         at = 0
         for number, place in enumerate(walk, start=1):
             later = range(at, len(self.stamps))

@@ -1,4 +1,4 @@
-"""Members that train with accelerate in a session: a module that their processes can import."""
+"""Bodies of members that train with accelerate in a session; their processes import this."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Run:
     strategy: str = "ddp"
     num_members: int = 2
     hold_at: int = NEVER
-    """The member waits in the middle of this step until the gate is opened."""
+    """Step in the middle of which the member waits until `gate` is opened."""
     gate: str = ""
 
 
@@ -45,7 +45,7 @@ def joined(run: Run) -> shoal.Session:
 
 
 class Held:
-    """Reports each attempt at a step to the test, and waits in one of them."""
+    """Reports each attempt of a step to the test, and waits in one of them."""
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         self._session, self._told, self._run = session, report, run
@@ -84,7 +84,7 @@ def data() -> TensorDataset:
 def loop(
     make: Callable[[], Accelerator], on_part: Callable[[], None], behind: Callable[[], None]
 ) -> nn.Module:
-    """Training loop as its authors write it, for either accelerator."""
+    """Run a training loop as users write it, with either accelerator."""
     accelerator = make()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)

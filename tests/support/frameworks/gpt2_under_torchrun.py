@@ -1,8 +1,8 @@
-"""A GPT-2 of transformers, made from a config, trained in a script that knows nothing of Shoal.
+"""A small GPT-2 of transformers, trained in a script without any Shoal code.
 
-Run by torchrun with the name of a framework and a directory for checkpoints. A global batch has the
-same samples on any number of ranks, so the weights at the end are those of one process, whatever
-checkpoint a start has continued from.
+torchrun starts it with the name of a framework and a directory for checkpoints. A global batch has
+the same samples on any number of ranks. So the final weights are those of one process, whichever
+checkpoints the restarts continued from.
 """
 
 import os
@@ -21,7 +21,7 @@ VOCABULARY, LENGTH, RATE = 29, 12, 0.1
 
 
 def network() -> GPT2LMHeadModel:
-    """Model whose head shares the embedding's weight."""
+    """Make a model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     return GPT2LMHeadModel(
         GPT2Config(
@@ -38,8 +38,8 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences() -> list[dict[str, Tensor]]:
-    """Sentences that count up, from any start and in steps of 1 to 3. A token without a predecessor
-    is no label; otherwise Trainer would count it for the mean of a loss."""
+    """Make sentences that count up from a random start, in steps of 1 to 3. The first token is no
+    label, as Trainer would count it in the mean of the loss."""
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(VOCABULARY, (NUM_SENTENCES, 1), generator=generator)
     strides = torch.randint(1, 4, (NUM_SENTENCES, 1), generator=generator)
@@ -55,7 +55,7 @@ def say(epoch: int, ranks: int, loss: float) -> None:
 
 
 def one_process() -> Mapping[str, Tensor]:
-    """The weights of a plain loop."""
+    """Return the weights after a plain loop."""
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for _ in range(EPOCHS):
@@ -82,7 +82,7 @@ def by_trainer(checkpoints: Path) -> None:
     arguments = TrainingArguments(
         output_dir=str(checkpoints),
         per_device_train_batch_size=2,
-        # The global batch, and with it the number of steps an epoch, stays what it was.
+        # Keeps the global batch, and so the number of steps in an epoch, on any number of ranks.
         gradient_accumulation_steps=GLOBAL_BATCH // (2 * ranks),
         num_train_epochs=EPOCHS,
         learning_rate=RATE,
@@ -95,7 +95,7 @@ def by_trainer(checkpoints: Path) -> None:
         disable_tqdm=True,
         use_cpu=True,
     )
-    # Trainer writes its state last: a worker may be lost while a checkpoint is written.
+    # A worker may be lost while a checkpoint is written. Trainer's state is written last.
     whole = [path.parent for path in checkpoints.glob("checkpoint-*/trainer_state.json")]
     newest = max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
     trainer = Trainer(
@@ -142,7 +142,7 @@ def by_lightning(checkpoints: Path) -> None:
         callbacks=[ModelCheckpoint(checkpoints, save_last=True)],
         logger=False,
         enable_progress_bar=False,
-        # Lightning's own shuffles.
+        # Lightning's own sampler shuffles.
         use_distributed_sampler=False,
     )
     data: Any = sentences()
@@ -174,7 +174,7 @@ def by_accelerate(checkpoints: Path) -> None:
             optimizer.zero_grad()
             losses.append(loss.detach())
         mean: Any = accelerator.reduce(torch.stack(losses).mean(), "mean")
-        # Under its name only once it is whole: a worker may be lost while it is written.
+        # Renamed once it is complete, as a worker may be lost while it is written.
         accelerator.save_state(str(checkpoints / "unfinished"))
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:

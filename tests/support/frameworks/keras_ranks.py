@@ -29,7 +29,7 @@ def samples() -> tuple[np.ndarray, np.ndarray]:
 
 
 def dense_model() -> Any:
-    """A pair, a layer on its own, and sizes that do not divide."""
+    """Make a model with a pair of layers, a single one, and sizes that no rank count divides."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
@@ -60,7 +60,7 @@ def compiled(name: str) -> Any:
 
 
 def weights(model: Any) -> dict[str, Tensor]:
-    """Weights by position, as paths count the layers that a process has made so far."""
+    """Return weights by position, as paths depend on the layers made in the process before."""
     return {str(i): v.detach().clone() for i, v in enumerate(whole_weights(model).values())}
 
 
@@ -80,7 +80,8 @@ def fit_each(names: list[str]) -> dict[str, list[Fitted]]:
 
 
 def fit_sharded(name: str) -> Fitted:
-    """The weights; how many elements of state this rank's optimizer has, and one process's."""
+    """Return the weights, the size of this rank's optimizer state, and that of the weights, in
+    elements."""
     model = compiled(name)
     model, _ = shoal.distribute(model, model.optimizer, "zero2")
     x, y = samples()
@@ -91,7 +92,7 @@ def fit_sharded(name: str) -> Fitted:
 
 
 def fit_split(name: str) -> Fitted:
-    """The weights; how many of their elements this rank holds, and of how many."""
+    """Return the weights, the number of elements that this rank holds, and the number of all."""
     model = dense_model()
     whole = model.count_params()
     model.compile(optimizer=optimizer(name), loss="mse")
@@ -103,7 +104,7 @@ def fit_split(name: str) -> Fitted:
 
 
 def embedded_model() -> Any:
-    """An embedding that is split, moving averages, and two layers that are no pair."""
+    """Make a model with a split embedding, moving averages, and two layers that are no pair."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
@@ -125,7 +126,7 @@ def words() -> tuple[np.ndarray, np.ndarray]:
 
 
 def train_words(model: Any) -> dict[str, Tensor]:
-    """Train in a loop of the user's own, with Keras's optimizer."""
+    """Train in the user's own loop, with Keras's optimizer."""
     x, y = (torch.as_tensor(part) for part in words())
     for start in range(0, 16, 8):
         model.zero_grad()
@@ -150,7 +151,8 @@ def own_loop_alone() -> dict[str, Tensor]:
 
 
 def torch_loop(strategy: str) -> dict[str, Tensor]:
-    """Train in a plain torch loop after one line, and give the weights back to the Keras model."""
+    """Train in a plain torch loop after `shoal.distribute`, and give the weights back to the Keras
+    model."""
     model = dense_model()
     optimizer = momentum(model.parameters())
     trained, optimizer = shoal.distribute(model, optimizer, strategy=strategy)
@@ -177,7 +179,7 @@ def torch_loop_alone() -> dict[str, Tensor]:
 
 
 def shares_of_epochs() -> list[list[list[float]]]:
-    """The samples of this rank's batches in each of two epochs."""
+    """Return the samples of this rank's batches in each of two epochs."""
     numbers = np.arange(NUM_SAMPLES, dtype=np.float32)
     batches = GlobalBatches(numbers, numbers, global_batch_size=BATCH, seed=3)
     return [[x.tolist() for x, _ in batches] for _ in range(2)]
@@ -187,7 +189,7 @@ _PROTOTYPE = KerasModule(dense_model())
 
 
 def as_module() -> nn.Module:
-    """The same each time: Keras draws initial weights from seeds of its own."""
+    """Copy a prototype, so that all models are the same: Keras has its own seeds."""
     return copy.deepcopy(_PROTOTYPE)
 
 

@@ -1,4 +1,4 @@
-"""Members that train with Hugging Face's Trainer in a session: a module to be imported by them."""
+"""Bodies of members that train with Hugging Face's Trainer in a session."""
 
 import tempfile
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ TRAINER_STEPS = STEPS_PER_EPOCH * EPOCHS
 
 
 def network() -> GPT2LMHeadModel:
-    """Model whose head shares the embedding's weight."""
+    """Make a model whose head shares the embedding's weight."""
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=VOCABULARY,
@@ -41,7 +41,7 @@ def network() -> GPT2LMHeadModel:
 
 
 def sentences(count: int = NUM_SENTENCES, seed: int = 1) -> list[dict[str, Tensor]]:
-    """Sentences of many lengths: a mean over tokens is not one over sentences."""
+    """Make sentences of many lengths, so that a mean over tokens is no mean over sentences."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
@@ -89,7 +89,7 @@ def inputs_of(**changes: Any) -> dict[str, Any]:
 
 
 class Watching(TrainerCallback):
-    """Reports attempts at steps, and holds one of them."""
+    """Reports attempts of steps, and holds one of them."""
 
     def __init__(self, held: Held) -> None:
         self._held = held
@@ -117,7 +117,7 @@ def train_with_trainer(report: Report, run: Run) -> None:
 
 
 def losses_of(trainer: Any) -> list[float]:
-    """Losses of the evaluations."""
+    """Return the losses of the evaluations."""
     return [each["eval_loss"] for each in trainer.state.log_history if "eval_loss" in each]
 
 

@@ -1,10 +1,10 @@
-"""Programs that a Python with vLLM runs, which may be another than the tests'.
+"""Programs for a Python with vLLM, which may be another than that of the tests.
 
     python vllm_program.py versions DIRECTORY SERIES NUM_VERSIONS NUM_FAILURES
     python vllm_program.py served DIRECTORY SERIES
     python vllm_program.py grpo DIRECTORY SERIES
 
-Prints a line of JSON for each thing that was tried.
+Each prints a line of JSON for each attempt.
 """
 
 import json
@@ -34,7 +34,7 @@ def say(**what: Any) -> None:
 
 
 def tiny_model(seed: int) -> Any:
-    """A Qwen2 of 300,000 weights that a seed makes; greedy tokens of two seeds differ."""
+    """Make a Qwen2 of 300,000 random weights; greedy tokens differ between seeds."""
     from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: PLC0415
 
     torch.manual_seed(seed)
@@ -43,7 +43,7 @@ def tiny_model(seed: int) -> Any:
         hidden_size=128,
         intermediate_size=128,
         num_hidden_layers=2,
-        # vLLM's attention on a CPU has no smaller heads than of 32.
+        # vLLM's attention on a CPU supports no head size below 32.
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=128,
@@ -57,7 +57,7 @@ def tiny_model(seed: int) -> Any:
 
 @torch.no_grad()
 def expected(model: Any) -> list[list[int]]:
-    """The tokens that transformers generates greedily."""
+    """Return the tokens that transformers generates greedily."""
     found = []
     for prompt in PROMPTS:
         tokens = list(prompt)
@@ -102,7 +102,7 @@ def update(llm: Any, version: int | None, label: str) -> None:
 
 
 def versions(directory: str, series: str, num_versions: str, num_failures: str) -> None:
-    """Install so many versions, then let as many transfers fail in three ways."""
+    """Install `num_versions` versions, then attempt `num_failures` updates that must fail."""
     import shoal  # noqa: PLC0415
     from shoal_proto.errors import ShoalError  # noqa: PLC0415
 
@@ -152,7 +152,7 @@ def versions(directory: str, series: str, num_versions: str, num_failures: str) 
 
 @contextmanager
 def served_over_http(directory: Path) -> Iterator[str]:
-    """`vllm serve` of the model there; gives its URL."""
+    """Run `vllm serve` on the model in the folder, and yield its URL."""
     import requests  # noqa: PLC0415
 
     with socket.socket() as probe:
@@ -182,7 +182,7 @@ def served_over_http(directory: Path) -> Iterator[str]:
 
 
 def completed(url: str, directory: Path) -> list[list[int]]:
-    """The tokens that the server generates greedily."""
+    """Return the tokens that the server generates greedily."""
     import requests  # noqa: PLC0415
 
     found = []
@@ -204,7 +204,7 @@ def completed(url: str, directory: Path) -> list[list[int]]:
 
 
 def tokenizer() -> Any:
-    """Tokenizer of 256 words, `w0` to `w255`."""
+    """Make a tokenizer of 256 words, `w0` to `w255`."""
     from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: PLC0415
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
@@ -216,7 +216,7 @@ def tokenizer() -> Any:
 
 
 def served_versions(directory: str, series: str) -> None:
-    """vLLM's own trainer class and HTTP client, an update that is refused, and `follow`."""
+    """Run vLLM's own trainer class and HTTP client, a refused update, and `follow`."""
     from vllm.distributed.weight_transfer import WeightTransferTrainerFactory  # noqa: PLC0415
     from vllm.distributed.weight_transfer.base import ModuleSource  # noqa: PLC0415
     from vllm.distributed.weight_transfer.clients import (  # noqa: PLC0415
@@ -254,7 +254,7 @@ def served_versions(directory: str, series: str) -> None:
 
 
 def grpo(directory: str, series: str) -> None:
-    """Three steps of TRL's GRPOTrainer, whose rollouts come from `vllm serve`."""
+    """Run three steps of TRL's GRPOTrainer, whose rollouts come from `vllm serve`."""
     from accelerate import PartialState  # noqa: PLC0415
     from datasets import Dataset  # noqa: PLC0415
     from trl import GRPOConfig, GRPOTrainer  # noqa: PLC0415

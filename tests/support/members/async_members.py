@@ -1,4 +1,4 @@
-"""Members at their own pace, without a session around them: a small model to train."""
+"""Asynchronous members without a session, which train a small model."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -53,7 +53,7 @@ def start(
     job: str = "job",
     ended: Callable[[], ShoalError | None] = lambda: None,
 ) -> AsyncSGD:
-    """The strategy, plain without one given, once it has entered the first generation."""
+    """Make a strategy (by default AsyncSGD) enter the first generation, and return it."""
     token = servers.admit(f"w{rank}", job=job, incarnation=f"i{rank}")
     strategy = strategy or AsyncSGD()
     strategy.distribute(model, optimizer)
@@ -73,7 +73,7 @@ def start(
 
 
 def train(strategy: AsyncSGD, model: nn.Module, steps: range) -> int:
-    """Train, and count what was acknowledged."""
+    """Train, and return the number of acknowledged steps."""
     acknowledged: list[int] = []
     for step in steps:
         strategy.begin_step()
@@ -83,7 +83,7 @@ def train(strategy: AsyncSGD, model: nn.Module, steps: range) -> int:
 
 
 def groups(model: nn.Module) -> list[dict[str, object]]:
-    """Biases in a group of their own."""
+    """Return parameter groups, with the biases in a separate one."""
     named = list(model.named_parameters())
     return [
         {"params": [p for n, p in named if "bias" not in n]},

@@ -1,4 +1,4 @@
-"""A contrastive loss over the rows of all members, and members that train with it."""
+"""A contrastive loss over the rows of all members, and bodies of members that train with it."""
 
 import os
 import signal
@@ -19,11 +19,11 @@ from shoal_proto.errors import InvalidSpec
 
 BATCH, EPOCHS = 64, 2
 NUM_SAMPLES = 2 * BATCH + 2
-"""Shares of three members are 22, 21 and 21; in the last batch of an epoch one has none."""
+"""Three members have shares of 22, 21 and 21; in the last batch of an epoch one has no share."""
 
 
 class Towers(nn.Module):
-    """Two features of each sample, next to each other, and how much their likeness counts."""
+    """A model with two feature vectors for each sample, side by side, and a learned scale."""
 
     def __init__(self, dropped: float) -> None:
         super().__init__()
@@ -53,15 +53,15 @@ def samples(num_samples: int = NUM_SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 def of_all(features: Tensor) -> Tensor:
-    """The loss of CLIP."""
+    """Compute CLIP's loss over all rows."""
     images, texts = features.chunk(2, 1)
     places, logits = torch.arange(len(features)), images @ texts.T
     return (cross_entropy(logits, places) + cross_entropy(logits.T, places)) / 2
 
 
 def of_own(own: Tensor, every: Tensor, first: int) -> Tensor:
-    """The same as a mean over a member's own rows, each against all."""
-    # What a member without samples computes counts for nothing.
+    """Compute CLIP's loss as a mean over a member's own rows, each against all rows."""
+    # A member without samples computes with weight 0, so its places do not matter.
     places = (first + torch.arange(len(own))).clamp(max=len(every) - 1)
     (images, texts), (all_images, all_texts) = own.chunk(2, 1), every.chunk(2, 1)
     by_image = cross_entropy(images @ all_texts.T, places)
@@ -69,7 +69,7 @@ def of_own(own: Tensor, every: Tensor, first: int) -> Tensor:
 
 
 def by_one_process() -> dict[str, Tensor]:
-    """The weights after all steps."""
+    """Return the weights after all steps in one process."""
     model, optimizer = build()
     order = Order(num_samples=NUM_SAMPLES, global_batch_size=BATCH, num_epochs=EPOCHS)
     loader = Loader(samples(), order)
@@ -81,7 +81,7 @@ def by_one_process() -> dict[str, Tensor]:
 
 
 def take(session: Session, model: nn.Module, batch: Batch, *, whole: bool = True) -> None:
-    """The passes of a step."""
+    """Run the forward and backward pass of a step."""
     outputs = model(batch.inputs)
     every = session.gather(outputs)
     session.backward(of_all(every) if whole else of_own(outputs, every, batch.first))
@@ -89,10 +89,10 @@ def take(session: Session, model: nn.Module, batch: Batch, *, whole: bool = True
 
 @dataclass(frozen=True, kw_only=True)
 class Contrastive(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     whole: bool = True
-    """True if the loss covers all rows; else it is a mean over the member's own ones."""
+    """True if the loss covers all rows; False if it is a mean over the member's own rows."""
     gathers: int = 1
     """Number of gathers by this member in step `at_step`."""
 
@@ -102,8 +102,8 @@ def _dies(*_: object) -> None:
 
 
 def train(report: Report, run: Contrastive) -> None:
-    """Train all steps; then report the whole model. With a fault the member dies before the others
-    have its rows ("forward"), or the gradients that it has of theirs ("backward")."""
+    """Train all steps; then report the whole model. By fault "forward" the member dies before the
+    others have its rows; by "backward", before they have its gradients of their rows."""
     try:
         _train(report, run)
     except InvalidSpec as error:

@@ -1,4 +1,4 @@
-"""Kills, joins and drains of real members, drawn from a seed, and what must hold after them."""
+"""Kills, joins and drains of real members, drawn from a seed, and checks of the result."""
 
 import math
 import os
@@ -25,12 +25,12 @@ from shoal_client.local.cluster import LocalCluster
 MARGIN_S, MAX_MARGIN_STEPS = 1.0, 150
 """Margin between the last step that the test has seen and the stop, at the members' pace.
 
-The number of steps is limited, since each adds rounding. In float64, where rounding does not count,
-a test may allow more.
+The number of steps is limited, as each adds rounding errors. In float64 these are negligible, and a
+test may allow more steps.
 """
 PACED_STEPS = 10
 STOP_STEPS = 12
-"""Members stop at a multiple of it: where any round of local steps ends."""
+"""Members stop at a multiple of this number, where every round of local steps ends."""
 
 
 class Schedule:
@@ -65,19 +65,19 @@ class Schedule:
 
     @property
     def run_of_all(self) -> Elastic:
-        """Run that all members share."""
+        """The options that all members share."""
         assert isinstance(self._run, Elastic)
         return self._run
 
     def start(self, count: int) -> None:
-        """The members that the first generation is made of."""
+        """Start the members of the first generation, and wait until they train."""
         for _ in range(count):
             self.add()
         for rank in self.alive:
             rank.expect("committed")
 
     def add(self, **changes: Any) -> Rank:
-        """Start one more member, whose run has these changes."""
+        """Start one more member, with these changes to the options."""
         run = replace(self._run, member_id=next(self._names), **changes)
         gate = Path(f"{self._stop_file}.{run.member_id}")
         os.mkfifo(gate)
@@ -88,7 +88,7 @@ class Schedule:
         return rank
 
     def kill(self) -> None:
-        """SIGKILL one; the others commit a step in a later generation."""
+        """Kill a member, and wait until the others commit a step in a later generation."""
         victim = self._pick()
         victim.send_signal(signal.SIGKILL)
         assert victim.join() == -signal.SIGKILL
@@ -96,7 +96,7 @@ class Schedule:
         self.done.append("kill")
 
     def lose(self) -> Rank:
-        """SIGKILL one, which leaves too few to go on; one that is left."""
+        """Kill a member when the others are too few to continue; return one of the others."""
         victim = self._pick()
         victim.send_signal(signal.SIGKILL)
         assert victim.join() == -signal.SIGKILL
@@ -111,7 +111,7 @@ class Schedule:
         self.done.append("join")
 
     def drain(self) -> None:
-        """SIGTERM one: it leaves in good order, and the others go on."""
+        """Drain a member by SIGTERM, and wait until the others commit a step without it."""
         leaver = self._pick()
         leaver.send_signal(signal.SIGTERM)
         assert leaver.expect("exits")["code"] == 143
@@ -119,7 +119,7 @@ class Schedule:
         self.done.append("drain")
 
     def run(self, num_changes: int, *, smallest: int, largest: int) -> None:
-        """Changes drawn from the seed that keep the number of members within these bounds."""
+        """Make random changes that keep the number of members within these bounds."""
         for _ in range(num_changes):
             possible = []
             if len(self.alive) > smallest:
@@ -129,7 +129,7 @@ class Schedule:
             self._random.choice(possible)()
 
     def stop(self) -> None:
-        """Let all stop at one step that none has come to."""
+        """Make all members stop at the same step, which none has reached yet."""
         margin_steps = self._margin_steps()
         for rank in self.alive:
             rank.catch_up()
@@ -137,10 +137,10 @@ class Schedule:
         draft = self._stop_file.with_suffix(".draft")
         at_step = -(-(last + margin_steps) // STOP_STEPS) * STOP_STEPS
         draft.write_text(str(at_step))
-        draft.rename(self._stop_file)  # all of it at once: members read it at any moment
+        draft.rename(self._stop_file)  # atomic, as members read the file at any moment
 
     def finish(self) -> Mapping[str, Any]:
-        """Let all stop; what the first of them reports then."""
+        """Make all members stop; return their result, which must be the same."""
         self.stop()
         if isinstance(self._run, LocalRun):
             for rank in self.alive:
@@ -182,14 +182,14 @@ class Schedule:
                 rank.expect("committed")
 
     def committed(self) -> list[tuple[Rank, dict[str, Any]]]:
-        """Reports of all members about their committed steps."""
+        """Return the reports of all members about their committed steps."""
         return [
             (rank, data) for rank in self.all for kind, data in rank.seen if kind == "committed"
         ]
 
 
 def elastic(cluster: LocalCluster, job: str, **changes: Any) -> Elastic:
-    """Run for the members of a job whose name has a random number."""
+    """Make the options for the members of a job, whose name gets a random suffix."""
     return Elastic(
         coordinator=cluster.coordinator,
         job=f"{job}-{secrets.token_hex(4)}",
@@ -199,7 +199,7 @@ def elastic(cluster: LocalCluster, job: str, **changes: Any) -> Elastic:
 
 
 def lose_all(schedule: Schedule, directory: Path, num_checkpoints: int) -> int:
-    """Kill all members once there are so many checkpoints; the step of the newest."""
+    """Kill all members once there are `num_checkpoints`; return the newest one's step."""
     while len(complete(directory)) < num_checkpoints:
         schedule.alive[0].expect("committed")
     for rank in schedule.alive:
@@ -208,7 +208,8 @@ def lose_all(schedule: Schedule, directory: Path, num_checkpoints: int) -> int:
 
 
 def check_no_trace(schedule: Schedule, run: Elastic, tolerance: float) -> Mapping[str, Any]:
-    """Let all stop: the weights are those of one process, and each sample was taken once."""
+    """Make all members stop. Check that the weights are those of one process, and that each sample
+    was used once."""
     finished = schedule.finish()
     check_same_weights(finished, run, tolerance)
     for rank in schedule.all:
@@ -218,7 +219,7 @@ def check_no_trace(schedule: Schedule, run: Elastic, tolerance: float) -> Mappin
 
 
 def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: float) -> float:
-    """The result is that of one process; returns the largest difference."""
+    """Check that the result is that of one process; return the largest difference."""
     expected = elastic_bodies.one_process(run, finished["step"])
     own = {name: torch.tensor(weights) for name, weights in finished["weights"].items()}
     assert set(own) == set(expected)
@@ -228,9 +229,9 @@ def check_same_weights(finished: Mapping[str, Any], run: Elastic, tolerance: flo
 
 
 def check_each_sample_once(ranks: list[Rank], num_steps: int, order: Order) -> None:
-    """Check that each step that counts took exactly its own part of the epoch's order.
+    """Check that each step used exactly its own part of the epoch's order.
 
-    A step that was rolled back is repeated in a later generation; the latest one counts.
+    A step that was rolled back is repeated in a later generation; its last attempt counts.
     """
     valid: dict[int, int] = {}
     for rank in ranks:

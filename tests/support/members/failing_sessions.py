@@ -1,4 +1,4 @@
-"""Sessions that fail at every point where a script can, and their traces in the process."""
+"""Sessions that fail at every point where a script can fail, and their traces in the process."""
 
 import gc
 import os
@@ -25,15 +25,15 @@ PLACES = (
     *("second loss", "own step", "between", "loading", "evaluate", "all_reduce", "checkpoint"),
 )
 BY_HANDS = ("loss", "interrupt", "between", "sample", "register", "twice")
-"""Failures that every strategy can meet."""
+"""Failures that are possible under every strategy."""
 
 
 class Planned(Exception):
-    """Error that a test makes a script raise."""
+    """The error that a script raises on purpose."""
 
 
 class Failing(Dataset[Any]):
-    """Dataset of which no sample can be loaded."""
+    """Dataset none of whose samples can be loaded."""
 
     def __len__(self) -> int:
         return 24
@@ -43,7 +43,7 @@ class Failing(Dataset[Any]):
 
 
 class FailingState:
-    """An object to register, whose state can be had a few times only."""
+    """An object to register, whose `state_dict` works a few times only."""
 
     def __init__(self, times: int) -> None:
         self._left = times
@@ -59,7 +59,7 @@ class FailingState:
 
 
 class Remembering(torch.optim.Optimizer):
-    """Keeps a set in its state, which no other member can be handed."""
+    """Optimizer with a set in its state, which cannot be sent to another member."""
 
     per_parameter = True
 
@@ -101,7 +101,7 @@ def train(
     job: str | None = None,
     **given: Any,
 ) -> int:
-    """Train, and fail at the place if one is named; returns the steps that were committed."""
+    """Train, and fail at `place` if one is given. Returns the number of committed steps."""
     steps = 0
     with shoal.join(job, **given) as session:
         checkpoints = None
@@ -166,7 +166,7 @@ def _between(session: shoal.Session, place: str) -> None:
 
 
 def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, object]:
-    """State of the process, the model and the optimizer that a session may have changed."""
+    """Return the state of process, model and optimizer that a session may have changed."""
     environment = {
         name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"
     }
@@ -191,7 +191,7 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, o
         "SIGTERM": signal.getsignal(signal.SIGTERM),
         "SIGINT": signal.getsignal(signal.SIGINT),
         "frozen": gc.get_freeze_count() > 0,
-        # Gloo's threads of a group are freed in the background, within seconds.
+        # A group's Gloo threads are freed in the background, within seconds.
         "threads": {each.name for each in threading.enumerate()} - {"shoal-free-group"},
         "place": randomness.present(),
         "hooks of all optimizers": len(_global_optimizer_pre_hooks),
@@ -211,7 +211,7 @@ def traces(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, o
 
 
 def fails_and_trains(strategy: str, place: str, job: str = "", **given: Any) -> list[str]:
-    """A session that fails, and a next one; what is wrong with that, in words."""
+    """Run a session that fails, and another one. Returns what is wrong afterwards."""
     wrong = []
     model, optimizer = model_and_optimizer(place)
     before = traces(model, optimizer)
@@ -224,7 +224,7 @@ def fails_and_trains(strategy: str, place: str, job: str = "", **given: Any) -> 
         notes = getattr(error, "__notes__", [])
         wrong += [f"noted: {note}" for note in notes if note.startswith("Leaving")]
     after = traces(model, optimizer)
-    # Members that train apart draw what they drop from torch's own generator, as the script does.
+    # Under async-sgd, dropout draws from torch's own generator, as the script does.
     watched = before.keys() - ({"torch's generator"} if strategy == "async-sgd" else set())
     wrong += [
         f"{name}: {before[name]} {after[name]}" for name in watched if before[name] != after[name]

@@ -1,4 +1,4 @@
-"""Jobs that are held in every phase of the protocol, so that a test can strike at it."""
+"""Jobs that are held in each phase of the protocol, in which a test may cause a fault."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,10 +23,10 @@ class Held:
     unbroken: int = 0
     """Generation that trains; nothing may break it."""
     decided: int = 0
-    """Generation that is durable; it and no later one must come to run."""
+    """Generation that is durable, and must be the one that runs in the end."""
 
     def goes_on(self) -> None:
-        """Release it; fail unless all train in the end and received the same outcomes."""
+        """Release the job; fail unless all train in the end and received the same outcomes."""
         with self.cast.explained():
             self._goes_on()
 
@@ -56,7 +56,7 @@ def in_prepare(cast: Cast) -> Held:
 
 
 def in_prepare_of_a_change(cast: Cast) -> Held:
-    """A newcomer has not answered while two train."""
+    """Hold a planned change in PREPARE: two train, and a member that joins has not answered."""
     cast.training("a", "b")
     c = cast.joins("c", ANSWER)
     c.has_withheld(ANSWER)
@@ -65,7 +65,7 @@ def in_prepare_of_a_change(cast: Cast) -> Held:
 
 
 def in_committed(cast: Cast) -> Held:
-    """The first generation: one of two is not ready."""
+    """Hold the first generation in COMMITTED: one of two members is not ready."""
     a = cast.joins("a")
     b = cast.joins("b", READY)
     b.has_withheld(READY)
@@ -90,7 +90,7 @@ def before_the_boundary(cast: Cast) -> Held:
 
 
 def after_the_boundary(cast: Cast) -> Held:
-    """A change is committed, the old generation has stopped, the newcomer is not ready."""
+    """Hold a committed change: the old generation has stopped, and the new member is not ready."""
     a, b = cast.training("a", "b")
     c = cast.joins("c", READY)
     for member in (a, b):
@@ -100,13 +100,13 @@ def after_the_boundary(cast: Cast) -> Held:
 
 
 def running(cast: Cast) -> Held:
-    """Two train."""
+    """Hold nothing: two members train."""
     cast.training("a", "b")
     return Held(cast=cast, trains=("a", "b"), unbroken=1, decided=1)
 
 
 def broken(cast: Cast) -> Held:
-    """Hold a break: one of three has left; of the others, one has settled and one has not."""
+    """Hold a break: one of three has left, and only one of the others has reported its step."""
     a, b, c = cast.training("a", "b", "c")
     b.withhold(SETTLE)
     c.leave()
@@ -125,7 +125,7 @@ def in_prepare_after_a_loss(cast: Cast) -> Held:
 
 
 def in_aborted(cast: Cast) -> Held:
-    """Several attempts failed: it backs off before the next."""
+    """Hold nothing: several attempts failed, and the job backs off before the next."""
     cast.joins("a")
     b = cast.joins("b", num_wrong_digests=NUM_ABORTS)
     b.told("outcome", lambda notice: notice.outcome.roster.generation == NUM_ABORTS)
@@ -134,7 +134,7 @@ def in_aborted(cast: Cast) -> Held:
 
 
 def between_the_boundarys_notices(cast: Cast) -> Held:
-    """Hold an agreed boundary, of which one of the training members was not notified."""
+    """Hold an agreed boundary: one of the training members was not notified of it."""
     a, b = cast.training("a", "b")
     a.withhold(OFFER)
     cast.joins("c")

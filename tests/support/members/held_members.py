@@ -1,4 +1,4 @@
-"""Members that wait in the midst of a step until the test lets them go."""
+"""Members that wait at a step until the test releases them."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from shoal_client.local.cluster import LocalCluster
 
 
 class HeldMembers:
-    """`crew`: by name, members with this body, each held before the step `at_step`."""
+    """`crew`: members with this body in the order of `names`, each held before step `at_step`."""
 
     def __init__(
         self,

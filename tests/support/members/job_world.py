@@ -32,7 +32,7 @@ FIELDS = {"strategy": "ddp", "schema": "s1"}
 
 @dataclass(kw_only=True)
 class SimMember:
-    """One worker process: its core decides, its trainer obeys at once."""
+    """One worker process: the real core decides, and its trainer acts at once."""
 
     name: str
     incarnation: str
@@ -42,24 +42,24 @@ class SimMember:
     paused: bool = False
     refused: events.Refusal | None = None
     generation: int = 0
-    """The generation it trains or brings up."""
+    """The generation that the member trains in or brings up."""
     checkpoints: tuple[int, ...] = ()
-    """Steps of the complete checkpoints that it sees."""
+    """Steps of the complete checkpoints that the member sees."""
     has_state: bool = False
-    """True once it has been in a generation that ran: from then on it holds the common state."""
+    """True once the member was in a generation that ran: it then holds the common state."""
     enough_for_call: int = 0
-    """Number of members needed for the call that its script is in between two steps; 0: in none."""
+    """Number of members needed for the shared call that the script is in; 0: it is in none."""
     finished: bool = False
-    """True if it has done its work, and stays."""
+    """True if the member's work is done, and it stays."""
     drained: bool = False
-    """True if it was drained: nothing is left for it to do."""
+    """True if the member was drained."""
     records: dict[int, list[GenerationRecord]] = field(default_factory=dict)
     _begun: int = -1
     _settled: int = 0
 
     @property
     def begun(self) -> int:
-        """The last step that it has begun."""
+        """The last step that the member has begun."""
         return self._begun
 
     @begun.setter
@@ -69,11 +69,11 @@ class SimMember:
 
     @property
     def broken(self) -> set[int]:
-        """The generations of which it knows that they are over."""
+        """The generations that the member knows to be over."""
         return {number for number in self.records if self.core.track.is_broken(number)}
 
     def comes_to_a_stand(self) -> bool:
-        """True if its generation is over, and it has not reported that yet."""
+        """True, once, if the generation is over and the member has not reported its step yet."""
         over = self.core.track.is_broken(self.generation) and self._settled < self.generation
         self._settled = self.generation if over else self._settled
         return over
@@ -104,7 +104,7 @@ class World:
         self._last_to: dict[str, float] = {}
         self.check: Callable[[], None] = lambda: None
         self.cut: set[tuple[str, str]] = set()
-        """Pairs (from, to) of members of which the first cannot reach the second."""
+        """Pairs (from, to) of members; the first cannot reach the second."""
         self.rejecting: set[str] = set()
         """Members whose validators reject every roster."""
 
@@ -171,7 +171,7 @@ class World:
         )
 
     def attend_again(self, name: str) -> None:
-        """The member finds a new leader."""
+        """Connect the member to a new leader."""
         member = self.members[name]
         spec, info = self.job.spec, MemberInfo(host="h")
         generation = Generation(member.generation)
@@ -183,7 +183,7 @@ class World:
         self._step(member, ev.NoticeReceived(notice=pb.Notice(admitted=admitted)))
 
     def kill(self, name: str, *, seen_by_launcher: bool = False) -> None:
-        """SIGKILL. The coordinator learns of the broken stream, or from the launcher."""
+        """Kill the member. The coordinator sees the broken stream, or the launcher reports it."""
         member = self.members.pop(name)
         member.alive = False
         self.gone.append(member)
@@ -200,7 +200,7 @@ class World:
                     self._report_broken(other)
 
     def drain(self, name: str) -> None:
-        """An operator asks that the member leave."""
+        """Drain the member, as an operator does."""
         event = events.DrainRequested(**self._who(self.members[name]), reason="spot notice")
         self.later(lambda: self._handle(event))
 
@@ -214,29 +214,29 @@ class World:
         self._effects(self.job.retry("asked to", self.now_s, from_scratch=from_scratch))
 
     def halt(self, name: str) -> None:
-        """SIGSTOP, seen by the launcher; the process takes nothing in until `go_on`."""
+        """Halt the process, as the launcher reports; it receives nothing until `go_on`."""
         member = self.members[name]
         member.paused = True
         self.send(member, events.ProcessHalted(**self._who(member)))
 
     def go_on(self, name: str) -> None:
-        """SIGCONT, seen by the launcher."""
+        """Continue the process, as the launcher reports."""
         member = self.members[name]
         member.paused = False
         self.send(member, events.ProcessContinued(**self._who(member)))
 
     def finish(self, name: str, *, closes: bool = False) -> None:
-        """Report that one of torchrun's nodes has done its work and stays, or closes the job."""
+        """Report that a torchrun node's work is done and it stays, or that it closes the job."""
         self.members[name].finished = not closes
         done = ev.WorkDone(reason="its workers are done", finished=not closes, closes=closes)
         self._step(self.members[name], done)
 
     def fail(self, name: str) -> None:
-        """The workers of one of torchrun's nodes have failed."""
+        """Report that the workers of a torchrun node have failed."""
         self._report_broken(self.members[name])
 
     def complete(self, name: str) -> None:
-        """The process has done all its work and ends."""
+        """End a process whose work is done."""
         member = self.members.pop(name)
         self.gone.append(member)
         self.send(member, events.MemberLeft(**self._who(member), completed=True, reason="done"))
@@ -253,7 +253,7 @@ class World:
         heapq.heappush(self._queue, (self.now_s + delay_s, self._count, act))
 
     def run(self, until_s: float) -> None:
-        """Deliver all that is due up to `until_s`; deadlines of the job included."""
+        """Deliver everything that is due up to `until_s`, including deadlines of the job."""
         for _ in range(200_000):
             deadline_s = self.job.next_deadline_s()
             queued_s = self._queue[0][0] if self._queue else float("inf")
@@ -276,7 +276,7 @@ class World:
         return {"member_id": member.name, "incarnation": member.incarnation}
 
     def send(self, member: SimMember, event: events.MemberEvent) -> None:
-        """A call: calls of one member arrive in the order in which they were made."""
+        """Make a call. Calls of one member arrive in the order in which they were made."""
         self._in_order(f"from {member.incarnation}", lambda: self._handle(event, member))
 
     def _in_order(self, line: str, act: Callable[[], None]) -> None:
@@ -294,7 +294,7 @@ class World:
                 self._drop(sender)
 
     def _drop(self, member: SimMember) -> None:
-        """The refused process raises and ends."""
+        """End a process that was refused."""
         member.alive = False
         if self.members.get(member.name) is member:
             del self.members[member.name]
@@ -343,7 +343,7 @@ class World:
         self._train_on(member)
 
     def _step(self, member: SimMember, event: ev.Event) -> None:
-        """Step the member's core; every call gets through."""
+        """Step the member's core; every call arrives."""
         for effect in member.core.step(event, self.now_s):
             if isinstance(effect, ev.CallLeader):
                 request = effect.request
@@ -361,7 +361,7 @@ class World:
                 self._step(member, judged)
 
     def _train_on(self, member: SimMember) -> None:
-        """Act as a trainer without steps to finish: it stops at the agreed step."""
+        """Act as a trainer without a step in progress, which stops at the agreed step."""
         if member.finished:
             return
         core, change = member.core, member.core.track.change
@@ -393,7 +393,7 @@ class World:
         roster = pb.Roster(generation=generation, synchronous=True)
         self._step(member, ev.GenerationBroughtUp(record=pb.GenerationRecord(roster=roster)))
 
-    # --- what tests ask ---
+    # --- queries and steps of tests ---
 
     def train(self, step: int) -> None:
         """Begin this step on all members of the running generation."""
@@ -401,7 +401,7 @@ class World:
             member.begun = step
 
     def beat(self, name: str, step: int) -> None:
-        """Send a heartbeat of the member, which has committed this step."""
+        """Send a heartbeat of the member with this committed step."""
         self.job.note_step(name, self.members[name].incarnation, Step(step))
 
     def roster(self) -> list[str]:

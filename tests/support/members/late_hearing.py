@@ -1,4 +1,4 @@
-"""Members of which one receives the others' words for a step only after their generation is
+"""Members of which one receives the others' messages for a step only after their generation is
 over."""
 
 import os
@@ -15,8 +15,8 @@ LIMIT_S = 120.0
 
 
 def train(report: Report, run: Run, transport: str) -> None:
-    """Train up to and with step `at_step`. After it one leaves, or is killed; one receives late in
-    it."""
+    """Train up to and with step `at_step`. One member leaves, or is killed, after that step.
+    Another receives the messages of that step late."""
     os.environ["SHOAL_TRANSPORT"] = transport
     model, optimizer = model_and_optimizer()
     with session_of(run) as session:
@@ -36,7 +36,7 @@ def train(report: Report, run: Run, transport: str) -> None:
 
 
 def hear_late(strategy: Strategy) -> None:
-    """Delay the wait for the others' words of the present step until after the cut."""
+    """Delay the receipt of the others' messages for the present step until the cut."""
     anyhow: Any = strategy
     words, is_cut = anyhow._agreement._words, threading.Event()
     hear, cut = words.hear, anyhow.cut

@@ -1,4 +1,4 @@
-"""Members that split layers; the script of one of them leaves some out in a step."""
+"""Members that split layers, of which one leaves some layers out in a step."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ class LeavingOut(Elastic):
     left_out: frozenset[int] = frozenset()
     """Blocks that this member leaves out."""
     in_evaluation: bool = False
-    """True if it does so in an evaluation after the step, not in the step."""
+    """True if the blocks are left out in an evaluation after the step, not in the step."""
 
 
 class Blocks(nn.Module):
@@ -48,7 +48,7 @@ class Blocks(nn.Module):
 
 
 def train_on(report: Report, host: Host, run: LeavingOut) -> None:
-    """The same on a host of its own."""
+    """Do as `train`, in the network namespace of this host."""
     host.enter()
     train(report, run)
 

@@ -1,4 +1,4 @@
-"""Jobs held in every phase by a member in a process of its own, which a test may lose."""
+"""Jobs that are held in each phase by a member in a separate process, which a test may kill."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ NUM_ABORTS = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Losable:
-    """A job and the member that it is to go on without."""
+    """A job, and the member that is lost."""
 
     cast: Cast
     victim: MemberProcess
@@ -31,7 +31,7 @@ class Losable:
     """Members that join once the victim is lost."""
     release: Callable[[], object] = lambda: None
     above: int = 0
-    """The generation in which they do has a higher number."""
+    """Number above which the generation in which they train must be."""
     desired: int = 2
     unbroken: int = 0
     """Generation that trains without the victim; nothing may break it."""
@@ -52,13 +52,13 @@ class Losable:
         for member in self.cast.members:
             assert self.unbroken not in member.breaks()
         self.cast.agrees()
-        # One that was in no generation may be lost after the others train.
+        # A victim that was in no generation may be lost only after the others train.
         self.cast.has_lost(VICTIM)
         self.cast.is_fenced(self.victim.token(generation))
 
 
 def in_collect(cast: Cast) -> Losable:
-    """Victim that has proposed, while a third member is awaited."""
+    """Make a job whose victim has proposed, while a third member is awaited."""
     cast.joins("a", desired=3)
     victim = cast.process(VICTIM, desired=3)
     victim.told("admitted")
@@ -66,7 +66,7 @@ def in_collect(cast: Cast) -> Losable:
 
 
 def in_prepare(cast: Cast) -> Losable:
-    """Victim that has not answered in PREPARE; nothing ran before."""
+    """Make a job whose victim has not answered in the first PREPARE."""
     cast.joins("a")
     victim = cast.process(VICTIM, ANSWER)
     victim.has_withheld(ANSWER)
@@ -74,7 +74,7 @@ def in_prepare(cast: Cast) -> Losable:
 
 
 def newcomer_in_prepare(cast: Cast) -> Losable:
-    """Victim that would join two training members, and has not answered."""
+    """Make a job whose victim is to join two training members, and has not answered."""
     cast.training("a", "b")
     victim = cast.process(VICTIM, ANSWER)
     victim.has_withheld(ANSWER)
@@ -82,7 +82,7 @@ def newcomer_in_prepare(cast: Cast) -> Losable:
 
 
 def trainer_in_prepare(cast: Cast) -> Losable:
-    """Victim that trains, while the newcomer has not answered."""
+    """Make a job whose victim trains, while a member that joins has not answered."""
     cast.joins("a")
     victim = cast.process(VICTIM)
     cast["a"].trains_with("a", VICTIM)
@@ -92,7 +92,7 @@ def trainer_in_prepare(cast: Cast) -> Losable:
 
 
 def in_committed(cast: Cast) -> Losable:
-    """Victim that is not ready for the first generation."""
+    """Make a job whose victim is not ready in the first generation."""
     cast.joins("a")
     victim = cast.process(VICTIM, READY)
     victim.has_withheld(READY)
@@ -100,7 +100,7 @@ def in_committed(cast: Cast) -> Losable:
 
 
 def before_the_boundary(cast: Cast) -> Losable:
-    """Victim that trains, and has not offered a step to stop at for the newcomer."""
+    """Make a job whose victim trains, and has offered no step to stop at for a join."""
     cast.joins("a")
     victim = cast.process(VICTIM, OFFER)
     cast["a"].trains_with("a", VICTIM)
@@ -110,8 +110,8 @@ def before_the_boundary(cast: Cast) -> Losable:
 
 
 def newcomer_before_the_boundary(cast: Cast) -> Losable:
-    """Victim that would join two training members; one of them has not offered a step to stop
-    at."""
+    """Make a job whose victim is to join two training members, one of which has offered no step to
+    stop at."""
     a, b = cast.training("a", "b")
     b.withhold(OFFER)
     victim = cast.process(VICTIM)
@@ -127,7 +127,7 @@ def newcomer_before_the_boundary(cast: Cast) -> Losable:
 
 
 def after_the_boundary(cast: Cast) -> Losable:
-    """The old generation has stopped for it, and it is not ready."""
+    """Make a job whose old generation has stopped for the victim, which is not ready."""
     a, b = cast.training("a", "b")
     victim = cast.process(VICTIM, READY)
     victim.has_withheld(READY)
@@ -137,7 +137,7 @@ def after_the_boundary(cast: Cast) -> Losable:
 
 
 def running(cast: Cast) -> Losable:
-    """Victim that trains with two others."""
+    """Make a job whose victim trains with two others."""
     options = {"desired": 3}
     victim = cast.process(VICTIM, **options)
     for name in ("a", "b"):
@@ -147,7 +147,7 @@ def running(cast: Cast) -> Losable:
 
 
 def broken(cast: Cast) -> Losable:
-    """Another one has left, and it has not settled."""
+    """Make a job that another member has left, after which the victim has not reported its step."""
     victim = cast.process(VICTIM, SETTLE, desired=3)
     a, c = (cast.joins(name, desired=3) for name in ("a", "c"))
     a.trains_with("a", "c", VICTIM)
@@ -157,7 +157,7 @@ def broken(cast: Cast) -> Losable:
 
 
 def in_aborted(cast: Cast) -> Losable:
-    """Several attempts failed by its fault, and the job backs off."""
+    """Make a job that backs off, as several attempts failed by the victim's fault."""
     a = cast.joins("a")
     victim = cast.process(VICTIM, num_wrong_digests=100)
     _aborted(a, NUM_ABORTS)

@@ -1,8 +1,8 @@
-"""A member that does all that the protocol requires, or withholds acts as a test demands.
+"""A member that follows the protocol, except for calls that a test withholds.
 
-The member's real core decides. It calls the real Membership service by the generated stubs and has
-no trainer: it does at once what a trainer would. So a test can hold a job in any phase, for as long
-as the coordinator's own time limits allow.
+The real member core decides, and calls the real Membership service by the generated stubs. There is
+no trainer: its part is done at once. So a test can hold a job in any phase, within the
+coordinator's time limits.
 """
 
 import os
@@ -37,7 +37,7 @@ PROPOSE, ANSWER, OFFER, READY, SETTLE = "Propose", "Answer", "Offer", "Ready", "
 
 @dataclass(frozen=True, kw_only=True)
 class Script:
-    """Identity of a member, and the acts that it withholds."""
+    """Identity of a member, and the calls that it withholds."""
 
     job: str
     member_id: str
@@ -45,9 +45,9 @@ class Script:
     low: int = 1
     high: int = 8
     withholds: frozenset[str] = frozenset()
-    """Names of the acts that are put off until the test releases them."""
+    """Names of the calls that are postponed until the test releases them."""
     num_wrong_digests: int = 0
-    """Number of rosters that it accepts with a wrong digest, which aborts them."""
+    """Number of rosters that the member accepts with a wrong digest, which aborts them."""
     fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
     pid: int = 1
 
@@ -62,7 +62,8 @@ class Script:
 
 
 class ScriptedMember:
-    """One incarnation of a member. `on_notice` is called with each notice, on its own thread."""
+    """One incarnation of a member. `on_notice` is called with each notice, on the thread that reads
+    the stream."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class ScriptedMember:
         self._stream: grpc.Call | None = None
         self._hears = False
         self._missed: dict[str, bool] = {}
-        """Kinds of notices that are lost, and whether one was."""
+        """Kinds of notices that are dropped; True for a kind of which one was dropped."""
         self._threads = [
             threading.Thread(target=target, daemon=True) for target in (self._listen, self._beat)
         ]
@@ -114,7 +115,7 @@ class ScriptedMember:
 
     @property
     def generation(self) -> int:
-        """The newest generation it trains in or brings up."""
+        """The newest generation that the member trains in or brings up."""
         return self.core.track.generation
 
     def start(self) -> "ScriptedMember":
@@ -144,10 +145,10 @@ class ScriptedMember:
             incarnation=self.incarnation,
         )
 
-    # --- what the test does ---
+    # --- calls of a test ---
 
     def release(self, *acts: str) -> None:
-        """Do what was withheld, and withhold these acts no longer."""
+        """Make the withheld calls of these kinds, and withhold them no longer."""
         with self._changed:
             self._withheld -= set(acts)
             due = [pending for pending in self._pending if pending[0] in acts]
@@ -166,30 +167,30 @@ class ScriptedMember:
         )
 
     def withhold(self, *acts: str) -> None:
-        """Put these acts off from now on."""
+        """Withhold calls of these kinds from now on."""
         with self._changed:
             self._withheld |= set(acts)
 
     def leave(self) -> None:
-        """End the membership, and with it this member."""
+        """Leave the job, and end this member's threads."""
         self.call("Leave", pb.LeaveRequest(token=self.token(), reason="told to"))
         self._closing.set()
 
     def miss(self, *kinds: str) -> None:
-        """Notices of these kinds are lost on their way from now on, until `hear_again`.
+        """Drop notices of these kinds from now on, until `hear_again`.
 
-        It stays connected: a member whose stream is broken is removed after a second, which may
-        be less than what a test does meanwhile takes.
+        The member stays connected: it would be removed a second after its stream broke, and a test
+        may need longer.
         """
         with self._changed:
             self._missed |= dict.fromkeys(kinds, False)
 
     def has_missed(self, kind: str) -> None:
-        """Wait until a notice of the kind was lost."""
+        """Wait until a notice of this kind was dropped."""
         self._await(lambda: self._missed[kind], f"it has missed {kind}")
 
     def hear_again(self) -> None:
-        """Attend anew, and so receive what it missed."""
+        """Attend again, and so receive the notices that were dropped."""
         with self._changed:
             self._missed.clear()
         self._connected.clear()
@@ -199,21 +200,21 @@ class ScriptedMember:
         self._connected.set()
 
     def hears_nothing(self) -> None:
-        """Wait until its stream has broken."""
+        """Wait until the member's stream has broken."""
         self._await(lambda: not self._hears, "its stream breaks")
 
     def has_withheld(self, act: str) -> None:
-        """Wait until the member has put something of the kind off."""
+        """Wait until the member has withheld a call of this kind."""
         self._await(lambda: any(a == act for a, _ in self._pending), f"it withholds {act}")
 
     def has_done(self, act: str) -> None:
-        """Wait until an act of the kind was taken."""
+        """Wait until a call of this kind was made."""
         self._await(lambda: act in self._done, f"it has done {act}")
 
     def told(
         self, kind: str, wanted: Callable[[pb.Notice], bool] = lambda notice: True
     ) -> pb.Notice:
-        """The first such notice, as soon as it is there."""
+        """Wait for the first such notice and return it."""
 
         def found() -> pb.Notice | None:
             return next((n for k, n in self.notices if k == kind and wanted(n)), None)
@@ -224,9 +225,9 @@ class ScriptedMember:
         return notice
 
     def trains_with(self, *names: str, above: int = 0) -> int:
-        """Wait until it trains with exactly these, itself among them; returns the generation.
+        """Wait until the member trains with exactly these members, which include itself.
 
-        `above`: in a generation with a higher number than this.
+        Returns the generation, whose number is higher than `above`.
         """
 
         def wanted() -> int:
@@ -244,11 +245,11 @@ class ScriptedMember:
         return wanted()
 
     def outcomes(self) -> list[pb.GenerationRecord]:
-        """The records it was sent, in that order."""
+        """Return the records that the member received, in order."""
         return [n.outcome for k, n in list(self.notices) if k == "outcome"]
 
     def breaks(self) -> list[int]:
-        """Generations whose breaks it received."""
+        """Return the generations whose breaks the member was notified of."""
         return [getattr(n, "break").generation for k, n in list(self.notices) if k == "break"]
 
     def failed(self) -> ShoalError:
@@ -274,7 +275,7 @@ class ScriptedMember:
     def transcript(self) -> str:
         return "; ".join(f"{kind} ({notice.reason})" for kind, notice in self.notices)
 
-    # --- its threads ---
+    # --- threads ---
 
     def _listen(self) -> None:
         while not self._closing.is_set() and self.failure is None:
@@ -299,7 +300,7 @@ class ScriptedMember:
 
     def _attend(self) -> None:
         request = self.core.identity.attend_request(self.generation)
-        # Its notices are looked at by tests: each with its roster.
+        # Tests read the notices, so each must have its roster.
         request.fetches_rosters = False
         stream = MembershipStub(self._coordinators.channel()).Attend(request)
         self._stream = stream
@@ -329,7 +330,8 @@ class ScriptedMember:
                 continue
             request = pb.HeartbeatRequest(beats=[pb.Beat(token=self.token())])
             try:
-                # Where its stream is; the next one is due too soon to try again elsewhere.
+                # To the coordinator of the stream. The next heartbeat is due before a retry
+                # elsewhere would be useful.
                 stub = MembershipStub(self._coordinators.channel())
                 reply = stub.Heartbeat(request, timeout=1.0)
             except (grpc.RpcError, RetryError):
@@ -343,7 +345,7 @@ class ScriptedMember:
             self.core.step(ev.HeartbeatRefused(error=error), time.monotonic())
             self._changed.notify_all()
 
-    # --- what it does about a notice ---
+    # --- reactions to notices ---
 
     def _take(self, kind: str, notice: pb.Notice) -> None:
         if kind == "admitted":
@@ -357,7 +359,7 @@ class ScriptedMember:
         self._train_on()
 
     def _do(self, event: ev.Event) -> None:
-        """Take an event in, and carry out what follows, or put it off."""
+        """Submit an event to the core, and carry out its effects, or withhold them."""
         with self._changed:
             due = deque(self.core.step(event, time.monotonic()))
             self._changed.notify_all()
@@ -374,7 +376,7 @@ class ScriptedMember:
                 raise effect.error
 
     def _train_on(self) -> None:
-        """Act as a trainer that has one step to finish, and finishes it at once."""
+        """Act as a trainer that finishes its step at once."""
         core, now_s, before = self.core, time.monotonic(), self.generation
         with self._changed:
             decision: object
@@ -422,7 +424,7 @@ class ScriptedMember:
             self._changed.notify_all()
 
 
-# --- as a process of its own, for what takes a signal ---
+# --- a member in a separate process, for tests that send signals ---
 
 
 def live(report: Report, coordinators: Sequence[str], script: Script) -> None:
@@ -439,7 +441,7 @@ def live(report: Report, coordinators: Sequence[str], script: Script) -> None:
 
 
 class MemberProcess:
-    """A scripted member in a process of its own."""
+    """A scripted member in a separate process."""
 
     def __init__(self, ranks: Ranks, coordinators: Sequence[str], script: Script) -> None:
         self.script = script
@@ -449,7 +451,7 @@ class MemberProcess:
     def told(
         self, kind: str, wanted: Callable[[pb.Notice], bool] = lambda notice: True
     ) -> pb.Notice:
-        """The next such notice."""
+        """Wait for the next such notice and return it."""
         while True:
             notice = pb.Notice.FromString(self.rank.expect(kind)["notice"])
             if wanted(notice):
@@ -459,12 +461,12 @@ class MemberProcess:
         self.rank.send_signal(number)
 
     def has_withheld(self, act: str) -> None:
-        """Wait until the member has put something of the kind off."""
+        """Wait until the member has withheld a call of this kind."""
         while self.rank.expect("withheld")["act"] != act:
             pass
 
     def outcomes(self) -> list[pb.GenerationRecord]:
-        """The records it was sent so far as they were waited for."""
+        """Return the records that the member received, up to the last notice that a test read."""
         return [
             pb.Notice.FromString(data["notice"]).outcome
             for kind, data in self.rank.seen

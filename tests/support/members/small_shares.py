@@ -59,7 +59,7 @@ def train(
 
 
 def train_member(report: Report, coordinator: str, job: str, gate: str) -> None:
-    """Trains until the gate is opened, and an epoch more."""
+    """Train until the gate is opened, and for an epoch after that."""
     model: Any = Norms("flat")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with shoal.join(job, coordinator=coordinator, max_members=3) as session:

@@ -1,4 +1,4 @@
-"""Members that train a generator and a discriminator with an optimizer each."""
+"""Bodies of members that train a generator and a discriminator, each with its own optimizer."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ from shoal.data.batches import Batch, Loader
 
 NUM_SAMPLES = elastic_bodies.NUM_SAMPLES
 WAYS = ("in turn", "at once", "by step")
-"""The discriminator learns first, and the generator's loss sees it; both learn of the same weights;
-or one of them learns in each step."""
+"""Orders of updates in a step: the discriminator before the generator's loss; both at the end; or
+only one of them, in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,14 +42,14 @@ class Pair:
 
 @dataclass(frozen=True)
 class Deeds:
-    """Acts of one step: `backward(loss, optimizer)`, and `update(optimizer)` within the step."""
+    """Calls of one step: `backward(loss, optimizer)`, and `update(optimizer)` within the step."""
 
     backward: Callable[[Tensor, Optimizer], None]
     update: Callable[[Optimizer], None]
 
 
 def pair() -> Pair:
-    """The same for every member."""
+    """Make both models and optimizers, which are the same on every member."""
     with seeded(8):
         generator = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 7))
         discriminator = nn.Sequential(
@@ -64,7 +64,7 @@ def pair() -> Pair:
 
 
 def data() -> tuple[Tensor, Tensor]:
-    """Noise, and what the generator is to make of it."""
+    """Return noise, and real samples for the discriminator."""
     generator = torch.Generator().manual_seed(17)
     noise = torch.randn(NUM_SAMPLES, 5, generator=generator)
     return noise, torch.randn(NUM_SAMPLES, 7, generator=generator).cumsum(1)
@@ -91,7 +91,7 @@ def learn(pair: Pair, batch: Batch, way: str, do: Deeds) -> None:
 
 
 def train(report: Report, run: Adversarial) -> None:
-    """Steps until the stop; then both models."""
+    """Train until the step in `stop_file`, and report both models."""
     made = pair()
     schedule = ExponentialLR(made.of_generator, 0.99)
     with session_of(run) as session:

@@ -1,4 +1,4 @@
-"""States to write checkpoints of, ranks as threads, and what processes of the tests do."""
+"""States for checkpoints, ranks as threads, and bodies of the tests' processes."""
 
 import os
 import resource
@@ -28,7 +28,7 @@ from shoal_proto.errors import CheckpointFailed
 
 
 class Whole(Layout):
-    """A model that one process holds alone."""
+    """Layout of a model in one process."""
 
     def __init__(self, model: nn.Module) -> None:
         self.module = model
@@ -49,7 +49,7 @@ def binding(optimizer_name: str, seed: int = 0) -> tuple[nn.Module, OptimizerBin
 
 
 def trained(optimizer_name: str, steps: int = 3) -> StateShard:
-    """The state after so many steps from the same start."""
+    """Return the state after `steps` steps from the same start."""
     model, own = binding(optimizer_name)
     train(model, own.optimizer, range(steps))
     return collected(model, own, steps)
@@ -62,7 +62,7 @@ def collected(model: nn.Module, own: OptimizerBinding, step: int) -> StateShard:
 
 
 def with_aliases(state_shard: StateShard) -> StateShard:
-    """Add a tied parameter's aliases, as a reader of everything finds them."""
+    """Add the aliases of tied parameters, as in a whole checkpoint that was read."""
     aliases = {
         MODEL + alias: state_shard.shards[MODEL + name]
         for alias, name in state_shard.values["tied"].items()  # type: ignore[union-attr]
@@ -73,8 +73,8 @@ def with_aliases(state_shard: StateShard) -> StateShard:
 
 
 def cut_box(shape: Sequence[int], dim: int, rank: int, world_size: int) -> Chunk:
-    """Cut a tensor along a dimension (the last one, if it has fewer) as evenly as possible, and
-    return this rank's part; a scalar is whole on all."""
+    """Return this rank's part of a tensor that is cut along `dim`, or its last dimension if it has
+    fewer, as evenly as possible. A scalar is whole on all ranks."""
     whole = Chunk.whole(tuple(shape))
     if not shape:
         return whole
@@ -105,7 +105,7 @@ def needs_cut(dim: int, rank: int, world_size: int) -> Callable[..., Chunk | Non
 
 
 def differences(one: StateShard, other: StateShard) -> list[str]:
-    """Names that differ, bit for bit."""
+    """Return the names of tensors and fields that differ, compared bit for bit."""
     found = sorted(set(one.shards) ^ set(other.shards))
     for name in set(one.shards) & set(other.shards):
         a, b = one.shards[name], other.shards[name]
@@ -135,7 +135,7 @@ class Table:
         return heard
 
     def lose(self) -> None:
-        """Lose a rank: a present or later wait for it raises an error."""
+        """Lose a rank: all waits for it, now or later, raise an error."""
         self._barrier.abort()
 
 
@@ -149,7 +149,7 @@ class TablePeers:
 
 
 def on_all(world_size: int, act: Callable[[TablePeers], object]) -> list[BaseException | None]:
-    """Run `act` on every rank at once; what each raised."""
+    """Run `act` on all ranks at once; return the exception of each."""
     table = Table(world_size)
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(act, peers) for peers in table.peers]
@@ -160,12 +160,12 @@ def write_on_all(path: Path, state_shards: Sequence[StateShard]) -> list[BaseExc
     return on_all(len(state_shards), lambda peers: write(path, state_shards[peers.rank], peers))
 
 
-# --- what processes do ---
+# --- bodies of processes ---
 
 
 def write_in_group(directory: str, steps: int) -> str:
-    """Body of one rank of a process group: offers its rows; returns the name of the complete
-    checkpoint."""
+    """Write a checkpoint of this rank's rows together with the group; return the checkpoint's
+    name."""
     peers = GroupPeers(dist.new_group())
     state_shard = cut(trained("adamw", steps), 0, peers.rank, dist.get_world_size())
     with Checkpoints(directory, every_steps=1) as checkpoints:
@@ -176,7 +176,7 @@ def write_in_group(directory: str, steps: int) -> str:
 
 
 class MortalPeers(GroupPeers):
-    """Peers of a process that dies when it would report that it has written its share."""
+    """Peers; the last rank dies before it reports that its share is written."""
 
     num_gathered = 0
 
@@ -188,7 +188,7 @@ class MortalPeers(GroupPeers):
 
 
 def write_with_a_loss(report: Report, store: str, directory: str, rank: int, size: int) -> None:
-    """The last rank of the group is killed while all write."""
+    """Write a checkpoint during which the last rank of the group is killed."""
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size)
     group = dist.new_group()
     state_shard = cut(trained("sgd"), 0, rank, size)
@@ -198,14 +198,14 @@ def write_with_a_loss(report: Report, store: str, directory: str, rank: int, siz
     report("closed")
 
 
-# Python tells its auditors of these before the system is asked.
+# Audit events that Python raises before the system calls.
 _TOUCHES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir")
 
 
 def die_at_each_call(report: Report, directory: str, keep: int, old: int, new: int) -> None:
-    """Write a checkpoint of step `new` beside one of `old`, killed before the first call that
-    touches the directory, then before the second ... until one survives. Reports what can be read
-    after each death."""
+    """Write a checkpoint of step `new` beside one of `old` in a process that is killed before its
+    first call that touches the directory; then again, killed before its second call, and so on
+    until a process survives. Report what can be read after each death."""
     first, second = (
         StateShard(step=step, shards={"model.a": TensorShard.whole(torch.full((3, 2), value))})
         for step, value in ((old, 1.0), (new, 2.0))
@@ -251,7 +251,7 @@ def _in_mortal_process(place: Path, calls_to_live: int, act: Callable[[], None])
 
 
 def write_where_files_cannot_grow(report: Report, directory: str) -> None:
-    """The second checkpoint meets the limit of a file's size; then there is room again."""
+    """Write checkpoints, the third of which exceeds a limit on the size of files."""
     model, own = binding("adamw")
     checkpoints = Checkpoints(directory, every_steps=1)
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,4 +1,4 @@
-"""Members that write to weights and buffers within a step; one of them is killed there."""
+"""Bodies of members that write to weights and buffers within a step, in which one is killed."""
 
 import copy
 import os
@@ -20,8 +20,8 @@ RADIUS, DECAY = 0.5, 0.8
 
 
 class Followed(nn.Module):
-    """Trained weights, weights that follow them, and a count of passes; the outputs depend on all
-    of them."""
+    """A model with trained weights, weights that follow them, and a count of passes, on all of
+    which its outputs depend."""
 
     count: Tensor
 
@@ -32,7 +32,7 @@ class Followed(nn.Module):
         self.register_buffer("count", torch.zeros(()))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # Another tensor in its place.
+        # Replaces the tensor.
         self.count = self.count + 1
         outputs: Tensor = self.student(inputs) * (1 + self.count / 50) - self.teacher(inputs) / 2
         return outputs
@@ -51,7 +51,7 @@ def build() -> tuple[Followed, torch.optim.Optimizer]:
 
 @torch.no_grad()
 def perturbed(model: Followed) -> list[Tensor]:
-    """Move the weights uphill; returns by what, and drops the gradients."""
+    """Move the weights uphill and drop the gradients; return the changes."""
     changes = []
     for parameter in model.student.parameters():
         assert parameter.grad is not None
@@ -68,8 +68,8 @@ def move_back(model: Followed, changes: list[Tensor]) -> None:
 
 
 def train(report: Report, run: Elastic) -> None:
-    """Train one epoch of sharpness-aware minimisation. `fault`: killed in the middle of step
-    `at_step`."""
+    """Train one epoch of sharpness-aware minimisation. With a `fault` the member is killed in the
+    middle of step `at_step`."""
     made, optimizer = build()
     with session_of(run) as session:
         model: Any
@@ -90,7 +90,7 @@ def train(report: Report, run: Elastic) -> None:
 
 
 def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
-    """Train as many steps in plain torch; return the state."""
+    """Train the same steps in plain torch; return the state."""
     model, optimizer = build()
     loader = Loader(data(), order(run.batch_size))
     for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""Models that are cut into stages, with what they are trained on."""
+"""Models that are cut into stages, with data and losses for them."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
@@ -29,7 +29,7 @@ def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def perceptron() -> nn.Module:
-    """Four layers, in containers within containers."""
+    """Make a model of four linear layers, in nested containers."""
     return nn.Sequential(
         nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Sequential(nn.Linear(7, 9), nn.Tanh())),
         nn.Linear(9, 6),
@@ -55,9 +55,9 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Model as people write it: sizes of the input, an assertion, a mask in a buffer, and, if
-    `tied`, an output that shares the embedding's weight. The first block's output is used again at
-    the end."""
+    """A transformer as users write it: with sizes of the input, an assertion, and a mask in a
+    buffer. The first block's output is used again at the end. If `tied`, the output shares the
+    embedding's weight."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def tied_transformer() -> nn.Module:
 
 
 class Counted(nn.Module):
-    """Keeps statistics, and has a parameter that nothing uses."""
+    """A model with batch statistics and an unused parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Counted(nn.Module):
 
 
 class Noisy(nn.Module):
-    """The same noise is used in two places, and one value is changed in place."""
+    """A model that uses the same noise twice, and changes a value in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,18 +155,18 @@ def momentum(parameters: object) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: object) -> torch.optim.Optimizer:
-    # Where a gradient is nothing but rounding, the default epsilon would make steps of it.
+    # With the default epsilon, gradients that are only rounding errors would make steps.
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)  # type: ignore[arg-type]
 
 
 def normalised() -> nn.Module:
-    """Model whose weights are divided by norms that each forward pass approaches."""
+    """Make a model with spectral norms, whose estimates each forward pass improves."""
     layers = [spectral_norm(nn.Linear(5, 7)), nn.Tanh(), spectral_norm(nn.Linear(7, 6)), nn.Tanh()]
     return nn.Sequential(*layers, Recomputed(spectral_norm(nn.Linear(6, 6))), nn.Linear(6, 2))
 
 
 class Recomputed(nn.Module):
-    """Computes its layer once more in the backward pass."""
+    """A layer that is computed again in the backward pass."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Recomputed(nn.Module):
 
 
 class Counting(nn.Module):
-    """A layer that keeps something of each forward pass."""
+    """A layer with a buffer that each forward pass changes."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()

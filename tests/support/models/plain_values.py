@@ -1,5 +1,5 @@
-"""Optimizers that keep more than tensors for a parameter, and notice a changed value: in the next
-step, in a newcomer, after a checkpoint."""
+"""Optimizers whose state has more than tensors, and which check it in each step: for example in a
+member that joined, or after a checkpoint."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,8 +13,8 @@ LAST = 2
 
 
 def plain_values(count: int) -> dict[str, Any]:
-    """Values kept after `count` steps: beyond a double's digits, range and whole numbers, and of
-    another length after each step."""
+    """Return the values of the state after `count` steps: integers beyond a double's precision,
+    extreme numbers, and texts and lists whose lengths change with each step."""
     return {
         "count": 2**70 + count,
         "seen": 2**53 + 1,
@@ -31,7 +31,7 @@ def plain_values(count: int) -> dict[str, Any]:
 
 
 class Keeps(Optimizer):
-    """Averages the last gradients, of which it keeps a list, and keeps `plain_values` beside."""
+    """Optimizer that averages the last gradients; its state is their list, and `plain_values`."""
 
     elementwise = True
 
@@ -60,7 +60,7 @@ class Keeps(Optimizer):
         parameter.add_(mean, alpha=-lr)
 
     def check(self, parameter: Tensor, state: dict[str, Any], count: int) -> None:
-        """Raise AssertionError unless the state is exactly what was kept."""
+        """Raise AssertionError unless the state is exactly that of this step count."""
         for key, value in plain_values(count).items():
             assert repr(state[key]) == repr(value), (key, state[key], value)
         history = state["history"]
@@ -71,8 +71,8 @@ class Keeps(Optimizer):
 
 
 class KeepsCodes(Keeps):
-    """Keeps also what has another shape than the parameter: codes of 8 bits, their scale by block,
-    and a table that all parameters have in common."""
+    """Keeps whose state also has tensors of other shapes than the parameter: 8-bit codes, their
+    scales by block, and a table that all parameters share."""
 
     elementwise = False
     per_parameter = True
@@ -105,7 +105,7 @@ def _codes(parameter: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class Slips(torch.optim.SGD):
-    """From a step on keeps, for its last parameter, a value that cannot be sent to anybody."""
+    """SGD whose state of the last parameter has, from a step on, a value that cannot be sent."""
 
     per_parameter = elementwise = True
 

@@ -1,4 +1,4 @@
-"""Models that are hard to cut, and what they are trained on."""
+"""Models that are hard to shard, with data and optimizers for them."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ from shoal.layouts.sharded.layout import ShardedLayout, ShardedOptions
 
 
 def deep() -> nn.Module:
-    """Widths that divide by nothing, also less than the number of ranks."""
+    """Make a model with widths that no number of ranks divides, some below the number of ranks."""
     widths = (5, 7, 3, 7, 11, 2)
     layers: list[nn.Module] = []
     for width, next_width in pairwise(widths):
@@ -31,7 +31,7 @@ def transformer() -> nn.Module:
 
 
 class Encoded(nn.Module):
-    """Repeated blocks between small layers."""
+    """A model of repeated blocks between small layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class Encoded(nn.Module):
 
 
 class Tangled(nn.Module):
-    """Modules side by side, one that runs twice, one last that is registered first, one unused."""
+    """A model with parallel modules, one that runs twice, one unused, and the last one registered
+    first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +84,7 @@ class Discarding(nn.Module):
 
 
 class Tied(nn.Module):
-    """The first layer and the last share a weight; so do two in the middle share a module."""
+    """A model whose first and last layers share a weight, and whose blocks share a module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +171,7 @@ def training_of(
 
 
 def lay_out(**options: Any) -> LayOut:
-    """Importable by name with its options, so that a process can be sent it."""
+    """Make a layout function that can be sent to a process, as it is importable by name."""
     return partial(_sharded, ShardedOptions(**options))
 
 

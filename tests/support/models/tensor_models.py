@@ -1,4 +1,4 @@
-"""Models that tensor parallelism splits, with what they are trained on."""
+"""Models that tensor parallelism splits, with data and losses for them."""
 
 import math
 from types import SimpleNamespace
@@ -37,14 +37,14 @@ def next_token(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def mlp() -> nn.Module:
-    """A pair, and a linear module on its own."""
+    """Make a pair of linear modules, and a single one."""
     return nn.Sequential(
         nn.Linear(6, 12), nn.GELU(), nn.Dropout(0.0), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3)
     )
 
 
 class Residual(nn.Module):
-    """A linear module that is added to what it is given, both ahead of another one."""
+    """A linear module with a residual connection, between two others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def residual() -> nn.Module:
 
 
 def uneven_mlp() -> nn.Module:
-    """Model with sizes that nothing divides; four ranks are as many as one dimension has
+    """Make a model with sizes that no number of ranks divides; one dimension has only four
     elements."""
     return nn.Sequential(
         nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 4), nn.Linear(4, 3)
@@ -83,7 +83,7 @@ class Gated(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Attention as people write it by hand: heads by view, sizes from the input's shape."""
+    """Attention as written by hand: heads by view, sizes from the input's shape."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, blocks; the output may share the embedding's weight."""
+    """A GPT with token and position embeddings; the output may share the embedding's weight."""
 
     def __init__(self, *, tied: bool) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def tied_gpt() -> nn.Module:
 
 
 class DeclaredAttention(nn.Module):
-    """Attention as in Hugging Face's models: `**kwargs`, heads by view, fewer of keys and
+    """Attention as in Hugging Face's models: `**kwargs`, heads by view, fewer heads of keys and
     values."""
 
     def __init__(self, config: Any) -> None:
@@ -201,7 +201,7 @@ class DeclaredModel(nn.Module):
 
 
 class Declared(nn.Module):
-    """A model whose `config` says how its attention is split, as Hugging Face's do."""
+    """A model whose `config` has a plan to split its attention, as Hugging Face's have."""
 
     def __init__(self, **changes: Any) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def encoder_layer() -> nn.Module:
 
 
 class Decoder(nn.Module):
-    """Cross attention, time first: query and keys are not the same."""
+    """A decoder with cross attention, time first: query and keys differ."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ def decoder() -> nn.Module:
 
 
 def dropping_encoder() -> nn.Module:
-    """Dropout on whole values, within the pair, and on the weights of attention."""
+    """Make an encoder with dropout on whole values, within the pair, and on attention weights."""
     return nn.TransformerEncoderLayer(WIDTH, 4, dim_feedforward=17, dropout=0.2, batch_first=True)
 
 
@@ -262,6 +262,6 @@ def momentum(parameters: object) -> torch.optim.Optimizer:
 
 
 def adamw(parameters: object) -> torch.optim.Optimizer:
-    # The bias of attention's keys has no gradient but rounding: softmax does not see a shift. With
-    # the default epsilon Adam would make steps of it, in one process as well, that nothing repeats.
+    # The bias of attention's keys has a gradient of rounding errors only, as softmax ignores a
+    # shift. With the default epsilon Adam would turn them into steps that no other run repeats.
     return torch.optim.AdamW(parameters, lr=1e-3, eps=1e-5)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 
 class Gate:
-    """Forwards while open; `cut` breaks every connection, `silence` and `hang` let them dangle."""
+    """Forwards while open. `cut` breaks every connection; `silence` and `hang` keep connections
+    open without traffic."""
 
     def __init__(self, target: str, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
@@ -26,15 +27,15 @@ class Gate:
         self._drop()
 
     def silence(self) -> None:
-        """Carry no more bytes, in either direction, on old and new connections."""
+        """Forward no bytes, in either direction, on old and new connections."""
         self._passing.clear()
 
     def hang(self) -> None:
-        """Carry nothing any more on what is connected now; new connections work."""
+        """Forward no bytes on the current connections any more; new connections work."""
         self._generation += 1
 
     def restore(self) -> None:
-        """Carry on; what was silenced in between is lost with its connection."""
+        """Forward again. Silenced connections are broken, and their bytes lost."""
         self._refusing = False
         if not self._passing.is_set():
             self._drop()
@@ -57,7 +58,7 @@ class Gate:
                 self._pump(reader, upstream, born), self._pump(upstream_reader, writer, born)
             )
         except OSError:
-            return  # the target is down: so is this connection
+            return  # the target is down, so the connection ends
         finally:
             writer.transport.abort()
 
@@ -70,7 +71,7 @@ class Gate:
                 if born != self._generation:
                     continue
                 if self._delay_s:
-                    # Not waited for: what comes next is under way at the same time.
+                    # Not awaited, so that several delayed writes are in transit at once.
                     asyncio.get_running_loop().call_later(self._delay_s, writer.write, data)
                     continue
                 writer.write(data)
@@ -94,7 +95,7 @@ class Gate:
 async def open_gate(
     target: str, *, delay_s: float = 0.0, address: str = "127.0.0.1"
 ) -> AsyncIterator[Gate]:
-    """A gate in front of `target` (host:port), at `gate.endpoint`; `delay_s` each way."""
+    """Open a gate to `target` (host:port), at `gate.endpoint`, with `delay_s` each way."""
     gate = Gate(target, delay_s)
     server = await asyncio.start_server(gate.accept, address, 0)
     gate.endpoint = f"{address}:{server.sockets[0].getsockname()[1]}"

@@ -22,11 +22,11 @@ class Wire:
         return [gate.endpoint for gate in self._gates]
 
     def cut(self) -> None:
-        """Break every connection, and let none come about."""
+        """Break every connection, and prevent new ones."""
         self._network.run(self._each(Gate.cut))
 
     def silence(self) -> None:
-        """Carry no more bytes, in either direction, and let nobody notice."""
+        """Carry no more bytes in either direction, without closing connections."""
         self._network.run(self._each(Gate.silence))
 
     def restore(self) -> None:

@@ -1,10 +1,10 @@
-"""Hosts in network namespaces of their own, and a router that can drop packets between two hosts.
+"""Hosts in separate network namespaces, and a router that can drop packets between two hosts.
 
-A forwarder cannot do this: the connections of a server to etcd, to other servers, to the
-coordinator and to workers are cut apart from each other, in one direction or both, and the sockets
-at both ends notice only silence. Needs root, veth devices and policy routing.
+A TCP forwarder cannot do this: here a server's connections to etcd, to other servers, to the
+coordinator and to workers are cut independently, in one direction or both, and the sockets at both
+ends see only silence. Needs root, veth devices and policy routing.
 
-Nothing is left behind: a namespace lives as long as a process of ours in it, and so do its devices.
+Nothing remains afterwards: a namespace and its devices exist as long as its process.
 """
 
 import ctypes
@@ -31,7 +31,7 @@ HERE = "here"
 
 
 class Loss(StrEnum):
-    """Fate of a packet that does not get through."""
+    """Fate of a packet that is not forwarded."""
 
     DROPPED = "blackhole"
     """Dropped without notice."""
@@ -41,7 +41,7 @@ class Loss(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Packets from one host to another that do not get through."""
+    """Packets from one host to another that are not forwarded."""
 
     source: str
     target: str
@@ -50,7 +50,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """A namespace of its own with one address."""
+    """A host: a network namespace with one address."""
 
     name: str
     address: str
@@ -58,7 +58,7 @@ class Host:
     """Path of the namespace, for `setns`."""
 
     def enter(self) -> None:
-        """Move this process, which has one thread as yet, into the namespace."""
+        """Move this process, which must have one thread only, into the namespace."""
         with Path(self.path).open("rb") as namespace:
             libc = ctypes.CDLL(None, use_errno=True)
             if libc.setns(namespace.fileno(), CLONE_NEWNET):
@@ -66,7 +66,7 @@ class Host:
 
 
 class SupervisorOn(Supervisor):
-    """Starts its children on a host. Is no supervisor of its own: the one it is given ends them."""
+    """Starts children on a host, by the given supervisor, which also ends them."""
 
     def __init__(self, supervisor: Supervisor, host: Host) -> None:
         self._supervisor = supervisor
@@ -78,7 +78,7 @@ class SupervisorOn(Supervisor):
 
 
 class RoutedHosts:
-    """`with RoutedHosts() as hosts:` a router, and hosts as they are added; any thread."""
+    """A router, and the hosts that are added, within a `with` block. Usable from any thread."""
 
     def __init__(self) -> None:
         self._supervisor = Supervisor(grace_s=0.5)
@@ -101,7 +101,7 @@ class RoutedHosts:
         return self
 
     def __exit__(self, *error: object) -> None:
-        # The kernel takes its time to remove a namespace; the device in this one is gone at once.
+        # The kernel removes a namespace later; the device in this process's own is deleted now.
         _call("ip", "link", "delete", self._device)
         self._supervisor.close()
 
@@ -110,21 +110,21 @@ class RoutedHosts:
         return self._hosts[HERE]
 
     def add(self, name: str) -> Host:
-        """A host that reaches all others; the same one if it is there already."""
+        """Return the host of this name, which is created if needed. It reaches all others."""
         with self._lock:
             if name not in self._hosts:
                 self._hosts[name] = self._new_host(name)
             return self._hosts[name]
 
     def cut(self, cuts: Sequence[Cut]) -> None:
-        """Let those packets through no more."""
+        """Stop to forward these packets."""
         with self._lock:
             for cut in set(cuts) - self._cuts:
                 self._rule("add", cut)
                 self._cuts.add(cut)
 
     def restore(self) -> None:
-        """Let everything through."""
+        """Forward all packets again."""
         with self._lock:
             for cut in tuple(self._cuts):
                 self._rule("delete", cut)
@@ -136,8 +136,8 @@ class RoutedHosts:
         self._in_router("ip", "rule", act, *between, "priority", RULE_PRIORITY)
 
     def _join_here(self) -> None:
-        """The test's own namespace is a host like the others."""
-        # Addresses that are set aside for benchmarks (RFC 2544), and 255 hosts of a run of ours.
+        """Connect the test's own namespace as a host like the others."""
+        # A random /24 network of the addresses reserved for benchmarks (RFC 2544).
         self._network = f"198.{random.choice((18, 19))}.{random.randrange(256)}"
         self._device = f"shoal{os.getpid() % 100_000}-{random.randrange(1000)}"
         mine, router = self._addresses()
@@ -166,7 +166,7 @@ class RoutedHosts:
         return Host(name=name, address=mine, path=path)
 
     def _addresses(self) -> tuple[str, str]:
-        """Addresses of the next host, and of the router on the link to it."""
+        """Return the addresses of the next host, and of the router on the link to it."""
         first = 2 * len(self._hosts)
         assert first < 256, "as many hosts as a network of this size has"
         return f"{self._network}.{first}", f"{self._network}.{first + 1}"
@@ -202,7 +202,7 @@ def _call(*arguments: str) -> None:
 
 @cache
 def why_unavailable() -> str:
-    """Why there can be no hosts here; empty if there can."""
+    """Return the reason why hosts are not possible on this machine; empty if they are."""
     try:
         with RoutedHosts() as hosts:
             a = hosts.add("a")

@@ -1,4 +1,4 @@
-"""The compressions once more: all ranks in one process, in loops, without packing anything."""
+"""Slow second implementations of the compressions: all ranks in one process, in plain loops."""
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ Values = Mapping[str, Array]
 
 
 class Twin:
-    """Averages of all ranks' values, with what each holds back."""
+    """Averages of all ranks' values, with the residuals of each rank."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -36,12 +36,12 @@ class Twin:
         return averages
 
     def average(self, totals: Sequence[Array], shapes: Mapping[str, tuple[int, ...]]) -> Array:
-        """The mean; sets the residuals."""
+        """Compute the mean, and set the residuals."""
         raise NotImplementedError
 
 
 class Quantised(Twin):
-    """Twin that rounds every value on its way to the rank that serves it, and once more back."""
+    """Twin that rounds every value before the serving rank averages it, and the mean again."""
 
     def __init__(self, world_size: int, rounding: Callable[[Array], Array], block: int) -> None:
         super().__init__(world_size)
@@ -56,7 +56,7 @@ class Quantised(Twin):
         padded = [np.pad(total, (0, part * self.world_size - size)) for total in totals]
         sent = [self._round_blocks(total, block) for total in padded]
         self.residuals = [(a - b)[:size] for a, b in zip(padded, sent, strict=True)]
-        # What was held back of the padding goes with it.
+        # Residuals and debts of the padding are dropped.
         owed = np.zeros_like(padded[0]) if self.debts is None else self.debts
         mean = sum(sent) / np.float32(self.world_size) + owed
         coded = self._round_blocks(mean, block)
@@ -80,7 +80,7 @@ def to_sign(block: Array) -> Array:
 
 
 class TopK(Twin):
-    """Each rank's largest values."""
+    """Twin that averages each rank's largest values."""
 
     def __init__(self, world_size: int, ratio: float) -> None:
         super().__init__(world_size)
@@ -98,7 +98,7 @@ class TopK(Twin):
 
 
 class PowerSGD(Twin):
-    """One step of the power method on the mean of the matrices."""
+    """Twin that takes one step of the power method on the mean of the matrices."""
 
     def __init__(self, world_size: int, rank: int) -> None:
         super().__init__(world_size)

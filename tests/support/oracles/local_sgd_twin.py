@@ -1,4 +1,4 @@
-"""Local SGD and DiLoCo by one process: a replica for each member, one after the other."""
+"""Local SGD and DiLoCo in one process, which trains a replica for each member in turn."""
 
 import copy
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
 
 NUM_SAMPLES = 47
 EPOCHS = 10_000
-"""More than any test trains."""
+"""More epochs than any test trains."""
 
 
 class Net(nn.Module):
@@ -44,7 +44,7 @@ class Net(nn.Module):
 def build(
     optimizer: str, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """A member's own start: another one for each seed."""
+    """Make a member's initial model and optimizer, which differ for each seed."""
     model = Net().to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -56,7 +56,7 @@ def build(
 
 
 def order(batch_size: int = 10) -> Order:
-    """47 samples: the last batch of an epoch has 7, and none divides by three or four."""
+    """Order 47 samples: the last batch of an epoch has 7, and three or four divide no batch."""
     return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
 
 
@@ -67,7 +67,7 @@ def loader(batch_size: int = 10) -> Loader:
 
 
 def strategy_of(name: str, every_steps: int, **options: Any) -> LocalSGD:
-    """The strategy that the twin is one of."""
+    """Make the strategy that the twin imitates."""
     kind = DiLoCo if name == "diloco" else LocalSGD
     return kind(every_steps=every_steps, **options)
 
@@ -80,7 +80,7 @@ class _Replica:
 
 
 class Twin:
-    """State of all members together; `train` is one round."""
+    """The state of all members; `train` is one round."""
 
     def __init__(
         self,
@@ -102,12 +102,12 @@ class Twin:
             self._outer = torch.optim.SGD(own, lr=0.7, momentum=0.9, nesterov=True)
 
     def joins(self, member: str, source: str | None = None) -> None:
-        """Add a member with the optimizer's state of `source`; without one, as at the start."""
+        """Add a member with a copy of `source`'s replica; without a source, of the initial one."""
         given = self._replicas[source] if source is not None else self._first
         self._replicas[member] = copy.deepcopy(given)
 
     def train(self, members: Sequence[str], start: int, stop: int) -> None:
-        """The steps [start, stop) by these members, in the order of their ranks."""
+        """Train the steps [start, stop) by these members, in order of rank, and average."""
         replicas = [self._replicas[member] for member in members]
         for rank, replica in enumerate(replicas):
             replica.weight = 0.0

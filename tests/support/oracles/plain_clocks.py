@@ -1,4 +1,4 @@
-"""Members that may begin a round, by the plain definition: each question looks at all members."""
+"""Plain second implementation of the clocks: each question is answered by a look at all members."""
 
 from dataclasses import dataclass
 
@@ -48,7 +48,7 @@ class PlainClocks:
         )
 
     def behind(self, name: str) -> set[str]:
-        """Members that this member waits for, of whatever round."""
+        """Members that this member waits for, whatever their rounds."""
         own = self.members[name]
         return {
             other

@@ -1,7 +1,7 @@
-"""Use of checkpoints by a program that has torch and no Shoal.
+"""Use of checkpoints by a program with torch and without Shoal.
 
-As a program: plain_torch.py READ WRITTEN, where READ/<optimizer> is a checkpoint. Loads each in
-every way that torch has, takes one more step, and leaves the result in WRITTEN.
+As a program: plain_torch.py READ WRITTEN, where READ/<optimizer> is a checkpoint. Loads each in all
+of torch's ways, trains on, and writes the results to WRITTEN.
 """
 
 import sys
@@ -29,7 +29,8 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Sizes that do not divide, buffers, a frozen parameter; of one and of a buffer two names."""
+    """A model with sizes that no rank count divides, buffers, a frozen parameter, and two names for
+    one parameter and for one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ def main(read: Path, written: Path) -> None:
 
 
 if __name__ == "__main__":
-    # From here on it is not there, installed or not.
+    # From here on an import of Shoal fails, even if it is installed.
     sys.modules["shoal"] = sys.modules["shoal_proto"] = None  # type: ignore[assignment]
     torch.set_num_threads(1)
     main(Path(sys.argv[1]), Path(sys.argv[2]))

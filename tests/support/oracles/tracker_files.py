@@ -14,7 +14,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 from shoal.tracking.wandb_files import records
 
 Logged = Mapping[str, list[tuple[int, float]]]
-"""Step and value by name, in the order of steps, repeated as often as they were written."""
+"""(step, value) by name, in order of steps, as often as each was written."""
 
 
 def of_tensorboard(directory: Path, job: str) -> dict[str, Logged]:
@@ -42,7 +42,7 @@ def of_wandb(directory: Path, job: str) -> dict[str, Logged]:
 
 
 def _await_written(path: Path) -> None:
-    """A process of wandb's own writes the file: until its end of the run is in it."""
+    """Wait until wandb's own process has written the end of the run to the file."""
     deadline_s = time.monotonic() + 20
     while time.monotonic() < deadline_s:
         kinds = [Record.FromString(data).WhichOneof("record_type") for data in records(path)]

@@ -1,4 +1,4 @@
-"""torchrun's and accelerate's agents on a Shoal cluster, with a framework's script under them."""
+"""Agents of torchrun and accelerate on a Shoal cluster, which run a framework's script."""
 
 import os
 import re
@@ -20,7 +20,7 @@ _EPOCH = re.compile(r"^epoch (\d+) on (\d+) ranks: loss ([\d.]+)$", re.MULTILINE
 
 @dataclass(frozen=True, kw_only=True)
 class Epoch:
-    """Line that rank 0 printed after an epoch."""
+    """An epoch, as rank 0 printed it."""
 
     number: int
     ranks: int
@@ -29,8 +29,8 @@ class Epoch:
 
 @dataclass(kw_only=True)
 class Agents:
-    """Runs one example, or the script of a path, with the arguments and then a directory for
-    checkpoints. In a `with` block: its end leaves no agent and no worker."""
+    """Runs an example, or another script, with the arguments and a directory for checkpoints. All
+    agents and workers end with its `with` block."""
 
     endpoint: str
     job: str
@@ -55,7 +55,7 @@ class Agents:
         return self.directory / "checkpoints"
 
     def torchrun(self, name: str, *, nodes: str) -> Process:
-        """An agent of one worker, with restarts to spare."""
+        """Start torchrun's agent with one worker and three restarts."""
         options = [
             *("--rdzv-backend=shoal", f"--rdzv-endpoint={self.endpoint}"),
             *(f"--rdzv-id={self.job}", f"--nnodes={nodes}", "--nproc-per-node=1"),
@@ -64,7 +64,7 @@ class Agents:
         return self._spawn(name, [*TORCHRUN, *options], {})
 
     def accelerate_launch(self, name: str, *, nodes: str) -> Process:
-        """The same by accelerate's launcher, with the two workers that it wants at least."""
+        """Start accelerate's launcher with two workers, its minimum, and three restarts."""
         options = [
             *("--multi_gpu", "--num_machines=1", "--num_processes=2", "--main_process_port=0"),
             *("--rdzv_backend=shoal", f"--rdzv_conf={RDZV_CONF}", "--max_restarts=3"),
@@ -91,26 +91,26 @@ class Agents:
         )
 
     def workers(self, agent: Process) -> list[int]:
-        """Process ids of the workers that an agent runs now."""
+        """Return the process ids of the workers that an agent runs now."""
         listed = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
         found = [pid for pid in map(int, listed) if self._is_worker(pid)]
         self._workers.update(found)
         return found
 
     def kill_worker(self, agent: Process) -> None:
-        """SIGKILL an agent's only worker."""
+        """Kill an agent's only worker."""
         (pid,) = self.workers(agent)
         os.kill(pid, signal.SIGKILL)
 
     def kill_node(self, agent: Process) -> None:
-        """SIGKILL an agent and its workers."""
+        """Kill an agent and its workers."""
         workers = self.workers(agent)
         agent.send_signal(signal.SIGKILL)
         for pid in workers:
             self._kill(pid)
 
     def epochs(self) -> list[Epoch]:
-        """Epochs printed so far, over all restarts, in order."""
+        """Return the epochs printed so far, over all restarts, in order."""
         return [
             Epoch(number=int(number), ranks=int(ranks), loss=float(loss))
             for path in sorted(self.directory.glob("*.log"))
@@ -121,7 +121,7 @@ class Agents:
         deadline_s = time.monotonic() + within_s
         while number not in {epoch.number for epoch in self.epochs()}:
             assert time.monotonic() < deadline_s, self.logs()
-            time.sleep(0.02)  # a file of other processes can only be read again
+            time.sleep(0.02)  # polls the logs, which other processes write
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.directory.glob("*.log")))

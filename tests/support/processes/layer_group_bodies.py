@@ -1,4 +1,4 @@
-"""Bodies of the ranks of layouts/tensor/test_layer_group.py, in processes of their own."""
+"""Bodies of ranks for layouts/tensor/test_layer_group.py, which run in separate processes."""
 
 import functools
 import os
@@ -50,14 +50,13 @@ def own(dtype: torch.dtype, number: int, *shape: int) -> Tensor:
 
 
 def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool, int]:
-    """Return whether each collective gives the same result as over Gloo, and the number of
-    meetings."""
+    """Return if each collective gives the same result as over Gloo, and the number of meetings."""
     layer_group.PLACE_BYTES = place_bytes
     in_memory, over_gloo = opened(), TensorGroup(this_world().group, torch.device("cpu"))
     layers = in_memory.of_layer("one"), over_gloo.of_layer("one")
     alike = True
     for number in range(rounds):
-        # One that does not lie in the order of its memory.
+        # A tensor that is not contiguous.
         value = own(dtype, number, 4, 6).t()
         parts = own(dtype, number, dist.get_world_size(), 2, 3)
         alike &= _close(*(layer.all_reduce(value) for layer in layers))
@@ -106,7 +105,7 @@ def different_sizes() -> str:
 
 
 def cut_amid_a_collective() -> str:
-    """Return the error of the first rank, which waits for others that do not come."""
+    """Return the error of the first rank, which is cut while it waits for the others."""
     ranks = opened()
     layer = ranks.of_layer("one")
     layer.all_reduce(torch.ones(1))

@@ -45,7 +45,7 @@ class Mark:
         return left
 
     def kill(self, within_s: float = 5.0) -> dict[int, str]:
-        """Kill the processes that are still there after that time; which those were."""
+        """Kill the processes that are still there after that time, and return them."""
         left = self.await_none(within_s)
         for pid in left:
             try:

@@ -1,4 +1,4 @@
-"""Member processes for tests: real ones, forked from a server that has torch imported already."""
+"""Real member processes for tests, forked from a server that has already imported torch."""
 
 import os
 import queue
@@ -16,7 +16,8 @@ Report = Callable[..., None]
 
 
 class Rank:
-    """One process that runs `body(report, *arguments)`; `report(kind, **data)` tells the test."""
+    """One process that runs `body(report, *arguments)`; `report(kind, **data)` reports to the
+    test."""
 
     def __init__(self, body: Callable[..., None], *arguments: Any) -> None:
         self._pipe, child = forked.Pipe(duplex=False)
@@ -25,20 +26,20 @@ class Rank:
         self.process = forked.Process(target=_run, args=(child, self._stacks, body, arguments))
         self.process.start()
         child.close()
-        # Reads at once what is reported: a full pipe would stop the process in its report.
+        # Read reports at once: a full pipe would block the process in its report.
         self._reader = threading.Thread(target=self._read, name="read-rank", daemon=True)
         self._reader.start()
         self.seen: list[tuple[str, dict[str, Any]]] = []
 
     def expect(self, kind: str, timeout_s: float = 60.0) -> dict[str, Any]:
-        """The data of the next report of this kind; others are kept in `seen`."""
+        """Return the data of the next report of this kind; other reports are kept in `seen`."""
         got, data = self.expect_any(kind, "raised", timeout_s=timeout_s)
         if got != kind:
             raise AssertionError(f"raised instead of {kind!r}: {data['trace']}")
         return data
 
     def expect_any(self, *kinds: str, timeout_s: float = 60.0) -> tuple[str, dict[str, Any]]:
-        """The next report that is of one of these kinds; others are kept in `seen`."""
+        """Return the next report of one of these kinds; other reports are kept in `seen`."""
         while True:
             try:
                 report = self._events.get(timeout=timeout_s)
@@ -53,7 +54,7 @@ class Rank:
                 return report
 
     def catch_up(self) -> None:
-        """Take what has been reported by now, without waiting for more."""
+        """Move all reports so far to `seen`, without waiting for more."""
         while not self._events.empty():
             report = self._events.get()
             if report is None:
@@ -62,7 +63,7 @@ class Rank:
             self.seen.append(report)
 
     def drain(self) -> None:
-        """Take all that a process which has ended still reported."""
+        """Move all remaining reports of an ended process to `seen`."""
         while (report := self._events.get(timeout=30)) is not None:
             self.seen.append(report)
         self._events.put(None)
@@ -84,20 +85,20 @@ class Rank:
         os.kill(self.process.pid, number)
 
     def join(self, timeout_s: float = 60.0) -> int:
-        """The exit code (-9: killed)."""
+        """Wait for the end of the process, and return its exit code (-9: killed)."""
         self.process.join(timeout_s)
         if self.process.exitcode is None:
             raise AssertionError(f"still running after {timeout_s} s\n{self.stacks()}")
         return self.process.exitcode
 
     def stacks(self) -> str:
-        """Stacks of all threads of the process, for the message of a failure."""
+        """Return the stacks of all threads of the process, for the message of a failure."""
         pid = self.process.pid
         return self._stacks.of(pid) if pid is not None and self.process.is_alive() else "(ended)"
 
     def close(self) -> None:
-        """Kill the process, unless it has ended, and wait until nothing of it is left here."""
-        # Not `send_signal`: one that ends just now is gone before its end is known here.
+        """Kill the process unless it has ended, and wait for the end of its reader."""
+        # Not `send_signal`, which fails if the process ends at this moment.
         self.process.kill()
         self.process.join(10)
         self._reader.join(10)
@@ -105,7 +106,7 @@ class Rank:
 
 
 class Ranks:
-    """Starts ranks and leaves none behind."""
+    """Starts ranks, and ends all of them with its `with` block."""
 
     def __init__(self) -> None:
         self._ranks: list[Rank] = []

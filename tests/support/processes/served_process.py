@@ -1,4 +1,4 @@
-"""A server of ours as a process: started, and awaited until it serves."""
+"""A Shoal server as a child process, which is started and awaited until it serves."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Stacks of a process that a test waits for in vain: for the message of its failure.
+"""Stacks of a process that did not answer a test in time, for the failure message of the test.
 
 Python's own handler of the signal writes the stacks, so it also works if a thread keeps the
 interpreter locked. Only the kernel knows threads that are not Python's (Gloo's).

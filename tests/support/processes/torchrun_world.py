@@ -1,4 +1,4 @@
-"""torchrun's nodes as processes, and what the workers under them have written."""
+"""torchrun's agents as processes, and the steps that their workers have written."""
 
 import json
 import os
@@ -19,7 +19,7 @@ Step = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Nodes:
-    """Runs `torchrun` on a script. In a `with` block: its end leaves no agent and no worker."""
+    """Runs `torchrun` on a script. All agents and workers end with its `with` block."""
 
     endpoint: str
     job: str
@@ -60,13 +60,13 @@ class Nodes:
         return self.supervisor.spawn(command)
 
     def kill(self, agent: Process) -> None:
-        """SIGKILL a node: the agent and all its workers."""
+        """Kill a node: the agent and all its workers."""
         agent.send_signal(signal.SIGKILL)
         for pid in {step["pid"] for step in self.steps() if step["agent"] == agent.pid}:
             self._kill_worker(pid)
 
     def steps(self) -> list[Step]:
-        """Steps of all ranks so far."""
+        """Return the steps of all ranks so far."""
         lines = [
             line
             for path in self.directory.glob("steps-*")
@@ -75,21 +75,21 @@ class Nodes:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def await_step(self, wanted: Callable[[Step], bool], within_s: float) -> Step:
-        """The first step of the kind; the logs explain a failure."""
+        """Wait for a step that is `wanted`, and return the first. Fails with the logs."""
         deadline_s = time.monotonic() + within_s
         while True:
             found = [step for step in self.steps() if wanted(step)]
             if found:
                 return min(found, key=lambda step: float(step["at_s"]))
             assert time.monotonic() < deadline_s, self.logs()
-            time.sleep(0.05)  # files of other processes can only be read again
+            time.sleep(0.05)  # polls the files, which other processes write
 
     def stop(self) -> None:
-        """Let the workers end after their next step."""
+        """Make the workers end after their next step."""
         (self.directory / "stop").touch()
 
     def touch(self, name: str) -> None:
-        """Make a file that the script looks for."""
+        """Create a file that the script waits for."""
         (self.directory / name).touch()
 
     def await_line(self, name: str, words: str, within_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Ranks over Gloo in processes of their own, and the same training by one process beside them."""
+"""Ranks over Gloo in separate processes, and the same training in one process."""
 
 import pickle
 import secrets
@@ -20,23 +20,23 @@ from shoal.state.shards import MODEL, StateShard, TensorShard
 
 Losses = Callable[[Any, Any], Tensor]
 _seeded = threading.Lock()
-# Ranks that are threads would else have a team of threads each.
+# Otherwise each rank that is a thread would have its own pool of threads.
 torch.set_num_threads(1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """Training to run: every function is importable by name, so it can be sent to a process."""
+    """A training to run. Its functions are importable by name, to be sent to a process."""
 
     model: Callable[[], nn.Module]
     optimizer: Callable[[Any], torch.optim.Optimizer]
     data: Callable[[], tuple[Tensor, Tensor]]
-    """(inputs, targets) of all steps: each step takes the next `batch_size` of them, cyclically."""
+    """Returns (inputs, targets); each step takes the next `batch_size` samples, cyclically."""
     loss: Losses
     num_steps: int = 10
     batch_size: int = 12
     accumulate: int = 1
-    """Backward passes a step; the batch is cut into as many parts."""
+    """Number of backward passes of a step, and of parts of its batch."""
     interleaved: bool = False
     """True if steps use `forward_backward`, for layouts that own the schedule."""
     seed: int = 0
@@ -55,7 +55,7 @@ class Training:
 
 
 def one_process(training: Training) -> dict[str, Tensor]:
-    """The state_dict after the same training without any distribution."""
+    """Return the state_dict after the same training in one process."""
     model, optimizer = training.build()
     for step in range(training.num_steps):
         optimizer.zero_grad()
@@ -74,8 +74,8 @@ class LaidOutTraining:
     def __init__(self, training: Training, lay_out: LayOut, world: World) -> None:
         self._training = training
         model, optimizer = training.build()
-        # Nobody draws a number of their own before all have made the model: threads share the
-        # generator, and what restores it (a pipeline's probe, say) would disturb them.
+        # No rank may draw numbers before all have made the model: threads share the generator, and
+        # code that restores its state (such as a pipeline's probe) would disturb other ranks.
         dist.barrier()
         meta_model = MetaModel(model, optimizer)
         initial = meta_model.initial().copied()
@@ -102,7 +102,7 @@ class LaidOutTraining:
             start, stop = share(0, len(inputs), part, training.accumulate)
             own_start, own_stop = share(start, stop, layout.data_index, layout.data_count)
             weight = (own_stop - own_start) * layout.data_count / (stop - start)
-            own = slice(own_start, max(own_stop, own_start + 1))  # weight 0: one of others
+            own = slice(own_start, max(own_stop, own_start + 1))  # a sample of weight 0 if empty
             weight /= training.accumulate
             if training.interleaved:
                 layout.forward_backward(inputs[own], targets[own], training.loss, weight)
@@ -115,19 +115,19 @@ class LaidOutTraining:
         layout.stepped()
 
     def run(self) -> StateShard:
-        """Run all steps; then return a copy of what this rank holds."""
+        """Run all steps, and return a copy of this rank's state."""
         for step in range(self._training.num_steps):
             self.step(step)
         return self.binding.collect(self._training.num_steps).copied()
 
 
 def train_rank(training: Training, lay_out: LayOut) -> StateShard:
-    """Train in a rank whose torch.distributed is initialised."""
+    """Train on this rank, whose torch.distributed is initialised."""
     return LaidOutTraining(training, lay_out, this_world()).run()
 
 
 def this_world() -> World:
-    """World of the rank whose torch.distributed is initialised."""
+    """Return the world of this rank, whose torch.distributed is initialised."""
     group = dist.group.WORLD
     assert group is not None
     return World(
@@ -139,8 +139,8 @@ def this_world() -> World:
 
 
 def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:
-    """Assemble the whole model from its pieces; fails if they contradict each other or do not cover
-    it."""
+    """Assemble the whole model from its parts. Fails if they contradict each other or do not cover
+    the model."""
     whole: dict[str, Tensor] = {}
     for state_shard in state_shards:
         for path, shard in state_shard.shards.items():
@@ -164,7 +164,7 @@ def assemble(state_shards: Sequence[StateShard]) -> dict[str, Tensor]:
 
 
 def largest_difference(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> float:
-    """Largest difference over all tensors of a model; both must have the same names."""
+    """Return the largest difference over all tensors of two models with the same names."""
     assert set(ours) == set(theirs), set(ours) ^ set(theirs)
     return max(float((ours[n].double() - theirs[n].double()).abs().max()) for n in theirs)
 
@@ -195,8 +195,8 @@ def _in_world(
     store = dist.FileStore(path, world_size)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     value = body(*arguments)
-    # Behind this nobody needs the others any more.
+    # After this barrier no rank needs another one.
     dist.barrier()
-    # By value: what multiprocessing would share goes when this process does.
+    # By value, as memory that multiprocessing shares is gone when this process ends.
     report("returned", value=pickle.dumps(value))
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""etcd in virtual time: real transactions on the real records, slow, and away at times."""
+"""etcd in virtual time: real transactions on real records, with latency and outages."""
 
 import asyncio
 import atexit
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 class _Until:
-    """Awaitable of a coroutine that a simulated thread runs."""
+    """Awaitable by which a coroutine waits in a simulated thread."""
 
     def __init__(self, wait: Wait) -> None:
         self._wait = wait
@@ -53,7 +53,7 @@ def awaited(work: Coroutine[Any, Any, T]) -> Steps[T]:
 
 
 class SimEtcd:
-    """etcd of a simulation, to which `DurableJobs` writes at its own pace, and which the test
+    """etcd of a simulation, to which the real persistence code writes, and which the test
     inspects."""
 
     def __init__(self, clock: Clock) -> None:
@@ -65,15 +65,15 @@ class SimEtcd:
         self.back_s = 0.0
         self.loses_answers = True
         self.records: dict[Generation, list[GenerationRecord]] = {}
-        """All records written, by generation; the last of each counts."""
+        """All records written, by generation; the last of each is the current one."""
         self.was_marked = False
         """True if the next release has written the job's own record."""
         self.on_write: Callable[[GenerationRecord], None] = lambda record: None
 
-    # --- who leads ---
+    # --- the leader ---
 
     def elect(self, leader: object) -> Sequence[Compare]:
-        """Give the leader's key to another one: what holds from now on while that one leads."""
+        """Give the leader's key to another leader. Returns the fence for its transactions."""
         self.depose()
         self._elections, self.leader = self._elections + 1, leader
         put = Put(keys.LEADER, str(self._elections).encode())
@@ -83,14 +83,14 @@ class SimEtcd:
         self.leader = None
         _done(self._memory.transact((), (Delete(keys.LEADER),)))
 
-    # --- what a leader does with it ---
+    # --- calls of a leader ---
 
     def connected(self, process: Process, release: Release) -> "SimConnection":
-        """The store as a coordinator's process has it."""
+        """Return the store for one coordinator's process."""
         return SimConnection(self, process, release)
 
     def away_s(self) -> float:
-        """Time until a call made now is answered."""
+        """Draw the time until a call made now is answered."""
         return max(self.back_s - self._clock.now_s, 0.0) + self._clock.random.random() * LATENCY_S
 
     async def transact(
@@ -100,7 +100,8 @@ class SimEtcd:
         otherwise: Sequence[Operation],
         process: Process,
     ) -> TransactionResult:
-        """Raises Unavailable for a transaction of which nobody knows whether it was made."""
+        """Execute a transaction. Raises Unavailable if the answer is lost: the outcome is
+        unknown."""
         clock, answers = self._clock, list[TransactionResult]()
         lost = self.loses_answers and clock.random.random() < LOST_ANSWERS
         heard = False
@@ -112,7 +113,7 @@ class SimEtcd:
             answers.append(_done(self._memory.transact(compares, then, otherwise)))
             if answers[0].succeeded:
                 self._note(then)
-            # The answer may find its leader dead: what is durable is durable.
+            # The write is durable even if the leader has died before the answer.
             clock.soon(hear, LATENCY_S)
 
         def hear() -> None:
@@ -133,7 +134,7 @@ class SimEtcd:
             if isinstance(operation, Put) and "/generations/" in operation.key:
                 record = self._record(operation)
                 written = self.records.setdefault(record.roster.generation, [])
-                # A write whose outcome is unknown is made again.
+                # A write whose outcome is unknown is repeated.
                 if not written or written[-1] != record:
                     written.append(record)
                     self.on_write(record)
@@ -146,7 +147,7 @@ class SimEtcd:
         return stored_record(job, number, operation.value)
 
     def load(self, spec: JobSpec) -> StoredJob | None:
-        """The job as it is now; None: there is none."""
+        """Load the job as it is now; None if there is none."""
         return _event_loop().run_until_complete(self._load(spec.job))
 
     async def _load(self, job: str) -> StoredJob | None:
@@ -161,19 +162,19 @@ class SimEtcd:
             return StoredJob(state=state, records=(), members={}, generations=StoredGenerations())
         return await jobs.load(state)
 
-    # --- what the test looks at ---
+    # --- inspection by tests ---
 
     def written(self, record: GenerationRecord) -> Sequence[GenerationRecord]:
-        """All records written of that generation."""
+        """Return all records written for the record's generation."""
         return self.records.get(record.roster.generation, ())
 
     def state(self, job: str) -> Mapping[str, object]:
-        """The job's own record, all that it says."""
+        """Return all fields of the job's own record."""
         item = _done(self._memory.get(keys.job_state(job)))
         return dict(json.loads(item.value)) if item is not None else {}
 
     def incarnation_of(self, job: str, member_id: str) -> str:
-        """Durable incarnation of the member; empty if there is no such member."""
+        """Return the durable incarnation of the member; empty if there is no such member."""
         item = _done(self._memory.get(keys.member(job, member_id)))
         return codec.member_from_json(item.value)[0] if item is not None else ""
 
@@ -198,14 +199,14 @@ class SimConnection:
 
 @cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Loop for real code that reads many keys at once; no time passes in it."""
+    """Return an event loop for real code that reads many keys at once; no time passes in it."""
     loop = asyncio.new_event_loop()
     atexit.register(loop.close)
     return loop
 
 
 def _done(work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine that waits for nothing."""
+    """Run a coroutine that waits for nothing, and return its result."""
     try:
         work.send(None)
     except StopIteration as stop:

@@ -1,7 +1,7 @@
-"""asyncio in virtual time: a loop for each process, so that the shipped code runs.
+"""asyncio in virtual time: an event loop for each process, to run the shipped code.
 
-A process has a clock of its own, may be paused and woken, and dies without notice. Its loop runs
-callbacks in the order in which they were due; while it is paused none of them.
+A process has its own clock, may be paused and woken, and dies without notice. Its loop runs
+callbacks in the order in which they are due, and none while the process is paused.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ class LoopProcess(SimProcess):
             self.act(0.0, what)
 
     def do(self, what: Act) -> None:
-        """Do it now, or keep it if the process is paused or dead: the tasks of a dead one end when
-        it is closed."""
+        """Run it now, or keep it while the process is paused or dead. The tasks of a dead process
+        end when it is closed."""
         if self.alive and self.paused_since_s is None:
             what()
         else:
@@ -44,19 +44,19 @@ class LoopProcess(SimProcess):
         self.alive, self.paused_since_s = False, None
 
     def close(self) -> None:
-        """Cancel all of its tasks, those of a dead process too: none remains."""
+        """Cancel all tasks of the process, even of a dead one."""
         self.alive = True
         self.loop.cancel_all()
         self.wake()
 
     def start(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        """Run it on this process' loop. What it raises fails the simulation."""
+        """Run a coroutine on this process's loop. An error in it fails the simulation."""
         with self.loop.running():
             return self.loop.create_task(work)
 
 
 class _Handle(asyncio.TimerHandle):
-    """A callback that is to run; cancelling it is all that others do to it."""
+    """A scheduled callback, which can be cancelled."""
 
     def __init__(self, when_s: float, loop: "SimLoop") -> None:
         super().__init__(when_s, lambda: None, (), loop)
@@ -66,7 +66,7 @@ _numbers = itertools.count()
 
 
 class _Task(asyncio.Task[Any]):
-    """A task that sets of tasks have in the order in which they were made, in every run."""
+    """A task whose hash is its number, so that sets of tasks have the same order in every run."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self._number = next(_numbers)
@@ -80,16 +80,16 @@ class _Task(asyncio.Task[Any]):
 
 
 class SimLoop(asyncio.AbstractEventLoop):
-    """Event loop over a process in virtual time, with as much as Shoal's own code needs."""
+    """Event loop of a process in virtual time, with the methods that Shoal's code needs."""
 
     def __init__(self, process: LoopProcess) -> None:
         self._process = process
         self.failures: list[BaseException] = []
-        """Exceptions of tasks that nobody has taken."""
+        """Exceptions of tasks that no code has retrieved."""
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def running(self) -> "_Running":
-        """A block in which this is the running loop."""
+        """Make this the running loop within a block."""
         return _Running(self)
 
     def time(self) -> float:
@@ -166,7 +166,7 @@ class SimLoop(asyncio.AbstractEventLoop):
     def run_in_executor(  # type: ignore[override]
         self, executor: object, func: Callable[..., T], *args: Any
     ) -> "asyncio.Future[T]":
-        """Run at once: threads take no time here."""
+        """Run the function at once, as threads take no time here."""
         future: asyncio.Future[T] = self.create_future()
         try:
             future.set_result(func(*args))
@@ -212,10 +212,10 @@ async def remote(
     make: Callable[[], Coroutine[Any, Any, T]],
     timeout_s: float,
 ) -> T:
-    """Call over the network; returns the outcome of the coroutine made on the target's loop.
+    """Call over the network. Returns the result of a coroutine that runs on the target's loop.
 
-    Raises its errors, and Unavailable if the target is dead, cut off, or silent for too long. The
-    coroutine may go on then; it is cancelled once the target learns of that.
+    Raises the coroutine's errors, and Unavailable if the target is dead, cut off, or silent for too
+    long. The coroutine may then still run; it is cancelled once the target learns of the timeout.
     """
     answer: asyncio.Future[T] = caller.loop.create_future()
     task: list[asyncio.Task[T]] = []
@@ -255,7 +255,7 @@ async def remote(
 
 
 def _send(network: Network, source: LoopProcess, to: LoopProcess, what: Act) -> None:
-    """Have it done there after a while, unless the network is cut now, or then."""
+    """Run it on the other process after a delay, unless the network is cut now or then."""
     if network.is_cut(source.name, to.name):
         return
 

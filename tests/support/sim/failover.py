@@ -1,7 +1,7 @@
-"""Seeded runs in which the leader dies amid one change of a job, and nothing else fails.
+"""Seeded runs in which the leader dies during one change of a job, and nothing else fails.
 
-Members repeat whatever the old leader alone knew. So the change happens all the same, without
-waiting for any time limit.
+Members repeat to the next leader what the old one alone knew. So the change still happens, and no
+wait runs into a time limit.
 """
 
 import random
@@ -13,20 +13,20 @@ from support.sim.world import SimWorld
 from shoal_server.core.generations.roster import JobSpec
 
 FORMED_S, AGAIN_S = 4.0, 4.0
-"""Less than any limit by which members agree, stop or come up: see `shoal_server.core.limits`."""
+"""Shorter than the limits to agree, stop or bring up; see `shoal_server.core.limits`."""
 
 PAUSE_S = 40.0
-"""Longer than any limit by which members wait for each other."""
+"""Longer than the limits of members' waits for each other."""
 
 CRASHES = 8
-"""Number of leaders that crash, one after the other."""
+"""Number of leaders that crash, one after another."""
 
 LATER_S = 10.0
-"""The same limit after an outage: no launcher reports a loss any more, only silence shows it."""
+"""Limit after an outage, in which launchers' reports were lost: a loss shows only by silence."""
 
 
 def joins(world: SimWorld) -> None:
-    """A planned change, in which nobody is lost."""
+    """Join a member: a planned change without a loss."""
     world.join("d")
 
 
@@ -87,9 +87,9 @@ def simulate_failover(seed: int) -> None:
 
 
 def simulate_outage(seed: int) -> None:
-    """Run the same without a leader for longer than any member would wait for others.
+    """Run `simulate_failover` with a time without a leader that exceeds all limits of members.
 
-    For the members no time passes meanwhile: only a leader could answer what they wait for.
+    That time must not count for the members, as only a leader could answer them.
     """
     chance = random.Random(f"outage {seed}")
     change = CHANGES[seed % len(CHANGES)]
@@ -108,16 +108,16 @@ def simulate_outage(seed: int) -> None:
         world.leader.effects_left = None
         away_s = max(world.leaderless_s - world.clock.now_s, 0.0)
         rested = world.run(away_s + LATER_S, until=world.at_rest)
-        # One that nobody has admitted does not wait for ever.
+        # A member that was never admitted does not wait for ever.
         ended = [n for n, member in world.members.items() if member.failed and member.core.admitted]
         assert not ended, f"{change.__name__}: {ended} ended"
         assert rested, f"{change.__name__}: not at rest: {world.leader.job.reason}"
 
 
 def simulate_crash_loop(seed: int) -> None:
-    """Each leader dies within seconds, for minutes, with various pauses before the next one.
+    """Kill each leader within seconds, for minutes, with various pauses before the next one.
 
-    Training members stay in the same generation all along; new members are in the next one.
+    Members that train stay in their generation throughout; new members are in the next one.
     """
     chance = random.Random(f"crash loop {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
@@ -150,7 +150,7 @@ def simulate_crash_loop(seed: int) -> None:
 
 
 def simulate_pause(seed: int) -> None:
-    """A member is paused for long, leaders die meanwhile, and somebody wants to join: all wait."""
+    """Pause a member for long while leaders die and another member may join: all must wait."""
     chance = random.Random(f"pause {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
@@ -175,7 +175,7 @@ def simulate_pause(seed: int) -> None:
 
 
 def simulate_slow_start(seed: int) -> None:
-    """A member joins while the others have come up and have not begun a step yet."""
+    """Join a member after the others were brought up and before they begin a step."""
     chance = random.Random(f"slow start {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)
@@ -199,7 +199,8 @@ def simulate_slow_start(seed: int) -> None:
 
 
 def simulate_state_lost(seed: int) -> None:
-    """All members with the state die, and the leader too; others join. None starts from scratch."""
+    """Kill all members with state, and the leader; another member that joins must not start from
+    initial values."""
     chance = random.Random(f"state lost {seed}")
     spec = JobSpec(job="j", min_members=1, max_members=5, desired_members=2)
     world = SimWorld(spec, seed=seed)

@@ -50,9 +50,9 @@ class Connection:
     inbox: list[events.Notice | Exception | None] = field(default_factory=list)
     """None: admitted."""
     broken: bool = False
-    """True if the member sees it broken."""
+    """True once the member sees the stream as broken."""
     ended: bool = False
-    """True if the leader sees it ended."""
+    """True once the leader sees the stream as ended."""
     leader: "Leader | None" = None
     _held: list[events.Notice] = field(default_factory=list)
     _admitted: bool = False
@@ -72,7 +72,7 @@ class Connection:
             self._held.append(notice)
 
     def end(self, error: Exception) -> None:
-        """The leader's side closes it; what is on its way arrives first."""
+        """Close the stream on the leader's side; notices in transit arrive first."""
         if not self.ended:
             self.ended = True
             self._send(error)
@@ -90,7 +90,8 @@ class Connection:
             self.on_notice()
 
     def break_off(self) -> None:
-        """The connection breaks: what is under way is lost, either side finds out in its time."""
+        """Break the connection: notices in transit are lost, and each side notices at its own
+        time."""
         if not self.broken:
             self.broken = True
             self.clock.soon(self.on_notice, 0.3)
@@ -100,8 +101,8 @@ class Connection:
 
 
 class Leader:
-    """The edge around the driver: what it writes, how that is fenced and what it finds when it
-    takes over is the real code's, too; streams, calls and time are simulated."""
+    """The edge around the driver. Writes, their fences and loading at a takeover are the real code;
+    streams, calls and time are simulated."""
 
     def __init__(
         self,
@@ -117,19 +118,19 @@ class Leader:
         self.leads = False
         self._lead(None, StoredGenerations())
         self.connections: dict[Connection, None] = {}
-        """Streams that it has not ended."""
+        """Streams that the leader has not ended."""
         self.pending: dict[Box, None] = {}
-        """Calls whose callers wait."""
+        """Calls that are not answered yet."""
         self.check: Callable[[], None] = lambda: None
         self.log: Callable[[events.LogJobEvent], None] = lambda log: None
         self.heard: Callable[[events.MemberEvent], None] = lambda event: None
-        """Called with each event that the job took in."""
+        """Called with each event that the job accepted."""
         self.told: Callable[[events.Notice], None] = lambda notice: None
-        """Called with each notice that leaves it."""
+        """Called with each notice that the leader sends."""
         self.heartbeats: Callable[[], Iterable[tuple[events.HeartbeatReceived, int]]] = lambda: ()
         """Heartbeats of all members whose processes run, with their steps."""
         self.effects_left: int | None = None
-        """Number of further actions before it crashes."""
+        """Number of further actions before the leader crashes; None: it does not crash."""
         self.on_crash: Callable[[], None] = lambda: None
         self._actions: deque[Action[Connection, Box]] = deque()
         self._is_doing = False
@@ -147,10 +148,10 @@ class Leader:
         self.driver: JobDriver[Connection, Box] = JobDriver(self.job, now_s)
 
     def take_over(self) -> None:
-        """Be elected; then load what is durable, and lead."""
+        """Win the election, then load the durable state, and lead."""
         fence = self.etcd.elect(self)
         store = self.etcd.connected(self.process, self.release)
-        # It reads nothing of the store.
+        # The leader store reads nothing from it.
         keyspace = cast(Keyspace, store)
         self._jobs = JobsOfRelease(LeaderStore(keyspace, lambda: fence, lambda reason: None))
         self._jobs.release = self.release
@@ -169,7 +170,7 @@ class Leader:
 
     @property
     def writes(self) -> bool:
-        """True if some of its decisions are not durable yet."""
+        """True if some decisions are not durable yet."""
         return self.driver.is_writing
 
     # --- calls ---
@@ -220,7 +221,7 @@ class Leader:
             self._do(self.driver.closed(stream, self.clock.now_s))
 
     def end(self) -> None:
-        """Deposed, and aware of it; or dead."""
+        """End the leader, which is dead, or deposed and has noticed it."""
         self.leads = False
         self.process.die()
         self._actions.clear()
@@ -260,7 +261,7 @@ class Leader:
         else:
             self._plan()
 
-    # --- what the driver decides ---
+    # --- the driver's actions ---
 
     def _do(self, actions: Sequence[Action[Connection, Box]]) -> None:
         self._actions.extend(actions)
@@ -311,18 +312,18 @@ class Leader:
         else:
             self._do(self.driver.written(self.clock.now_s))
 
-    # --- what must hold ---
+    # --- invariants ---
 
     def _watched(self, handle: Handle) -> Handle:
-        """Check that events of strangers count for nothing, and that a refused event changes
-        nothing."""
+        """Check that the job refuses events of processes that are no members, and that a refused
+        event changes nothing."""
 
         def watched(event: events.MemberEvent, now_s: float) -> list[events.Effect]:
             stranger = self._is_stranger(event)
             self._num_looked += isinstance(event, MAY_BE_REFUSED)
             looks = stranger or (isinstance(event, MAY_BE_REFUSED) and not self._num_looked % 4)
             if looks:
-                # What time alone changes is no change.
+                # Apply first what time alone changes.
                 self.job._pause_keeper.keep_limits(now_s)
             before = repr(self.job) if looks else ""
             try:
@@ -343,7 +344,7 @@ class Leader:
         return not known and not isinstance(event, events.MemberJoined)
 
     def _check_answer(self, event: events.MemberEvent, error: Exception | None) -> None:
-        """Check that a member, once admitted or fenced, stays so."""
+        """Check that an admission or a fence is durable before it is answered."""
         if self.etcd.leader is not self or self.job.lost is not None:
             return
         member = self.job.members.get(event.member_id)

@@ -31,11 +31,11 @@ LEAVE_S = 3.0
 
 
 class Surroundings(Network, Protocol):
-    """Network of a member: the leader, and its peers."""
+    """Network of a member: the way to the leader and to its peers."""
 
     spec: JobSpec
     checkpoints: list[int]
-    """Steps of the complete checkpoints: every member sees the same."""
+    """Steps of the complete checkpoints, which are the same for every member."""
 
     def arrive(self, member: "SimMember", generation: int, key: str, box: Box) -> None: ...
     def part(self, member: "SimMember", generation: int) -> None: ...
@@ -54,7 +54,7 @@ class OwnCode:
 
     for_s: float
     limit_s: float | None = None
-    """Duration that it announces for a pause; None: it announces nothing."""
+    """Announced limit of the pause; None: the script does not announce one."""
 
 
 class SimMember:
@@ -78,18 +78,18 @@ class SimMember:
         self._fields = fields
         self.step, self.has_state = step, step > 0
         self.num_failures = num_failures
-        """Number of bring-ups that fail by its own fault, such as lack of memory."""
+        """Number of bring-ups that fail by this member's fault, such as lack of memory."""
         self.is_clumsy = num_failures > 0
         self.end: Exception | str | None = None
         """Result of the process, once it has ended."""
         self.records: dict[int, list[GenerationRecord]] = {}
         self.prepared: dict[int, tuple[float, Connection]] = {}
         self.crossed_at: int | None = None
-        """Step at which it entered its generation by a planned change."""
+        """Step at which the member entered its generation by a planned change."""
         self.own_code: list[OwnCode] = []
         """Code that the script runs before its next steps."""
         self.pause: OwnCode | None = None
-        """The code that it runs now, if it has announced it."""
+        """The announced pause in progress."""
         self.pause_begun_s = 0.0
         self._stands = False
         self._seen = 0
@@ -122,7 +122,7 @@ class SimMember:
             info=pb.MemberInfo(host=info.host, pid=info.pid, address=info.address),
         )
 
-    # --- what the world looks at ---
+    # --- state for the world's checks ---
 
     @property
     def living(self) -> bool:
@@ -130,12 +130,12 @@ class SimMember:
 
     @property
     def all_own_code(self) -> list[OwnCode]:
-        """Code that it runs now or has yet to run."""
+        """The announced pause in progress, and code that is still to run."""
         return [*self.own_code, *([self.pause] if self.pause is not None else [])]
 
     @property
     def failed(self) -> bool:
-        """True if it ended by an error, not by request."""
+        """True if the member ended with an error, and not by a drain."""
         return isinstance(self.end, Exception) and not isinstance(self.end, MemberDrained)
 
     @property
@@ -171,7 +171,7 @@ class SimMember:
     def drain(self, reason: str) -> None:
         self.session.drain(reason)
 
-    # --- what the session asks for ---
+    # --- callbacks of the session ---
 
     def _note(self, notice: events.OutcomeNotice) -> None:
         record = notice.record
@@ -229,7 +229,7 @@ class SimMember:
             yield from self.session.do(ev.PauseEnded())
 
     def _stand(self) -> Steps[None]:
-        """Be in a generation in which the next step has begun."""
+        """Enter a running generation, and begin the next step in it."""
         while True:
             while not self._stands:
                 yield from self._bring_up((yield from self._await_generation()))
@@ -259,7 +259,7 @@ class SimMember:
         return decision.record
 
     def _train_step(self) -> Steps[None]:
-        # Its own computation, then the collective that all members of the generation share.
+        # The member's computation, then the collective of all members of the generation.
         yield sleep(self.around.clock.random.uniform(0.05, 0.3))
         try:
             yield from self._collective(f"step {self.step}")
@@ -274,7 +274,7 @@ class SimMember:
         box, clock = Box(self.process.changed), self.around.clock
         since_s, limit_s = clock.now_s, self.around.limits.collective_s
         self.around.arrive(self, self._seen, key, box)
-        # As HangWatch does: what passed while somebody was paused does not count.
+        # As in HangWatch, time in which a member was paused does not count.
         while (left_s := self._held_until_s(since_s) + limit_s - clock.now_s) > 0:
             if (yield Wait(lambda: box.done, left_s)):
                 break
@@ -310,7 +310,7 @@ class SimMember:
         yield from self.session.do(ev.GenerationBroughtUp(record=record))
 
     def _recover(self, error: CollectiveFailed | None) -> Steps[None]:
-        """Cut the rest of the generation; stop once it is over for all."""
+        """Leave the broken generation, and report the step once it is over for all members."""
         number, limits, since_s = self._seen, self.around.limits, self.around.clock.now_s
         self._stands = False
         self.around.part(self, number)

@@ -31,18 +31,18 @@ class Release(Enum):
 
 
 def uniform() -> Release:
-    """The one release of all processes."""
+    """Return the release of a process where all run the same one."""
     return Release.NOW
 
 
 def mixed(seed: int) -> Callable[[], Release]:
-    """A draw of each process's release."""
+    """Return a function that draws the release of each process."""
     chance = random.Random(f"releases {seed}")
     return lambda: chance.choice(list(Release))
 
 
 def said(message: AnyMessage, by: Release) -> AnyMessage:
-    """Message as it arrives from a process of that release."""
+    """Return the message as it arrives when a process of that release sends it."""
     if by is Release.NEXT:
         message = type(message).FromString(message.SerializeToString())
         _say_more(message)

@@ -1,4 +1,4 @@
-"""One seeded run: members, leaders and etcd under random faults, which then stop."""
+"""One seeded run of a job: members, leaders and etcd under random faults, then without faults."""
 
 import random
 import traceback
@@ -29,7 +29,7 @@ def _disturb(world: SimWorld, chance: random.Random, fresh: int) -> None:
         "odd": lambda: world.join(f"odd{fresh}", {**FIELDS, "schema": "other"}),
         "picky": lambda: world.join(f"picky{fresh}", rejects=True),
         "clumsy": lambda: world.join(f"clumsy{fresh}", num_failures=chance.choice([1, 2, 99])),
-        # It comes from a checkpoint.
+        # A member that starts from a checkpoint.
         "ahead": lambda: world.join(f"ahead{fresh}", step=chance.randint(1, 60)),
         "crash leader": world.crash_leader,
         "crash midway": lambda: world.crash_leader(after_effects=chance.randint(1, 25)),
@@ -67,14 +67,14 @@ def _run(world: SimWorld, seed: int) -> None:
     world.calm()
     world.run(sum(code.for_s for each in world.members.values() for code in each.all_own_code))
     etcd_away_s = max(world.store.back_s - world.clock.now_s, 0.0)
-    # Who still waits for a leader that stood still looks for the next one.
+    # Members that wait for a halted leader need time to find the next one.
     world.run(etcd_away_s + 4.0)
     limits = world.limits
     bound_s = 3 * limits.join_s + limits.collective_s
     rested = world.run(bound_s, until=world.at_rest)
     living = [m for m in world.members.values() if m.living]
     if not rested and 0 < len(living) < world.spec.min_members:
-        # Those that hold the state have waited for longer than a newcomer may.
+        # Too few members are left: add one.
         world.join("late")
         rested = world.run(bound_s, until=world.at_rest)
     job = world.leader.job
@@ -95,8 +95,8 @@ def _steps(world: SimWorld) -> dict[str, int]:
 
 
 def simulate(seed: int, *, mixed_releases: bool | None = None) -> None:
-    """Run one seed. Raises AssertionError with the story. `mixed_releases`: in every fourth seed,
-    unless given."""
+    """Run one seed. Raises AssertionError with the story. `mixed_releases`: processes are of two
+    releases; None: in every fourth seed."""
     if mixed_releases is None:
         mixed_releases = seed % 4 == 3
     chance = random.Random(f"bounds {seed}")

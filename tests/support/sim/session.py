@@ -1,6 +1,7 @@
-"""The member's real core in virtual time: what MemberSession is with threads, calls and a clock.
+"""The shell of the member's real core in virtual time, in place of MemberSession.
 
-Nothing is decided here. A thread there is a generator here, a wait on the condition a `yield`.
+It decides nothing. A thread of MemberSession is a generator here, and a wait on its condition is a
+`yield`.
 """
 
 from collections import deque
@@ -44,12 +45,12 @@ class Network(Protocol):
 
 
 def never_fetched(digest: str, timeout_s: float) -> bytes:
-    """Fail: here a notice leaves out only a roster that its stream has shown."""
+    """Fail: a notice omits only a roster that its stream has already shown."""
     raise AssertionError(f"roster {digest} is not known")
 
 
 class SimSession:
-    """Steps the core with what happens in a simulated process, and carries out what follows."""
+    """Submits events of a simulated process to the core, and carries out the effects."""
 
     def __init__(
         self,
@@ -71,7 +72,7 @@ class SimSession:
         self._drain_wishes: list[str] = []
         self._rosters = Rosters(never_fetched)
         self._shown = ""
-        """The digest of the newest roster that this very stream has shown."""
+        """Digest of the newest roster that the current stream has shown."""
 
     @property
     def _clock(self) -> Clock:
@@ -161,7 +162,7 @@ class SimSession:
         while True:
             leader, box = self._leader, Box(self._process.changed)
             self._network.request(leader, event, box)
-            # As a default: the loop binds the box anew.
+            # Bound as a default, as the loop assigns `box` again.
             if not (yield Wait(lambda box=box: box.done, give_up_s - clock.now_s)):
                 raise DeadlineExceeded("no answer")
             if box.error is None:
@@ -189,7 +190,7 @@ class SimSession:
     # --- the stream ---
 
     def listen(self) -> Steps[None]:
-        """The thread that holds one stream after another."""
+        """Run the thread that holds the streams."""
         yield from self.do(ev.JoinWanted())
 
     def _hold_stream(self, opening: ev.OpenStream) -> Steps[ev.Event | None]:
@@ -240,7 +241,7 @@ class SimSession:
         return ev.NoticeReceived(notice=self._rosters.complete(message, 0.0), refusal=refusal)
 
     def pass_drains(self) -> Steps[None]:
-        """The thread that passes wishes to drain on."""
+        """Run the thread that submits requests to drain."""
         yield Wait(lambda: self.core.admitted)
         while True:
             yield Wait(lambda: bool(self._drain_wishes))

@@ -13,14 +13,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Wait:
-    """Wait that a thread yields: it ends once the condition holds or the time is over."""
+    """A wait that a thread yields; it ends once the condition holds or the time is over."""
 
     holds: Callable[[], bool]
     timeout_s: float = FOREVER_S
 
 
 Steps = Generator[Wait, bool, T]
-"""Sends back whether the condition held."""
+"""Body of a thread: a yielded wait returns True if its condition held."""
 
 
 def sleep(seconds: float) -> Wait:
@@ -29,7 +29,7 @@ def sleep(seconds: float) -> Wait:
 
 @dataclass(eq=False)
 class Box:
-    """The outcome of something that others do; the first one counts."""
+    """The outcome of an asynchronous action; only the first `set` has an effect."""
 
     on_set: Callable[[], None] = lambda: None
     done: bool = False
@@ -42,7 +42,7 @@ class Box:
 
 
 class Clock:
-    """Seconds that pass when somebody waits, and the one source of chance."""
+    """The clock and queue of events of a simulation, and its only source of randomness."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -55,7 +55,7 @@ class Clock:
         heapq.heappush(self._queue, (self.now_s + delay_s, self._count, act))
 
     def soon(self, act: Callable[[], None], within_s: float = 0.001) -> None:
-        """Act soon, in any order with all else that is due soon."""
+        """Act within a short time, in random order with other such actions."""
         self.later(self.random.random() * within_s, act)
 
     def run(self, until_s: float) -> None:
@@ -83,7 +83,7 @@ class Process:
         return thread
 
     def act(self, what: Callable[[], None]) -> None:
-        """Do it soon: not while halted, never once dead."""
+        """Act soon; not while halted, and never once dead."""
         busy = self.clock.random.random() < 0.05
         self.clock.soon(lambda: self.do(what), 0.05 if busy else 0.001)
 

@@ -1,4 +1,4 @@
-"""A job under faults of every kind, in virtual time, and what must hold throughout."""
+"""A job under faults of every kind, in virtual time, and the invariants that must hold."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ LIMITS = Limits(heartbeat_s=0.2, join_s=20.0)
 LEADER_LEASE_S = 1.5
 CHECK_EVERY_S = 0.25
 KNOWN_WITHIN_S = 5.0
-"""Time by which every member knows of a pause, even if messages are lost."""
+"""Time after which every member knows of a pause, even if messages are lost."""
 
 
 @dataclass
@@ -41,13 +41,13 @@ class Group:
     parted: set[str] = field(default_factory=set)
     highest_begun: int = -1
     crossed_at: int | None = None
-    """Step at which members left it by a planned change."""
+    """Step at which members left the group by a planned change."""
     source_step: int = 0
     up: bool = False
 
 
 class SimWorld:
-    """Members, a line of leaders, one store, and a network between them."""
+    """Members, successive leaders, one store, and a network between them."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class SimWorld:
         total_steps: int | None = None,
         release_of: Callable[[], Release] = uniform,
     ) -> None:
-        """`release_of` says of which release the next process is that is started."""
+        """`release_of` returns the release of the next process that is started."""
         self.clock, self.spec, self.limits = Clock(seed), spec, LIMITS
         self.random = self.clock.random
         self.total_steps = total_steps
@@ -71,18 +71,18 @@ class SimWorld:
         self.everybody: list[SimMember] = []
         self.groups: dict[int, Group] = {}
         self._accepted: set[tuple[int, str, str]] = set()
-        """Generations, incarnations and digests."""
+        """(generation, incarnation, digest) of each roster that a member accepted."""
         self.has_committed = False
         self.checkpoints: list[int] = []
         self.checkpoint_every = 0
         """Interval in steps; 0: no checkpoints are written."""
         self.leaderless_times_s = [0.05, 0.5, 2.0]
-        """Possible times until another leader leads."""
+        """Possible times without a leader after a crash."""
         self.cut: set[tuple[str, str]] = set()
         self.troubled_s = 0.0
-        self.leaderless_s = 0.0
-        """Time at which the last trouble with leaders was over, as `troubled_s` for any."""
         """Time at which the leader or the store was last away."""
+        self.leaderless_s = 0.0
+        """Time at which the leader was last away."""
         self.ready_reply_s = 0.0
         """Time that the answer to a ready report is in transit."""
         self.paused_s = 0.0
@@ -149,12 +149,12 @@ class SimWorld:
         self.clock.later(for_s, wake)
 
     def pause(self, name: str, for_s: float, limit_s: float) -> None:
-        """Make its script announce a pause before its next step."""
+        """Make the member's script announce a pause before its next step."""
         self.note(f"{name} is to pause for {for_s:.2f} s, of {limit_s:.2f} s")
         self.members[name].own_code.append(OwnCode(for_s=for_s, limit_s=limit_s))
 
     def dawdle(self, for_s: float) -> None:
-        """Make all scripts run code before their next step that they do not announce."""
+        """Make all scripts run code before their next step, without announcing a pause."""
         self.note(f"all scripts do something else for up to {for_s:.2f} s")
         for member in self.members.values():
             member.own_code.append(OwnCode(for_s=for_s * self.random.uniform(0.5, 1.0)))
@@ -172,8 +172,8 @@ class SimWorld:
             member.drain("SIGTERM")
 
     def cut_off(self, name: str, newcomer: str, *, back: bool) -> None:
-        """Let a member join that cannot reach another one, or (`back`) that the other cannot
-        reach."""
+        """Join `newcomer`, which cannot reach member `name`; with `back`, `name` cannot reach
+        it."""
         self.cut.add((name, newcomer) if back else (newcomer, name))
         self.join(newcomer)
 
@@ -184,7 +184,7 @@ class SimWorld:
             leader.effects_left = after_effects
 
     def kill_leader(self) -> None:
-        """Kill the leader, whatever it is doing."""
+        """Kill the leader at once."""
         if self.leader.process.alive:
             self._crashed(self.leader)
 
@@ -213,7 +213,7 @@ class SimWorld:
         self.troubled_s = max(self.troubled_s, self.store.back_s)
 
     def calm(self) -> None:
-        """Stop all faults; an outage of etcd runs its course."""
+        """Stop all faults; an outage of etcd continues to its end."""
         self.note("all faults stop")
         self.faulty = self.store.loses_answers = False
         self.cut.clear()
@@ -227,7 +227,8 @@ class SimWorld:
                 self._report(events.ProcessContinued(**member.who))
 
     def _report(self, event: events.MemberEvent) -> None:
-        """Report, as a launcher or an operator, about a member until a leader receives it."""
+        """Send a report about a member, as a launcher or an operator does, until a leader receives
+        it."""
         tries = 0
 
         def say() -> None:
@@ -259,7 +260,7 @@ class SimWorld:
             if beats and not self.lose():
                 yield events.HeartbeatReceived(**member.who), member.step
 
-    # --- the line of leaders ---
+    # --- successive leaders ---
 
     def _elect(self) -> Leader:
         release = self.release_of()
@@ -298,7 +299,7 @@ class SimWorld:
         if not leader.process.halted:
             return
         if self.store.leader is leader or self.random.random() < 0.5:
-            leader.process.go_on()  # Deposed or not, it does not know yet.
+            leader.process.go_on()  # It may be deposed, and does not know yet.
             if self.store.leader is not leader:
                 self.clock.later(0.1, leader.end)
         else:
@@ -355,7 +356,7 @@ class SimWorld:
         slow = self.faulty and self.random.random() < 0.05
         self.clock.soon(arrive, 0.5 if slow else 0.02)
         if self.faulty and self.random.random() < 0.02:
-            # Sent again over another connection; the first comes through after all, late.
+            # The call is sent again over another connection, and the first one arrives late.
             self.clock.soon(lambda: leader.process.do(lambda: leader.submit(event)), within_s=2.0)
         self._time_out(leader, box)
 
@@ -414,7 +415,7 @@ class SimWorld:
             leader.job.note_step(member.name, member.incarnation, Step(member.step))
 
     def _check_boundary(self, leader: Leader, notice: events.Notice) -> None:
-        """The old generation stops at the very first step that nobody has begun."""
+        """Check that the old generation stops at the first step that no member has begun."""
         running = leader.job.running
         if isinstance(notice, events.StopAtNotice) and running is not None:
             group = self.groups[running.generation]
@@ -432,13 +433,13 @@ class SimWorld:
         group.crossed_at = step
 
     def _brought_up(self, group: Group) -> None:
-        """Check, once every member is in the first collective, whose state they start from."""
+        """Check the source of the state once every member is in the first collective."""
         group.up = True
         roster = group.record.roster
         here = [self.members[name] for name in roster.member_ids]
         source = self.members[roster.source_member_id]
         group.source_step = source.step
-        # A newcomer to those who train may come from a checkpoint, even one of a later step.
+        # A member that joins may start from a checkpoint, even one of a later step.
         trained = [m for m in here if not roster.planned or m.crossed_at is not None]
         holders = [m for m in trained if m.has_state]
         number = roster.generation
@@ -465,8 +466,8 @@ class SimWorld:
 
     def ended(self, member: SimMember) -> None:
         self.note(f"{member.name} ends: {member.end!r}")
-        # Who answers does all that is asked of it long before anybody loses patience, whether or
-        # not the store is away meanwhile.
+        # A member that answers finishes each task long before a time limit, even if the store is
+        # away meanwhile.
         untroubled = self.clock.now_s - self.leaderless_s > self.limits.collective_s + 1.0
         self._check_patience(member)
         if untroubled and not member.is_clumsy:
@@ -479,9 +480,9 @@ class SimWorld:
                 self.part(member, number)
 
     def _check_patience(self, member: SimMember) -> None:
-        """Check that no member ends for a wait while another is paused, but by its own pause."""
+        """Check that no wait times out while another member is paused, except that of a pause."""
         waited = isinstance(member.end, DeadlineExceeded)
-        # Without a coordinator nobody knows of a pause.
+        # Without a coordinator no member learns of a pause.
         waited = waited and "no coordinator admitted" not in str(member.end)
         known = [each for each in self.members.values() if each.living and not each.failure]
         paused = [each for each in known if each.pause]
@@ -492,7 +493,7 @@ class SimWorld:
             f"{member.name} does not wait for {', '.join(each.name for each in paused)}"
         )
 
-    # --- what must hold ---
+    # --- invariants ---
 
     def note(self, line: str) -> None:
         self.story.append(f"{self.clock.now_s:8.3f} {line}")
@@ -500,7 +501,7 @@ class SimWorld:
     def _logged(self, log: events.LogJobEvent) -> None:
         self.note(f"{log.kind}: {log.reason}")
         if log.kind == "member_removed" and "no heartbeat for" in log.reason:
-            # Of two processes of one name the first is silent.
+            # Of two processes with one name, the older is silent.
             named = [each for each in self.everybody if each.name == log.member_id]
             runs = [each for each in named if each.living and not each.process.was_halted]
             assert runs != named, f"{log.member_id} is called silent, and beats"
@@ -529,13 +530,12 @@ class SimWorld:
                 continue
             assert [e.rank for e in roster.entries] == list(range(len(roster.entries)))
             assert len(roster.entries) <= job.spec.max_members
-            # Of a job that completes, members leave one by one.
+            # In a job that completes, members leave one by one.
             here = job.completing or len(job.members_of(roster)) == len(roster.entries)
             assert here, "a lost member is in it"
 
     def check_members(self) -> None:
-        """Check that members received what is written, and that each PREPARE ends for all in
-        time."""
+        """Check that members received only written records, and that each PREPARE ends in time."""
         for member in self.everybody:
             for number, records in member.records.items():
                 for record in records:
@@ -552,7 +552,7 @@ class SimWorld:
                 )
 
     def run(self, for_s: float, until: Callable[[], bool] = lambda: False) -> bool:
-        """Let time pass; True once `until` holds."""
+        """Run for this time, or until `until` returns True; return its result."""
         end_s = self.clock.now_s + for_s
         while self.clock.now_s < end_s:
             self.clock.run(min(self.clock.now_s + CHECK_EVERY_S, end_s))
@@ -563,7 +563,7 @@ class SimWorld:
                 return True
         return until()
 
-    # --- how it ends ---
+    # --- the end ---
 
     def at_rest(self) -> bool:
         """True if all living members train in one generation or are on standby, or the job is

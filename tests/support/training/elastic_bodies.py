@@ -1,4 +1,4 @@
-"""Training under a strategy while members are killed, join and drain: what one of them does."""
+"""Bodies of members that train under a strategy while members are killed, join and drain."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ from shoal.strategies.base import Strategy
 NUM_SAMPLES = 101
 CHECKPOINT_STEPS = 7
 EPOCHS = 1000
-"""More than any test trains: `stop_file` defines the end."""
+"""More epochs than any test trains: `stop_file` defines the end."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,16 @@ class Elastic(Run):
     model: str = "layers"
     """Name of a model in `MODELS`."""
     checkpoints: str = ""
-    """Directory that a checkpoint goes to every few steps."""
+    """Directory for a checkpoint every few steps; empty: none are written."""
     compiled: str = ""
-    """Time at which the script compiles its model: "before" it distributes it, "behind", or not at
-    all."""
+    """Point at which the script compiles its model: "before" it is distributed, or "behind"; empty:
+    not at all."""
     stop_file: str = ""
-    """Holds the step at which all members stop, once the test has decided on it."""
+    """File with the step at which all members stop, once the test has decided on it."""
 
 
 def layers() -> nn.Module:
-    """Sizes that divide by nothing, cut anywhere."""
+    """Make a model of layers whose sizes no number of ranks divides."""
     return nn.Sequential(
         *(nn.Linear(20, 17), nn.Tanh(), nn.Linear(17, 13), nn.Tanh()),
         *(nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 5)),
@@ -95,11 +95,11 @@ OPTIMIZERS: Mapping[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same for every member."""
+    """Make a model and optimizer, which are the same on every member."""
     torch.manual_seed(3)
     model = MODELS[model_name].make()
     if optimizer == "adamw":
-        # A gradient of nothing but rounding (that of attention keys' bias) makes no steps so.
+        # So a gradient that is only rounding error (of the attention keys' bias) makes no steps.
         eps = 1e-5 if model_name == "gpt" else 1e-8
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=eps)
     if optimizer in OPTIMIZERS:
@@ -108,17 +108,17 @@ def build(optimizer: str, model_name: str) -> tuple[nn.Module, torch.optim.Optim
 
 
 def order(batch_size: int) -> Order:
-    """Order of all samples of all steps."""
+    """Return the order of all samples over all steps."""
     return Order(num_samples=NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS)
 
 
 def strategy_of(run: Elastic) -> Strategy:
-    """The strategy's class with the run's options."""
+    """Make the run's strategy with its options."""
     return type(find_strategy(run.strategy))(**run.options)
 
 
 def checkpoints_of(run: Elastic) -> shoal.Checkpoints | None:
-    """Checkpoints that the run writes, if any."""
+    """Return the checkpoints that the run writes, if any."""
     if not run.checkpoints:
         return None
     return shoal.Checkpoints(run.checkpoints, every_steps=CHECKPOINT_STEPS)
@@ -143,7 +143,7 @@ class Planted(Exception):
 
 
 class RaisesInBackward(torch.autograd.Function):
-    """Lets its input through, and no gradient."""
+    """Identity whose backward pass raises."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class RaisesInBackward(torch.autograd.Function):
 
 
 class Explodes(torch.autograd.Function):
-    """Lets its input through, and gradients that are not finite."""
+    """Identity whose gradients are not finite."""
 
     @staticmethod
     def forward(context: Any, tensor: Tensor) -> Tensor:
@@ -167,7 +167,8 @@ class Explodes(torch.autograd.Function):
 
 
 def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
-    """Make this process fail at that point of the step that now begins, whatever part it holds."""
+    """Make this process fail at this point of the next step, whichever part of the model it
+    holds."""
 
     def bang(*_: Any) -> None:
         raise Planted(place)
@@ -194,7 +195,7 @@ def plant(place: str, optimizer: torch.optim.Optimizer) -> None:
 
 
 class CountingCompiler:
-    """Leaves graphs as they are, and counts them."""
+    """Compiler that counts graphs and runs them unchanged."""
 
     def __init__(self) -> None:
         self.num_graphs = 0
@@ -205,7 +206,7 @@ class CountingCompiler:
 
 
 def train(report: Report, run: Elastic) -> None:
-    """Steps until the stop; then the whole model."""
+    """Train until the step in `stop_file`, and report the whole model."""
     model, optimizer = build(run.optimizer, run.model)
     task = MODELS[run.model]
     fault, compiler = run.fault, CountingCompiler()
@@ -240,7 +241,7 @@ def train(report: Report, run: Elastic) -> None:
 
 
 def one_process(run: Elastic, num_steps: int) -> dict[str, Tensor]:
-    """The model after the same steps without any distribution."""
+    """Return the model after the same steps in one process."""
     model, optimizer = build(run.optimizer, run.model)
     task = MODELS[run.model]
     loader = Loader(task.data(), order(run.batch_size))
@@ -256,7 +257,7 @@ ENDING_EPOCHS = 2
 
 
 def copy_when_waited_for() -> None:
-    """Let this process give nothing of its state to others before its trainer waits for that."""
+    """Delay this process's copies of its state until its trainer waits for them."""
     waited = threading.Event()
     copy, flush = PeerCopies._copy, PeerCopies.flush
 

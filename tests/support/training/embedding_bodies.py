@@ -25,7 +25,7 @@ class Training:
 
 
 class FactorisationMachine(nn.Module):
-    """Rendle 2010: pairs of ids interact by the products of their factors."""
+    """A factorisation machine (Rendle 2010): pairs of ids interact by products of their factors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class FactorisationMachine(nn.Module):
 
 
 def clicks() -> TensorDataset:
-    """Ids and whether they were clicked, as hidden weights of the ids decide."""
+    """Make ids, and clicks on them that hidden weights of the ids decide."""
     generator = torch.Generator().manual_seed(3)
     ids = torch.randint(NUM_IDS, (NUM_CLICKS, NUM_FIELDS), generator=generator)
     # Every id is there at least once.
@@ -55,7 +55,7 @@ def clicks() -> TensorDataset:
 
 
 def train(report: Report, training: Training) -> None:
-    """Train and report the result; die in the middle if the run asks for it."""
+    """Train and report the result, or die at step `dies_at_step`."""
     model = FactorisationMachine()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses: list[float] = []

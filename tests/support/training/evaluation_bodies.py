@@ -1,4 +1,4 @@
-"""Members that do something together between two steps; one of them is lost meanwhile."""
+"""Bodies of members that make shared calls between two steps, during which a member is lost."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ from shoal.data.batches import Batch
 from shoal_proto.errors import InvalidSpec
 
 BATCH = 5
-"""Batch of a member in an evaluation: it divides nothing."""
+"""Batch size of an evaluation, which does not divide the number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ def train(report: Report, run: Evaluating) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         state = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
         total = session.all_reduce(1)
-        # The state is gone back on if what a lost member held was copied before.
+        # The state may have been rolled back to a copy if a member was lost.
         same = session.step_number == measured_at
         place = {"step": session.step_number, "same": same}
         report("looked", **place, metrics=metrics, state=state, total=total)
@@ -77,7 +77,7 @@ def train(report: Report, run: Evaluating) -> None:
 
 
 def check(looked: dict[str, Any]) -> None:
-    """The metrics are those that one process sums up with the same model."""
+    """Check that the metrics are those of one process with the same model."""
     model = elastic_bodies.layers()
     model.load_state_dict({k: torch.tensor(v) for k, v in looked["state"].items()})
     inputs, targets = data()
@@ -90,7 +90,8 @@ def check(looked: dict[str, Any]) -> None:
 
 
 def train_until_joined(report: Report, run: Evaluating) -> None:
-    """Evaluate after one step until there is a gate; then train until there are three members."""
+    """Evaluate after one step until the file `gate` exists; then train until there are three
+    members."""
     model, optimizer = build(run.optimizer, "layers")
     looked = False
 

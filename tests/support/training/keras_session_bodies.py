@@ -1,4 +1,4 @@
-"""Members that fit a Keras model in a session: bodies that their processes can import."""
+"""Bodies of members that fit a Keras model in a session; their processes import this."""
 
 import os
 
@@ -33,7 +33,7 @@ class Fit:
     optimizer: str = "adamw"
     num_members: int = 1
     hold_at: int = NEVER
-    """The member waits in the middle of this step until the gate is opened."""
+    """Step in the middle of which the member waits until `gate` is opened."""
     gate: str = ""
 
 
@@ -44,7 +44,8 @@ def data() -> tuple[Tensor, Tensor]:
 
 
 def new_model(wide: int = 7) -> Any:
-    """A pair, a layer on its own, a regulariser, and sizes that do not divide."""
+    """Make a model with a pair of layers, a single one, a regulariser, and sizes that no rank count
+    divides."""
     keras.utils.set_random_seed(0)
     return keras.Sequential(
         [
@@ -73,7 +74,7 @@ def new_optimizer(name: str) -> Any:
 
 
 def alone(optimizer: str) -> tuple[list[list[float]], float]:
-    """Weights and loss after the same training by `fit` in one process, without Shoal."""
+    """Return weights and loss after the same training by `fit` in one process, without Shoal."""
     model = new_model()
     model.compile(optimizer=new_optimizer(optimizer), loss="mse")
     x, y = data()
@@ -82,12 +83,12 @@ def alone(optimizer: str) -> tuple[list[list[float]], float]:
 
 
 def weights_of(model: Any) -> list[list[float]]:
-    """Weights by position, as paths count the layers that a process has made so far."""
+    """Return weights by position, as paths depend on the layers made in the process before."""
     return [v.value.detach().flatten().tolist() for v in model.trainable_variables]
 
 
 class Counted(keras.callbacks.Callback):
-    """Counts what Keras takes for steps and epochs."""
+    """Counts Keras's steps and epochs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ class Counted(keras.callbacks.Callback):
 
 
 def fit(report: Report, run: Fit, **options: Any) -> None:
-    """The script of docs/integrations.md, with a gate in it."""
+    """Run the script of docs/integrations.md, with a gate in it."""
     session = shoal.join(
         run.job,
         coordinator=run.coordinator,

@@ -1,4 +1,4 @@
-"""Members that train a LightningModule in a session: a module that their processes can import."""
+"""Bodies of members that train a LightningModule in a session; their processes import this."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,9 +34,9 @@ class Run:
     epochs: int = ORDER.num_epochs
     validates: bool = False
     scheduled: bool = False
-    """Use Lightning's schedulers in place of a rate that is set, and batches in parts."""
+    """True: Lightning's schedulers and batches in parts. False: the script sets the rate."""
     hold_at: int = NEVER
-    """The member waits in the middle of this step until the gate is opened."""
+    """Step in the middle of which the member waits until `gate` is opened."""
     gate: str = ""
 
 
@@ -60,12 +60,12 @@ def rate(step: int) -> float:
 
 
 def schedules_of(optimizer: torch.optim.Optimizer) -> tuple[Any, Any]:
-    """Schedules by every second step, and by the epoch."""
+    """Make a schedule for every second step, and one for each epoch."""
     return ExponentialLR(optimizer, 0.9), StepLR(optimizer, 2, 0.5)
 
 
 class Net(LightningModule):
-    """Module that trains as a user's would, and reports each attempt at a step to the test."""
+    """A user's module, which also reports each attempt of a step to the test."""
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def train(report: Report, run: Run) -> None:
 
 
 def one_process(*, scheduled: bool = False) -> dict[str, Tensor]:
-    """The weights after the same training by a plain loop of torch."""
+    """Return the weights after the same training in a plain torch loop."""
     model = network()
     optimizer, loader = optimizer_of(model), Loader(data(), ORDER)
     each, epoch = schedules_of(optimizer)

@@ -26,7 +26,7 @@ from shoal.data.batches import Loader
 
 
 class Augmented(Dataset[tuple[Tensor, Tensor]]):
-    """Samples that are drawn upon each time they are loaded."""
+    """Samples to which random noise is added each time they are loaded."""
 
     def __init__(self) -> None:
         self.inputs, self.targets = numbers()
@@ -41,13 +41,13 @@ class Augmented(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadingRun(Elastic):
-    """One member's part."""
+    """Run of one member."""
 
     num_workers: int = 2
 
 
 def train(report: Report, run: LoadingRun) -> None:
-    """Steps until the stop; then the whole model."""
+    """Train until the stop file asks for the end, then report the whole model."""
     model, optimizer = build(run.optimizer, "layers")
     with session_of(run) as session:
         model, optimizer = session.distribute(model, optimizer, strategy=strategy_of(run))

@@ -1,4 +1,4 @@
-"""Body of a member of a real job under local SGD, and the same result computed by one process."""
+"""Bodies of members of a real job under local SGD, and the same training in one process."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,17 +19,17 @@ from shoal.strategies.local_sgd.strategy import LocalSGD
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun(Run):
-    """One member's part."""
+    """One member's run."""
 
     every_steps: int
     optimizer: str = "adamw"
     dtype: torch.dtype = torch.float32
     stop_file: str = ""
-    """Holds the step at which all members stop, once the test has decided on it."""
+    """File with the step at which all members stop, once the test has decided on it."""
 
 
 def train(report: Report, run: LocalRun) -> None:
-    """The loop of the README, with a fault in it."""
+    """Run the README's training loop, with a fault in it."""
     model, optimizer = build(run.optimizer, seed_of(run.member_id), run.dtype)
     strategy = strategy_of(run.strategy, run.every_steps)
     _tell_of_bring_up(strategy, report)
@@ -67,7 +67,7 @@ def train(report: Report, run: LocalRun) -> None:
             if step.committed:
                 report("committed", step=batch.step, **place)
         if run.stop_file:
-            # Whoever leaves from the last meeting takes it away from those still in it.
+            # A member that leaves right after the last meeting would break it for others.
             report("stopped")
             Path(f"{run.stop_file}.{run.member_id}").read_bytes()
         weights = {name: tensor.tolist() for name, tensor in session.state_dict().items()}
@@ -75,7 +75,7 @@ def train(report: Report, run: LocalRun) -> None:
 
 
 def seed_of(member_id: str) -> int:
-    """Seed of the weights that a member starts with: another one for each."""
+    """Return the seed of a member's initial weights, which differs for each member."""
     return int.from_bytes(member_id.encode())
 
 
@@ -91,7 +91,7 @@ def _tell_of_bring_up(strategy: LocalSGD, report: Report) -> None:
 
 
 def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:
-    """The same rounds by one process: each by the members of the generation that ended it."""
+    """Train the same rounds in one process, each by the members of the generation that ended it."""
     members: dict[int, dict[int, str]] = defaultdict(dict)
     started: dict[int, int] = {}
     sources: dict[int, str] = {}
@@ -119,11 +119,11 @@ def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:
         newest = [name for name in stood if stood[name] == max(stood.values())]
         source = sources[number] if sources[number] in newest else next(iter(newest), None)
         for name in by_rank:
-            # A survivor too, if it did not come through a meeting that others came through.
+            # Also a survivor that has not completed a meeting which others have completed.
             if name not in newest:
                 twin.joins(name, source)
         known |= set(by_rank)
-        # What lies beyond the start of the next generation was trained again there.
+        # Steps after the start of the next generation were trained again there.
         stop = num_steps if following is None else started[following]
         cuts = [s for s in range(started[number] + 1, stop) if s % run.every_steps == 0]
         edges = [started[number], *cuts, stop]
@@ -134,5 +134,5 @@ def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:
 
 
 def num_steps_of(run: LocalRun) -> int:
-    """Number of steps of the whole job."""
+    """Return the number of steps of the whole job."""
     return -(-NUM_SAMPLES // run.batch_size) * run.epochs

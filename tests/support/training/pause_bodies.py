@@ -1,4 +1,4 @@
-"""Members that pause, or do not and should have: what one of them does."""
+"""Bodies of members that pause, or that should have paused and do not."""
 
 import time
 from dataclasses import dataclass
@@ -19,21 +19,21 @@ EPOCHS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Pausing(Run):
-    """One member's run; `gate` is a file that ends what it does at step `at_step`."""
+    """One member's run; the file `gate` ends the member's other code at step `at_step`."""
 
     pauses: bool = True
-    """True if it announces its code as a pause."""
+    """True if the member announces its other code as a pause."""
     is_away: bool = False
-    """True if it runs code of its own at that step at all."""
+    """True if the member runs other code at that step."""
     limit_s: float = 600.0
     early: bool = False
-    """True if it runs the code before its first batch, not at the step."""
+    """True if the member runs the code before its first batch, and not at the step."""
     stop_file: str = ""
-    """Holds the step at which all stop, once the test has decided on it."""
+    """File with the step at which all members stop, once the test has decided on it."""
 
 
 def train(report: Report, run: Pausing) -> None:
-    """Steps until the stop, the pause between two of them."""
+    """Train until the step in `stop_file`, with the pause between two steps."""
     model, optimizer = model_and_optimizer(seed=1)
     held = not run.is_away
     with session_of(run) as session:
@@ -68,14 +68,14 @@ def _be_away(report: Report, session: shoal.Session, run: Pausing) -> None:
 
 
 def _wait_for(gate: Path) -> None:
-    """The script's own code, which takes as long as the test wants it to."""
+    """Run the script's other code, until the test creates the file."""
     while not gate.exists():
         time.sleep(0.02)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slow(Run):
-    """A member of a job whose state takes long over a slow link."""
+    """A member that sends its state over a slow link."""
 
     transfer_s: float = 0.0
     stop_file: str = ""
@@ -104,7 +104,7 @@ def train_slowly(report: Report, run: Slow) -> None:
 
 
 def _throttle(transfer_s: float) -> None:
-    """Let each message that this process sends take its share of the time of the whole state."""
+    """Delay each message that this process sends, so that the whole state takes `transfer_s`."""
     num_bytes = 4 * (6 * WIDTH + WIDTH + 2 * WIDTH * WIDTH + 2 * WIDTH)
     transfer.CHUNK_BYTES = num_bytes // NUM_CHUNKS
     send = AbortableP2P.send
@@ -117,7 +117,7 @@ def _throttle(transfer_s: float) -> None:
 
 
 def refused(report: Report, run: Pausing) -> None:
-    """Train until this member learns that it is no longer one."""
+    """Train until this member is refused."""
     try:
         train(report, run)
     except DeadlineExceeded as error:

@@ -35,15 +35,15 @@ from shoal_proto.errors import GenerationBroken
 
 
 class AbortableFileStore(dist.FileStore):
-    """A file as the store of a group; all peers come, so nobody waits in it for long."""
+    """A file as the store of a group. All peers connect, so no wait in it is long."""
 
     def abort(self, reason: str) -> None:
         self.reason = reason
 
 
 class MortalStore(AbortableFileStore):
-    """Store of a process that dies right after it announced its address: its peers wait for it to
-    connect."""
+    """Store of a process that dies right after it published its address: its peers then wait for
+    its connection."""
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:  # type: ignore[override]
         os.kill(os.getpid(), signal.SIGKILL)
@@ -89,7 +89,7 @@ def _group(
 
 
 def stuck_collective(report: Report, path: str, rank: int, world_size: int, how: str) -> None:
-    """The last rank stops or dies; the others hang in an all-reduce until they are cut."""
+    """Stop or kill the last rank; the others hang in an all-reduce until their group is cut."""
     bystander, caller, accepted = _bystander()
     group = _group(path, rank, world_size)
     group.open()
@@ -126,7 +126,7 @@ class CountingStore(AbortableFileStore):
 
 
 def counted_bring_up(report: Report, path: str, rank: int, world_size: int) -> None:
-    """Bring one group up, and report how often it waited for the store."""
+    """Bring one group up, and report its number of waits for the store."""
     store = CountingStore(path, world_size)
     group = _group(path, rank, world_size, store=store)
     group.open()
@@ -137,7 +137,7 @@ def counted_bring_up(report: Report, path: str, rank: int, world_size: int) -> N
 
 
 def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
-    """A connection within the process that is none of the group's."""
+    """Open a connection within the process that does not belong to the group."""
     listener = socket.create_server(("127.0.0.1", 0))
     caller = socket.create_connection(listener.getsockname())
     accepted, _ = listener.accept()
@@ -145,14 +145,14 @@ def _bystander() -> tuple[socket.socket, socket.socket, socket.socket]:
 
 
 def outwaited_collective(report: Report, path: str, rank: int) -> None:
-    """Rank 1 of two stops; nobody cuts, so rank 0 runs into the limit of a collective."""
+    """Stop rank 1 of two without a cut: rank 0 runs into the time limit of a collective."""
     group = _group(path, rank, 2, collective_s=1)
     group.open()
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         report("going")
         os.kill(os.getpid(), signal.SIGSTOP)
-    for _ in range(2):  # the first is told of the time, the second of what became of the group
+    for _ in range(2):  # the first error names the timeout, the second the group's failure
         try:
             dist.all_reduce(torch.ones(1 << 20))
         except RuntimeError as error:
@@ -162,7 +162,7 @@ def outwaited_collective(report: Report, path: str, rank: int) -> None:
 
 
 def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -> None:
-    """Rank `dead` of two dies after it announced its address; the other is cut while it
+    """Kill rank `dead` of two after it published its address; the other is cut while it
     connects."""
     store_path = f"{path}.bring-up"
     if rank == dead:
@@ -176,8 +176,8 @@ def stuck_bring_up(report: Report, path: str, rank: int, dead: int, gate: str) -
     except GenerationBroken:
         report("over")
     except RuntimeError as error:
-        # Calling a port that nobody listens at any more may fail before the cut. Which of two calls
-        # is a matter of their addresses.
+        # A connection to a port without a listener may fail before the cut. Which of the two ranks
+        # connects depends on their addresses.
         assert GlooBackend().is_failure(error), error
         report("over")
     cutter.join()
@@ -190,7 +190,7 @@ def lone_group(path: str, rank: int) -> GlooGroup:
 
 
 def freed(group: GlooGroup, process_group: dist.ProcessGroup) -> threading.Thread:
-    """The thread that lets the trainer go once it waits."""
+    """Start a thread that aborts the trainer's wait once there is one; return the thread."""
 
     def free() -> None:
         while not any(waiters.is_waiting for waiters in waiters_of(process_group)):
@@ -205,15 +205,15 @@ def freed(group: GlooGroup, process_group: dist.ProcessGroup) -> threading.Threa
 
 
 def stuck_for_good(report: Report, path: str, rank: int) -> None:
-    """Rank 1 of two stops. Rank 0's group is cut as if there were no connection to shut down any
-    more, which is how Gloo may hang."""
+    """Stop rank 1 of two, and abort rank 0's group without shutting a connection down: Gloo may
+    hang like that."""
     group = _group(path, rank, 2)
     process_group = group.open()
     model = torch.nn.Linear(4, 4)
     ddp = DistributedDataParallel(model, process_group=process_group, init_sync=False)
     exchange = GradientExchange(process_group, lambda _: "w")
     ddp.register_comm_hook(None, exchange.average)
-    for _ in range(2):  # in its second step DDP orders its buckets anew, together
+    for _ in range(2):  # in its second step DDP orders its buckets again, by a collective
         ddp(torch.ones(2, 4)).sum().backward()
     if rank == 1:
         report("going")
@@ -233,7 +233,7 @@ def stuck_for_good(report: Report, path: str, rank: int) -> None:
 
 
 def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
-    """Rank 1 of two stops in the midst of a message, and rank 0's group is cut as above."""
+    """Stop rank 1 of two during a message; rank 0's group is aborted as in `stuck_for_good`."""
     group = _group(path, rank, 2)
     process_group = group.open()
     near = Neighbours(process_group, torch.device("cpu"))
@@ -243,7 +243,7 @@ def stuck_message(report: Report, path: str, rank: int, way: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     thread = freed(group, process_group)
     try:
-        if way == "send":  # more than the kernel takes for a peer that does not read
+        if way == "send":  # more than the kernel buffers for a peer that does not read
             near.send([torch.ones(1 << 24)], to=1, values=True)
         else:
             near.receive(source=1, values=True)
@@ -264,7 +264,7 @@ def many_generations(
     *,
     reconfigures: bool = False,
 ) -> None:
-    """Makes and leaves one group after the other, every second one in the middle of a step."""
+    """Make and leave groups one after another, every second one in the middle of a step."""
     backend = GlooBackend(reconfigures=reconfigures)
     ticks = [time.perf_counter()]
     over = threading.Event()
@@ -344,20 +344,20 @@ class Run:
     batch_size: int = BATCH_SIZE
     epochs: int = EPOCHS
     hold_at: int = -1
-    """Waits once before this step until the test opens `gate`."""
+    """Step before which the member waits once until the test opens `gate`."""
     gate: str = ""
-    """A named pipe of this member's."""
+    """Path of a named pipe of this member."""
     strategy: str = "ddp"
     host: str = ""
-    """Says that it runs on this host."""
+    """Host that the member reports."""
     address: str = ""
-    """Says that others reach it here."""
+    """Address that the member reports."""
     reconfigure: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Elsewhere(JoinConfig):
-    """A member that says it runs on another host."""
+    """Configuration of a member that reports another host than its own."""
 
     host: str
 
@@ -383,7 +383,7 @@ def session_of(run: Run) -> Session:
 
 
 class TellsOfBringUp(DDP):
-    """Lets the test know when this member waits for the others."""
+    """Reports when this member begins to wait for the others."""
 
     report: Report
 
@@ -393,7 +393,7 @@ class TellsOfBringUp(DDP):
 
 
 class DiesInBringUp(TellsOfBringUp):
-    """A member that is lost while it takes over the state of another."""
+    """Kills the member while it loads the state of another."""
 
     def restore(self, state: State) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -401,7 +401,7 @@ class DiesInBringUp(TellsOfBringUp):
 
 def train(report: Report, run: Run) -> None:
     """The training loop of the README, with a fault in it."""
-    # Each member starts from weights of its own: agreeing on one is part of the first bring-up.
+    # Each member starts from other weights: the first bring-up makes them the same.
     model, optimizer = model_and_optimizer(seed=ord(run.member_id))
     strategy: str | Strategy = run.strategy
     if strategy == "ddp":
@@ -451,7 +451,7 @@ def loss_of(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def prepare_fault(fault: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Let the process die at this point of the step."""
+    """Arrange for the process to die or stop at this point of the step."""
 
     def die(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -459,7 +459,7 @@ def prepare_fault(fault: str, model: torch.nn.Module, optimizer: torch.optim.Opt
     if fault == "kill in forward":
         die()
     elif fault == "kill in backward":
-        # The first layer's gradient comes last: other buckets are on their way by then.
+        # The first layer's gradient is the last one: other buckets are being reduced by then.
         next(model.parameters()).register_hook(die)
     elif fault == "kill in optimizer":
         optimizer.register_step_pre_hook(die)
@@ -468,7 +468,7 @@ def prepare_fault(fault: str, model: torch.nn.Module, optimizer: torch.optim.Opt
 
 
 def exchange_state(report: Report, path: str, rank: int, world_size: int) -> None:
-    """Rank 0 sends a state with every kind of tensor to the others."""
+    """Send a state with every kind of tensor from rank 0 to the others."""
     group = _group(path, rank, world_size)
     process_group = group.open()
     generator = torch.Generator().manual_seed(3)
@@ -497,7 +497,7 @@ def exchange_state(report: Report, path: str, rank: int, world_size: int) -> Non
 
 
 def train_validated(report: Report, run: Run) -> None:
-    """The same, with a validator, which rejects if that is this member's fault."""
+    """Run `train` with a validator that rejects rosters if the member's fault is "rejects"."""
 
     @shoal.validator("scratch")
     def scratch(roster: shoal.Roster) -> shoal.Reject | None:

@@ -1,4 +1,4 @@
-"""Members whose scripts have state of their own: a scheduler, an average of the weights."""
+"""Bodies of members with registered state: a scheduler, and an average of the weights."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,20 +21,20 @@ class Registering(Elastic):
     """One member's run."""
 
     averages: bool = True
-    """True if it keeps an average of the weights: for strategies that leave them whole."""
+    """True if the script keeps an average of the weights, for strategies with whole weights."""
     behind: bool = False
-    """True if it steps both after the step, whether committed or not; else in it."""
+    """True if both are stepped after the step, even if it was not committed; False: within it."""
 
 
 def made(run: Registering) -> tuple[Any, Any, Any, Any]:
-    """Model, optimizer, a chained schedule, and the average."""
+    """Make the model, the optimizer, a schedule, and the average."""
     model, optimizer = build(run.optimizer, "layers")
     schedule = CosineAnnealingLR(optimizer, 40)
     return model, optimizer, schedule, AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
 
 def train(report: Report, run: Registering) -> None:
-    """Steps until the stop; then the whole model, the rate and the average."""
+    """Train until the step in `stop_file`; report the whole model, the rate and the average."""
     model, optimizer, schedule, average = made(run)
     with session_of(run) as session:
         session.register("schedule", schedule)

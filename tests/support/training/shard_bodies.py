@@ -1,4 +1,4 @@
-"""Members that train on shards, which processes of a DataLoader read."""
+"""Bodies of members that train on shards, which a DataLoader's processes read."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ assert sum(LENGTHS) == NUM_SAMPLES
 
 
 class Stream(IterableDataset[tuple[Tensor, Tensor]]):
-    """Dataset of some of the samples, as its authors divide it among several processes."""
+    """Dataset of some of the samples, which divides them among the loader's processes."""
 
     def __init__(self, start: int, stop: int) -> None:
         self.start, self.stop = start, stop
@@ -38,7 +38,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = numbers()
         inputs = inputs.double()
-        torch.rand(self.stop)  # drawn by whoever reads
+        torch.rand(self.stop)  # changes the generator of the reading process
         info = get_worker_info()
         first, step = (info.id, info.num_workers) if info else (0, 1)
         for index in range(self.start + first, self.stop, step):
@@ -46,7 +46,7 @@ class Stream(IterableDataset[tuple[Tensor, Tensor]]):
 
 
 def noisy(sample: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Drawn upon each time it is loaded."""
+    """Add random noise, drawn each time the sample is loaded."""
     inputs, target = sample
     return inputs + 0.1 * torch.rand(inputs.shape), target
 
@@ -58,7 +58,7 @@ def streams() -> shoal.Shards:
 
 
 def loader_of(batch_size: int) -> Loader:
-    """Loader of one process."""
+    """Make the loader of one process."""
     options = BatchOptions.of(
         global_batch_size=batch_size,
         epochs=EPOCHS,
@@ -72,19 +72,19 @@ def loader_of(batch_size: int) -> Loader:
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRun(Elastic):
-    """One member's part."""
+    """One member's run."""
 
     num_workers: int = 2
 
 
 def in_float64(run: ShardRun) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """However many steps are taken while a member comes up, rounding stays below any tolerance."""
+    """Build in float64, in which rounding stays below any tolerance over any number of steps."""
     model, optimizer = build(run.optimizer, "layers")
     return model.double(), optimizer
 
 
 def train(report: Report, run: ShardRun) -> None:
-    """Steps until the stop; then the whole model."""
+    """Train until the step in `stop_file`, and report the whole model."""
     model, optimizer = in_float64(run)
     with session_of(run) as session:
         model, optimizer = session.distribute(
@@ -111,7 +111,7 @@ def train(report: Report, run: ShardRun) -> None:
 
 
 def one_process(run: ShardRun, num_steps: int) -> dict[str, Any]:
-    """The weights after the same steps in plain torch."""
+    """Return the weights after the same steps in plain torch."""
     model, optimizer = in_float64(run)
     loader = loader_of(run.batch_size)
     for step in range(num_steps):

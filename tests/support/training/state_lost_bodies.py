@@ -1,4 +1,4 @@
-"""Members that train until the test ends them: a module that their processes can import."""
+"""Bodies of members that train until the test ends them; their processes import this."""
 
 import os
 import signal
@@ -31,14 +31,14 @@ class Run:
     directory: str = ""
     """Directory of checkpoints, one every 5 steps; empty: none are written."""
     low: int = 1
-    """The job's minimum."""
+    """Minimum number of members of the job."""
     gives_nothing: str = ""
-    """While this file exists, it cannot hand its state to a new member."""
+    """Path of a file; while it exists, the member cannot send its state to a new member."""
     num_failures: int = 0
-    """Number of its bring-ups that fail for lack of memory."""
+    """Number of the member's bring-ups that fail for lack of memory."""
     exchange: str = ""
-    """State goes through memory that all share, however little it is; "stops": this member stops
-    when it first comes to that."""
+    """Not empty: even small states are sent through shared memory; "stops": this member stops
+    at its first such exchange."""
 
 
 def _run_out_of_memory(session: Session, times: int) -> None:
@@ -79,7 +79,7 @@ def _exchange(how: str) -> None:
 
 
 def train(report: Report, run: Run) -> None:
-    """Reports "stepped" with each step that is committed; a step takes a few milliseconds."""
+    """Train, and report "stepped" for each committed step, which takes a few milliseconds."""
     config = JoinConfig(
         job=run.job,
         coordinators=(run.coordinator,),

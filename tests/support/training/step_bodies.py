@@ -1,4 +1,4 @@
-"""Members whose steps are not alike: other numbers of passes, other learning rates."""
+"""Bodies of members whose steps differ: in the number of passes, the learning rate, or clipping."""
 
 import os
 import signal
@@ -28,21 +28,21 @@ class Steps(Elastic):
     """One member's run."""
 
     parts: str = ""
-    """Way of cutting a share into passes: "fixed size", "fixed number", "more on the first", "by
-    the session"."""
+    """Division of a share into passes: "fixed size", "fixed number", "more on the first", "by the
+    session"; empty: one pass."""
     dies_at: int = -1
-    """The step in whose second part this member is gone."""
+    """Step in whose second part this member is killed."""
     scales: bool = False
-    """Losses are scaled by a registered GradScaler."""
+    """True if losses are scaled by a registered GradScaler."""
     in_one_call: bool = True
     """True if both passes of a part use `forward_backward`."""
     rates: str = ""
     """Source of the learning rate: "schedule", "schedule if committed", "schedule by its own count,
-    if committed", "step", "own" (another one on the last member, from step 5 on)."""
+    if committed", "step", "own" (the last member has another rate from step 5 on)."""
     clips: str = ""
     """Clipping of gradients from step 5 on: "own" (to another norm on the last member), "but one"
-    (all members but the last do), "own by torch" (with torch's function), "drops" (instead the last
-    member drops a gradient)."""
+    (on all members but the last), "own by torch" (as "own", with torch's function), "asks for the
+    norm" (the last member computes it), "drops" (the last member drops a gradient)."""
 
 
 def rate(step: int) -> float:
@@ -51,11 +51,11 @@ def rate(step: int) -> float:
 
 @dataclass
 class Schedule:
-    """A script's own, of which the session knows nothing."""
+    """A scheduler of the script, which is not registered."""
 
     optimizer: torch.optim.Optimizer
     counts: bool
-    """Sets the rate by how often it was stepped; else lowers the present one."""
+    """True: the rate depends on the number of calls. False: each call lowers the current rate."""
     num_steps: int = 0
 
     def step(self) -> None:
@@ -65,7 +65,7 @@ class Schedule:
 
 
 def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
-    """The parts of a batch, and how much of it each is still to be scaled by."""
+    """Yield the parts of a batch, each with the fraction by which its loss is to be scaled."""
     if run.parts == "by the session":
         for index, part in enumerate(batch.parts(3)):
             if batch.step == run.dies_at and index == 1:
@@ -87,7 +87,7 @@ def cut(run: Steps, batch: Batch, rank: int) -> Iterator[tuple[Batch, float]]:
 
 
 def train(report: Report, run: Steps) -> None:
-    """Steps until the stop; then the whole model."""
+    """Train until the step in `stop_file`, and report the whole model."""
     model, optimizer = build(run.optimizer, "layers")
     schedule = Schedule(optimizer, counts="own count" in run.rates)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=20, enabled=run.scales)
@@ -163,7 +163,7 @@ def clip(session: Session, model: torch.nn.Module, clips: str) -> None:
 
 
 def one_process(batch_size: int, num_steps: int, *, scheduled: bool) -> dict[str, Tensor]:
-    """The model after the same steps without any distribution."""
+    """Return the model after the same steps in one process."""
     model, optimizer = build("sgd", "layers")
     order = Order(
         num_samples=elastic_bodies.NUM_SAMPLES, global_batch_size=batch_size, num_epochs=EPOCHS

@@ -1,4 +1,4 @@
-"""A series in this process: what the coordinator and the servers do for publishers and readers."""
+"""A series in memory, in place of the coordinator and servers for publishers and readers."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ from shoal_proto.v1 import weights_pb2
 
 
 class MemorySeries:
-    """Commits a publication when all of its ranks have contributed."""
+    """Commits a publication once all ranks have contributed."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -24,7 +24,7 @@ class MemorySeries:
         self.parts: dict[tuple[int, int], dict[int, tuple[Segment, weights_pb2.Layout]]] = {}
         self.segments: dict[bytes, Segment] = {}
         self.holds = threading.Event()
-        """Contributions are taken while this is set."""
+        """Set while contributions are accepted; otherwise they wait."""
         self.holds.set()
         self.failure: ShoalError | None = None
         self.reports: list[tuple[int, bytes]] = []
@@ -66,7 +66,7 @@ class MemorySeries:
 
 
 class MemoryContributor:
-    """One rank's access to it."""
+    """One rank's access to a MemorySeries."""
 
     def __init__(self, series: MemorySeries, place: PublisherRank) -> None:
         self._series, self._place = series, place
@@ -109,7 +109,7 @@ class MemoryContributor:
 
 
 class MemoryReader:
-    """A `SeriesReader`."""
+    """A `SeriesReader` of a MemorySeries."""
 
     def __init__(self, series: MemorySeries) -> None:
         self._series = series

@@ -1,14 +1,14 @@
 """Interface of every compression, and its guarantees.
 
-A `Compression` is what a user chooses: a name and options, the same on all members. The
-`Compressor` that it makes belongs to one member and holds what must outlive a step.
+A `Compression` is a user's choice: a name and options, the same on all members. The `Compressor`
+that it makes belongs to one member and holds the state that is kept between steps.
 
 Every compressor promises:
 
 - the averages are bit for bit the same on all ranks;
 - a NaN or an infinity on any rank gives NaN or infinity on all of them;
-- what it leaves out of a gradient is sent in later steps, if it keeps residuals: the sum of all
-  averages, plus the mean of what the ranks still hold back, is the sum of all mean gradients.
+- if it keeps residuals, the part of a gradient that it leaves out is sent in later steps: the sum
+  of all averages, plus the mean of the ranks' residuals, is the sum of all mean gradients.
 """
 
 from abc import ABC, abstractmethod
@@ -24,12 +24,12 @@ from shoal.compression.push_encoder import PushEncoder
 from shoal.compression.wire import Wire
 
 Averaging = Generator[dist.Work, None, None]
-"""An average under way: yields each collective, and is resumed when that has ended."""
+"""An average in progress: yields each collective, and is resumed when the collective has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compression(ABC):
-    """A way to make gradients smaller, with its options."""
+    """A method to compress gradients, with its options."""
 
     name: ClassVar[str]
 
@@ -39,10 +39,10 @@ class Compression(ABC):
 
     @abstractmethod
     def push_encoder(self) -> PushEncoder:
-        """The same for gradients that are not averaged, but pushed to parameter servers."""
+        """Make a member's encoder for gradients that are pushed to parameter servers."""
 
     def __str__(self) -> str:
-        """Name and every option, which members compare."""
+        """Return the name and every option; members compare this text."""
         options = ", ".join(f"{f.name}={getattr(self, f.name)!r}" for f in fields(self))
         return f"{self.name}({options})"
 
@@ -52,7 +52,7 @@ class PackedTensors:
     """Several tensors concatenated into a flat one."""
 
     flat: Tensor
-    """Values of this rank; once averaged, the averages."""
+    """This rank's values, later replaced by the averages."""
     names: Sequence[str]
     shapes: Sequence[torch.Size]
 
@@ -65,13 +65,13 @@ class PackedTensors:
 
 
 class Compressor(ABC):
-    """Averages over a group what it can make smaller. See the head of this module."""
+    """Averages compressed gradients over a group. See the head of this module."""
 
     def averaging(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Replace the values in `packed` by their mean over the ranks of `wire`.
 
         All ranks call this for the same names and shapes in the same order. On a single rank
-        nothing is lost: the values come back with all that was held back before.
+        nothing is compressed: the residuals of earlier steps are added to the values.
         """
         wire.traffic.count_plain(packed.flat, wire.world_size)
         if wire.world_size == 1:
@@ -80,7 +80,7 @@ class Compressor(ABC):
         yield from self._average(packed, wire)
 
     def average(self, values: Mapping[str, Tensor], wire: Wire) -> dict[str, Tensor]:
-        """The means of `values` over the ranks, as new tensors. Returns when they are there.
+        """Compute the means of `values` over the ranks and return them as new tensors.
 
         All tensors have one dtype and device; all ranks call this with the same names and shapes.
         """
@@ -94,15 +94,15 @@ class Compressor(ABC):
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         """Average as `averaging` does, for two ranks or more."""
 
-    def _release(self, packed: PackedTensors) -> None:  # noqa: B027 - not all hold something back
-        """Add to the values all that was held back of them."""
+    def _release(self, packed: PackedTensors) -> None:  # noqa: B027 - not all keep residuals
+        """Add the residuals to the values, and clear them."""
 
-    def begin(self, step: int) -> None:  # noqa: B027 - not all keep something between steps
-        """`step` steps are committed, and the next is about to be computed.
+    def begin(self, step: int) -> None:  # noqa: B027 - not all keep state between steps
+        """Begin the next step; `step` steps are committed.
 
-        What was kept in the step before counts if that is among them, else it is forgotten: the
-        step did not happen and is computed again.
+        The state that the previous step left is kept if the step is among these. Otherwise it is
+        discarded: the step was not committed and is computed again.
         """
 
-    def regroup(self) -> None:  # noqa: B027 - not all have something in common with others
-        """Other ranks than before take part from now on: forget what all must have in common."""
+    def regroup(self) -> None:  # noqa: B027 - not all share state with other ranks
+        """Discard state that must be the same on all ranks: the set of ranks has changed."""

@@ -1,4 +1,4 @@
-"""Numbers in blocks with a scale each, as bytes.
+"""Codes for values in blocks: a scale for each block, and a byte or a bit for each value.
 
 P: parts, one for each rank. N: values of a part. K: blocks of a part. B: bytes of a coded part,
 its K scales in fp32 first.
@@ -11,28 +11,30 @@ from torch import Tensor
 
 LARGEST = 127
 SCALE_BYTES = 4
-# Moves the lowest bits of eight bytes into the highest byte of a product, the first byte's to its
-# highest bit: term i of the factor shifts byte i there, and no two terms meet in one bit.
+# A factor that packs eight bytes of 0 or 1 into the highest byte of the product, the first byte's
+# bit highest: term i of the factor shifts the bit of byte i there, and no two terms share a bit.
 _GATHER_BITS = sum(1 << (63 - 9 * byte) for byte in range(8)) - (1 << 64)
 
 
 class Code(Protocol):
-    """Writes blocks of values as bytes and reads them again, with an error."""
+    """Encodes blocks of values as bytes, and decodes them with an error."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
-        """B, the bytes of `num_values` values: a multiple of `block`, which is one of eight."""
+        """Return B, the bytes of `num_values` values. `num_values` must be a multiple of `block`,
+        and `block` a multiple of eight."""
 
     def encode(self, values: Tensor, block: int) -> Tensor:
-        """P x B bytes of fp32 values. NaN and infinities reach every value of their block."""
+        """Encode P x N values in fp32 as P x B bytes. A NaN or an infinity spreads to every value
+        of its block."""
 
     def decode(self, codes: Tensor, block: int) -> Tensor:
         """Decode the bytes into P x N values, in fp32."""
 
 
 class Int8Code:
-    """A byte a value: the nearest of 255 multiples of 1/127 of the block's largest.
+    """A byte for each value: the nearest of 255 multiples of 1/127 of the block's largest value.
 
-    The error of a value is at most 1/254 of the largest in its block.
+    The error of a value is at most 1/254 of the largest value in its block.
     """
 
     def num_bytes(self, num_values: int, block: int) -> int:
@@ -41,11 +43,11 @@ class Int8Code:
     def encode(self, values: Tensor, block: int) -> Tensor:
         blocks = values.view(-1, block)
         scales = blocks.abs().amax(1, keepdim=True) / LARGEST
-        # A block of zeros must not be divided by its scale. One of tiny numbers, whose scale is
-        # rounded, may exceed the range.
+        # A block of zeros must not be divided by its scale. In a block of tiny numbers the scale
+        # is rounded, so a code may exceed the range.
         divisors = torch.where(scales == 0, 1.0, scales)
         codes = (blocks / divisors).round_().clamp_(-LARGEST, LARGEST)
-        # A NaN's integer value depends on the processor; its scale is NaN.
+        # The integer value of NaN depends on the processor. The block's scale stays NaN.
         codes = codes.nan_to_num_(0.0).to(torch.int8)
         return _joined(scales, codes.view(torch.uint8), values.shape[0])
 
@@ -56,7 +58,7 @@ class Int8Code:
 
 
 class OneBitCode:
-    """A bit a value: its sign, times the mean of the absolute values of its block."""
+    """A bit for each value, its sign; decoded as the sign times the block's mean absolute value."""
 
     def num_bytes(self, num_values: int, block: int) -> int:
         return num_values // block * SCALE_BYTES + num_values // 8
@@ -79,7 +81,7 @@ def _joined(scales: Tensor, codes: Tensor, num_parts: int) -> Tensor:
 
 
 def _parted(codes: Tensor, num_blocks: int) -> tuple[Tensor, Tensor]:
-    """The scales, one a row, and the rest."""
+    """Split coded bytes into the scales, one in each row, and the remaining bytes."""
     cut = num_blocks * SCALE_BYTES
     scales = codes[:, :cut].reshape(-1).view(torch.float32).view(-1, 1)
     return scales, codes[:, cut:].reshape(-1)
@@ -89,7 +91,7 @@ _tables: dict[torch.device, Tensor] = {}
 
 
 def _signs(device: torch.device) -> Tensor:
-    """Table of the eight signs in each byte, its highest bit first."""
+    """Return a table of the eight signs of each byte, highest bit first."""
     if device not in _tables:
         codes = torch.arange(256, device=device).unsqueeze(1)
         bits = (codes >> torch.arange(7, -1, -1, device=device)) & 1

@@ -24,11 +24,11 @@ class BucketAverage:
 
 
 class CompressedExchange(GradientExchange):
-    """Exchange in which `compressor` makes each bucket smaller.
+    """Exchange in which `compressor` compresses each bucket.
 
-    A bucket's first collective begins as soon as its gradients are there, while backward goes on.
-    The further ones begin when backward has reached the last bucket, in the order of buckets: all
-    ranks must begin them in the same order, and each depends on the result of the last one.
+    A bucket's first collective begins as soon as its gradients are complete, during backward. Later
+    ones depend on the result of the one before, and all ranks must begin them in the same order. So
+    they begin when backward has reached the last bucket, in the order of buckets.
     """
 
     aborts_for_good = True
@@ -41,7 +41,7 @@ class CompressedExchange(GradientExchange):
         compressor: Compressor,
     ) -> None:
         super().__init__(group, name_of, traffic)
-        # Also of one rank: its average is what the others would get of it.
+        # A single rank uses the compressor too, which adds the residuals of earlier steps.
         self._alone = False
         compressor.regroup()
         self._compressor = compressor
@@ -73,7 +73,7 @@ class CompressedExchange(GradientExchange):
 
     @torch.no_grad()
     def _go_on(self, index: int) -> None:
-        """Compute up to the bucket's next collective and begin that, or set its completion."""
+        """Begin the bucket's next collective; after the last, set its completion."""
         average = self._averages[index]
         work = next(average.averaging, None)
         if work is None:
@@ -82,7 +82,7 @@ class CompressedExchange(GradientExchange):
             self._works[index] = self.waiter.begin(work)
 
     def _finish(self) -> None:
-        """Take all buckets to their ends, one collective at a time each."""
+        """Finish the averages of all buckets, one collective of each bucket after another."""
         while self._works:
             for index in sorted(self._works):
                 try:
@@ -105,7 +105,7 @@ def exchange_for(
     traffic: Traffic,
     compressor: Compressor | None,
 ) -> GradientExchange:
-    """The exchange of a generation, compressed if there is a compressor."""
+    """Return the exchange of a generation, compressed if there is a compressor."""
     if compressor is None:
         return GradientExchange(group, name_of, traffic)
     return CompressedExchange(group, name_of, traffic, compressor)

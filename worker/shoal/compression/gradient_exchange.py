@@ -1,4 +1,4 @@
-"""Average of gradients over the members, and the member at fault if it is not finite."""
+"""Averages of gradients over the members, and the member at fault if one is not finite."""
 
 import math
 from collections.abc import Callable
@@ -21,13 +21,13 @@ from shoal_proto.errors import GenerationBroken, NonFiniteGradient
 class GradientExchange:
     """Averages the gradients of one generation; `average` is its hook in DDP.
 
-    DDP waits for completions of ours, so that an abort of `waiter` frees the trainer. With NCCL
-    these are set before the averages are there. So the backward pass ends with a wait for the works
-    themselves, and gradients read after it are averages.
+    DDP waits for completions made here, so that an abort of `waiter` frees the trainer. With NCCL
+    a completion is set before its average is complete. So the backward pass ends with a wait for
+    the works themselves, and gradients read after the pass are averages.
     """
 
     aborts_for_good: ClassVar[bool] = False
-    """True if a thread that does not know of an abort may still begin collectives."""
+    """True if an abort must last, as another thread may still begin collectives after it."""
 
     def __init__(
         self,
@@ -39,14 +39,14 @@ class GradientExchange:
         self._group = group
         self._world_size = group.size()
         self._alone = self._world_size == 1
-        """True if gradients are their own average; they were checked once that is made."""
+        """True if this member's gradients are the averages already, without a collective."""
         self._name_of = name_of
         self._traffic = traffic or Traffic()
         self._averaged: list[Tensor] = []
         self._underway: list[OngoingCollective] = []
         """Collectives that the backward pass has begun and not waited for yet."""
         self.losses = UnseenLosses()
-        """Losses of this member: one that is not finite makes the averages so too."""
+        """Losses of this member. If one is not finite, the averages are not finite either."""
         self._fault = ""
         self._norms: list[tuple[Tensor, Tensor]] = []
         """The largest element of this member's own gradient, for parameters on a GPU."""
@@ -70,10 +70,10 @@ class GradientExchange:
         return completion.then(partial(_averaged, gradients))
 
     def _look(self, bucket: GradBucket) -> None:
-        """Find out whether this member's own gradients are finite, or how to find out later."""
+        """Check if this member's own gradients are finite; on a GPU, only begin the check."""
         gradients = bucket.buffer()
         if not is_on_host(gradients):
-            # Only begun: to read it now would hold up the backward pass, bucket for bucket.
+            # Reading a norm now would make the backward pass wait for the GPU at each bucket.
             norms = foreach_norm(bucket.gradients(), math.inf)
             self._norms.extend(zip(bucket.parameters(), norms, strict=True))
         elif not self._fault and not is_finite(gradients):
@@ -81,13 +81,13 @@ class GradientExchange:
             self._fault = next(self._name_of(p) for p, g in pairs if not is_finite(g))
 
     def _arrive(self) -> None:
-        """Wait for the averages, so that code after the backward pass finds them."""
+        """Wait for the averages, so that code after the backward pass reads them."""
         underway, self._underway = self._underway, []
         for each in underway:
             each.wait()
 
     def _begin_average(self, bucket: GradBucket) -> Completion:
-        """Average the bucket in place; the completion is set when that is done or has failed."""
+        """Begin to average the bucket in place; the completion is set at its end or failure."""
         gradients = bucket.buffer()
         self._traffic.count_plain(gradients, self._world_size)
         self._traffic.count_all_reduce(gradients, self._world_size)
@@ -104,14 +104,14 @@ class GradientExchange:
         return self._complete
 
     def begin_pass(self) -> None:
-        """Begin one more backward pass of the step, which has to produce all gradients again.
+        """Begin one more backward pass of the step, which must produce all gradients again.
 
-        DDP reduces in the first pass after a forward pass, and leaves any other unreduced.
+        DDP reduces gradients in the first backward pass after a forward pass, and in no other.
         """
         self._complete = False
 
     def begin(self, step: int) -> None:
-        """Forget the last step; `step` are committed."""
+        """Begin a step and discard what the last one left; `step` steps are committed."""
         self._traffic.begin_step()
         self._averaged.clear()
         self._underway.clear()
@@ -122,15 +122,15 @@ class GradientExchange:
         self._complete = False
 
     def has_finite_averages(self) -> bool:
-        """True if all averages are finite; the same on all ranks. Replaces `check`."""
+        """True if all averages are finite; the same on all ranks. Used in place of `check`."""
         self._traffic.end_step()
         return are_finite(self._averaged) and not (self._alone and self._own_fault())
 
     def check(self, step: int) -> None:
-        """Raise unless the averages are finite; the same members raise the same on all ranks.
+        """Raise unless the averages are finite. If they are not, every rank raises.
 
-        NonFiniteGradient if the local gradient was at fault, or on all ranks if only the sum was;
-        GenerationBroken if another member's was: that member is about to leave.
+        Raises NonFiniteGradient on the members whose own gradient is not finite, and on all members
+        if only the sum is not. Otherwise raises GenerationBroken: the members at fault leave.
         """
         if are_finite(self._averaged) and not (self._alone and self._own_fault()):
             self._traffic.end_step()
@@ -162,8 +162,8 @@ class GradientExchange:
         )
 
     def _own_fault(self) -> str:
-        """The parameter in whose own gradient this member saw a NaN or Inf, or its loss; empty: in
-        none."""
+        """Return the parameter whose gradient is not finite on this member, or "the loss"; empty if
+        all are finite."""
         if self._norms:
             norms, self._norms = self._norms, []
             if not self._fault and not are_finite([norm for _, norm in norms]):

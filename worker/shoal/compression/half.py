@@ -1,4 +1,4 @@
-"""Gradients in 16 bits. Nothing is held back: what rounding loses is lost."""
+"""Gradients in 16 bits. No residuals are kept: rounding errors are lost."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,9 @@
-"""Gradients of matrices as products of two thin ones.
+"""Gradients of matrices as products of two thin matrices.
 
 Vogels et al., PowerSGD, arXiv:1905.13727: one step of the power method from the factors of the
-step before. For gradients G (M x N) and rank R: the left factor P = G Q (M x R) is averaged and
-made orthonormal, the right one Q = G^T P (N x R) is averaged, and the mean of all G is P Q^T.
+previous step. For gradients G (M x N) and rank R: the left factor P = G Q (M x R) is averaged and
+made orthonormal, the right factor Q = G^T P (N x R) is averaged, and P Q^T approximates the mean
+of all G.
 """
 
 from collections.abc import Sequence
@@ -26,8 +27,8 @@ from shoal_proto.v1.codec_pb2 import GradientCodec, LowRankRows
 class PowerSGD(Compression):
     """Matrices as products of rank `rank`.
 
-    Of a tensor of more dimensions the first makes the rows. Vectors, and matrices of which the two
-    factors are not smaller, travel as they are.
+    A tensor of more dimensions is a matrix with its first dimension as rows. Vectors, and matrices
+    whose two factors would not be smaller, are sent uncompressed.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -47,7 +48,7 @@ class PowerSGD(Compression):
 
 @dataclass(frozen=True)
 class Matrix:
-    """One parameter's gradient, a view of the bucket's."""
+    """One parameter's gradient as a matrix, a view of the bucket's values."""
 
     name: str
     gradient: Tensor
@@ -55,7 +56,7 @@ class Matrix:
 
 
 class PowerSgdCompressor(Compressor):
-    """Two all-reduces: 2 (n-1) / n times 4 (sum of (M + N) R, plus what travels as it is)."""
+    """Two all-reduces: 2 (n-1) / n times 4 (sum of (M + N) R, plus uncompressed values) bytes."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -67,7 +68,7 @@ class PowerSgdCompressor(Compressor):
         self._factors.begin(step)
 
     def regroup(self) -> None:
-        # A newcomer has none, and all must have the same.
+        # All ranks must have the same factors, and a member that joins has none.
         self._factors.clear()
 
     def is_compressed(self, shape: torch.Size) -> bool:
@@ -89,7 +90,7 @@ class PowerSgdCompressor(Compressor):
             mean[place] = average
             values[place] = 0
         if not bool(torch.isfinite(first).all()):
-            # The sums are the same everywhere: no rank goes on to the second all-reduce.
+            # The sums are the same on all ranks, so none begins the second all-reduce.
             packed.flat.fill_(float("nan"))
             return
 
@@ -129,7 +130,8 @@ class PowerSgdCompressor(Compressor):
         return matrices, plain
 
     def _factor(self, matrix: Matrix) -> Tensor:
-        """The right factor of the step before; at first random numbers, everywhere the same."""
+        """Return the right factor of the previous step; at first random numbers, the same on all
+        ranks."""
         factor = self._factors.get(matrix.name)
         if factor is None:
             columns = matrix.gradient.shape[1]
@@ -138,19 +140,19 @@ class PowerSgdCompressor(Compressor):
 
 
 class LowRankEncoder(PushEncoder):
-    """Encodes, of each parameter, the whole rows that lie in the shard as one matrix; values before
+    """Encodes the whole rows of a parameter that lie in the shard as one matrix. The values before
     and after them in their blocks are sent unchanged."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._factors: dict[tuple[str, int], Tensor] = {}
-        """Factors by parameter and offset of its first block. After a push that was not applied,
-        its factor is as good a start for the next one."""
+        """Factors by parameter and offset of its first block. They are kept even if a push was not
+        applied: its factor is an equally good start for the next."""
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
         places = self._places(blocks)
-        # Of each block: values before its rows, their left factor, values after them.
+        # For each block: the values before its whole rows, their left factor, the values after.
         sent = [[values[place]] for place in places.values()]
         codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
         codec.low_rank.extend(LowRankRows() for _ in blocks)
@@ -180,7 +182,7 @@ class LowRankEncoder(PushEncoder):
         return EncodedBlocks(codec=codec, data=data, decoded=decoded)
 
     def _places(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
-        """Slices of the blocks in the values."""
+        """Return the slice of each block in the values, by index of the block."""
         places, start = {}, 0
         for i, block in enumerate(blocks):
             places[i] = slice(start, start + block.num_elements)
@@ -200,7 +202,10 @@ class LowRankEncoder(PushEncoder):
 
 
 def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]:
-    """The blocks, by index, whose whole rows make a matrix that its factors are smaller than."""
+    """Return the matrices worth compressing, each as the indices of the blocks that make it up.
+
+    A matrix is made of one parameter's whole rows, and is kept if its factors are smaller.
+    """
     by_parameter: dict[str, list[int]] = {}
     for i, block in enumerate(blocks):
         if rows_of(block, 0).rows:
@@ -216,7 +221,7 @@ def low_rank_matrices(blocks: Sequence[PushBlock], rank: int) -> list[list[int]]
 
 
 def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
-    """Rows of its parameter that the block holds whole; none for a vector."""
+    """Return the rows of its parameter that the block holds whole; none for a vector."""
     if len(block.shape) < 2 or not block.shape.numel():
         return LowRankRows()
     lead = -block.offset % block.columns
@@ -225,14 +230,14 @@ def rows_of(block: PushBlock, matrix: int) -> LowRankRows:
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """P Q^T, term by term: as a server computes it, to the last bit."""
+    """Compute P Q^T term by term, bit for bit as a server does."""
     torch.mul(left[:, :1], right[:, 0], out=out)
     for i in range(1, left.shape[1]):
         out.add_(left[:, i : i + 1] * right[:, i])
 
 
 def _random_factor(name: str, columns: int, rank: int) -> Tensor:
-    """Everywhere the same for one name."""
+    """Return random numbers that depend on the name alone, so they are the same on all ranks."""
     generator = torch.Generator().manual_seed(crc32(name.encode()))
     return torch.randn((columns, rank), generator=generator)
 
@@ -242,8 +247,8 @@ def _joined(tensors: list[Tensor], world_size: int) -> Tensor:
 
 
 def _orthonormal(left: Tensor) -> Tensor:
-    """Orthonormal columns that span those given; any columns in the place of zeros."""
-    # Scaled, as a vanishing gradient's squares would be zero.
+    """Return orthonormal columns that span the given ones; arbitrary ones in place of zeros."""
+    # Scaled first, as the squares of a vanishing gradient would underflow to zero.
     scale = left.abs().amax()
     orthonormal: Tensor = torch.linalg.qr(left / torch.where(scale == 0, 1.0, scale)).Q
     return orthonormal

@@ -1,8 +1,8 @@
 """Encoding of one member's own gradients for a push to parameter servers.
 
-No average is made on the way: a shard's gradients are encoded here, and decoded by the server that
-holds the shard (`shoal_proto/v1/codec.proto`). Encoders keep no residuals. The sender does, as only
-it knows which pushes were applied.
+Members do not average these gradients: an encoder encodes those of a shard, and the server that
+holds the shard decodes them (`shoal_proto/v1/codec.proto`). Encoders keep no residuals. The sender
+keeps them, as it alone knows which pushes were applied.
 """
 
 from abc import ABC, abstractmethod
@@ -18,14 +18,14 @@ from shoal_proto.v1.codec_pb2 import GradientCodec
 
 @dataclass(frozen=True, kw_only=True)
 class PushBlock:
-    """A run of one parameter's elements, in the shard it lies in."""
+    """A contiguous range of one parameter's elements, within a shard."""
 
     parameter: str
     offset: int
-    """Offset of its first element in the flattened parameter."""
+    """Offset of the block's first element in the flattened parameter."""
     num_elements: int
     shape: torch.Size
-    """The parameter's."""
+    """Shape of the parameter."""
 
     @property
     def columns(self) -> int:
@@ -39,20 +39,21 @@ class EncodedBlocks:
     data: Tensor
     """The encoded values to send, a flat tensor."""
     decoded: Tensor
-    """Values as the server decodes them, in fp32: NaN or infinite beyond the codec's range."""
+    """The values as the server decodes them, in fp32; NaN or infinite if out of the codec's
+    range."""
 
 
 class PushEncoder(ABC):
     """Encoder of one member; it lives as long as the member trains."""
 
     keeps_residuals: ClassVar[bool] = True
-    """True if what the codec leaves out is to be added to the next gradients."""
+    """True if the sender is to add what the codec leaves out to the next gradients."""
 
     @abstractmethod
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
-        """`values`: of the blocks, one after the other, in fp32, on the CPU and finite."""
+        """Encode the values of the blocks, concatenated; they are fp32, on the CPU and finite."""
 
 
 def codec_of(kind: str, data: Tensor) -> GradientCodec:
-    """A codec whose options are still to be set."""
+    """Return a codec for the encoded data; the caller sets its options."""
     return GradientCodec(kind=kind, num_bytes=data.nbytes)

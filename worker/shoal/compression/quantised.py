@@ -1,9 +1,9 @@
 """Gradients in 8 bits, or in one.
 
-Nothing adds up such numbers on the way, so a ring would have to carry all of them around. Instead
-each rank serves one part of the values: it receives that part from all, adds up, and sends the
-mean, made small again, to all. What that second rounding loses is the serving rank's to send later.
-Tang et al., 1-bit Adam, arXiv:2102.02888.
+Coded values cannot be summed without decoding, so a ring would have to carry the values of every
+rank. Instead each rank serves one part of the values: it receives that part from all ranks,
+computes the mean, and sends it, coded again, to all. The serving rank keeps the error of this
+second coding and sends it in a later step. Tang et al., 1-bit Adam, arXiv:2102.02888.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from shoal_proto.numbers_given import convert_fields
 
 @dataclass(frozen=True, kw_only=True)
 class Int8(Compression):
-    """A byte a value and a scale for each block of `block` values. About a quarter of fp32."""
+    """A byte for each value and a scale for each block of `block` values. A quarter of fp32."""
 
     name: ClassVar[str] = "int8"
     block: int = 256
@@ -42,7 +42,7 @@ class Int8(Compression):
 
 @dataclass(frozen=True, kw_only=True)
 class OneBit(Compression):
-    """A sign a value and a scale for each block of `block` values. About 1/25 of fp32."""
+    """A sign for each value and a scale for each block of `block` values. About 1/25 of fp32."""
 
     name: ClassVar[str] = "one-bit"
     block: int = 128
@@ -67,7 +67,7 @@ def _check_block(block: int) -> None:
 
 @dataclass(frozen=True)
 class MeanError:
-    """Error of the mean of some values of a parameter, kept by the rank that served them."""
+    """Coding error in the mean of a range of a parameter's values, kept by the serving rank."""
 
     start: int
     """Index of the first value within the parameter."""
@@ -78,7 +78,7 @@ class QuantisedCompressor(Compressor):
     """An all-to-all and an all-gather of coded parts.
 
     S values on n ranks take 2 (n-1) B bytes. B is the size of one coded part: ceil(S / n) values,
-    rounded up to whole blocks. Blocks are shorter if a part is shorter than one.
+    rounded up to whole blocks. Blocks are shorter if a part is smaller than a block.
     """
 
     def __init__(self, code: Code, block: int) -> None:
@@ -92,7 +92,7 @@ class QuantisedCompressor(Compressor):
         self._debts.begin(step)
 
     def part(self, num_values: int, world_size: int) -> tuple[int, int]:
-        """Number of values that each rank serves, and number of values in a block."""
+        """Return the number of values that each rank serves, and that of values in a block."""
         share = -(-num_values // world_size)
         block = min(self._block, _round_up(share, 8))
         return _round_up(share, block), block
@@ -124,11 +124,11 @@ class QuantisedCompressor(Compressor):
     def _collect_debts(
         self, packed: PackedTensors, values: Tensor, served: slice, num_ranks: int
     ) -> Tensor:
-        """Collect the errors of the served values' means, one for each served value.
+        """Return this rank's debts, one for each value that it serves now, and clear them.
 
-        Another rank may serve what this one did before the order of parameters or the roster
-        changed. Such debts are added to this rank's own values; they are scaled, since the mean
-        divides by the number of ranks.
+        After a change of the roster or of the order of parameters, another rank may serve values
+        that this rank served. Debts of such values are added to this rank's own values, multiplied
+        by the number of ranks, by which the mean will divide them.
         """
         owed = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
         for name, place in packed.slots():
@@ -156,7 +156,7 @@ class QuantisedCompressor(Compressor):
 
 
 class QuantisedEncoder(PushEncoder):
-    """A shard's blocks as one row of values, filled up with zeros."""
+    """Encodes a shard's blocks as one row of values, padded with zeros."""
 
     def __init__(self, name: str, code: Code, block: int) -> None:
         self._name = name

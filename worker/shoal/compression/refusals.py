@@ -1,4 +1,4 @@
-"""Refusals of what cannot be trained with compressed gradients."""
+"""Checks for what cannot be trained with compressed gradients."""
 
 from torch import nn
 

@@ -11,7 +11,7 @@ Kept = TypeVar("Kept")
 
 
 class StepCarry(Generic[Kept]):
-    """Values by parameter's name, of which those put in a step that did not happen are forgotten.
+    """Values by parameter name; values put in a step that is not committed are discarded.
 
     Keyed by name, as the order in which DDP packs parameters changes after its first step.
     """
@@ -22,8 +22,8 @@ class StepCarry(Generic[Kept]):
         self._step = 0
 
     def begin(self, step: int) -> None:
-        """`step` steps are committed. A member that failed in one which others committed, and
-        took their state over, has taken part in it: its values count as well."""
+        """Begin the next step; `step` steps are committed. A member that failed in the last step
+        and received the state of members that committed it keeps its values too: it took part."""
         if self._step < step:
             self._committed |= self._pending
         self._pending = {}
@@ -40,7 +40,7 @@ class StepCarry(Generic[Kept]):
 
 
 class Residuals:
-    """Error feedback: what compression left out, to be added to what is compressed next.
+    """Error feedback: compression errors that are added to the next step's values.
 
     Seide et al., 1-bit stochastic gradient descent, 2014; Karimireddy et al., arXiv:1901.09847.
     """
@@ -52,8 +52,7 @@ class Residuals:
         self._carry.begin(step)
 
     def added_to(self, packed: PackedTensors, length: int | None = None) -> Tensor:
-        """Return the values plus what was left out before, in fp32, padded with zeros up to
-        `length`."""
+        """Return the values plus their residuals, in fp32, padded with zeros up to `length`."""
         size = packed.flat.numel()
         total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)
         total[:size] = packed.flat
@@ -65,12 +64,12 @@ class Residuals:
         return total
 
     def keep(self, packed: PackedTensors, left: Tensor) -> None:
-        """`left` is what the values that are sent now leave out."""
+        """Keep `left`, the errors of the values being sent, as the new residuals."""
         for name, place in packed.slots():
             self._carry.put(name, left[place])
 
     def release(self, packed: PackedTensors) -> None:
-        """Add to the values all that was left out."""
+        """Add the residuals to the values, and clear them."""
         for name, place in packed.slots():
             left = self._carry.get(name)
             if left is not None:

@@ -1,7 +1,7 @@
-"""The largest of the gradients' values only; the rest waits until it has grown.
+"""Top-k sparsification: only the largest values are sent; the others accumulate as residuals.
 
-Lin et al., Deep Gradient Compression, arXiv:1712.01887, of which this is the selection and the
-accumulation; the momentum is the optimizer's.
+Lin et al., Deep Gradient Compression, arXiv:1712.01887: its selection and accumulation. Momentum is
+left to the optimizer.
 """
 
 from collections.abc import Sequence
@@ -20,12 +20,12 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import convert_fields
 
 SAMPLE = 1 << 14
-"""Number of values from which a sample shows which values need not be examined."""
+"""Size of the sample that estimates the threshold; fewer values are examined without a sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TopK(Compression):
-    """The `ratio` of a bucket's values that are largest, with their places."""
+    """The largest values of a bucket, a fraction `ratio` of all, with their indices."""
 
     name: ClassVar[str] = "top-k"
     ratio: float = 0.01
@@ -45,7 +45,7 @@ class TopK(Compression):
 
 
 class TopKCompressor(Compressor):
-    """An all-gather of values and places: 8 (n-1) ceil(ratio S) bytes for S values on n ranks."""
+    """An all-gather of values and indices: 8 (n-1) ceil(ratio S) bytes for S values on n ranks."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
@@ -65,7 +65,7 @@ class TopKCompressor(Compressor):
         yield wire.all_gather(received, sent)
 
         mean = torch.zeros_like(values)
-        # Rank by rank, in which no place occurs twice: everywhere in the same order.
+        # One rank after another, in the same order on all ranks. An index occurs once in each row.
         for row in received:
             numbers, where = row.chunk(2)
             mean[where.to(torch.int64)] += numbers.view(torch.float32) / wire.world_size
@@ -76,7 +76,7 @@ class TopKCompressor(Compressor):
 
 
 class TopKEncoder(PushEncoder):
-    """The largest of a shard's values."""
+    """Encodes the largest of a shard's values."""
 
     def __init__(self, ratio: float) -> None:
         self._ratio = ratio
@@ -91,12 +91,12 @@ class TopKEncoder(PushEncoder):
 
 
 def largest(magnitudes: Tensor, number: int) -> Tensor:
-    """The places of the `number` largest, in any order; NaN is larger than all."""
+    """Return the indices of the `number` largest, in any order; NaN counts as the largest."""
     size = magnitudes.numel()
     if size <= SAMPLE or number * 4 > size:
         return magnitudes.topk(number, sorted=False).indices
     sample = magnitudes[:: size // SAMPLE]
-    # Generous: if too few remain, all have to be looked at after all.
+    # Generous: if too few candidates remain, all values must be examined.
     rank = min(ceil(1.5 * number / size * sample.numel()) + 16, sample.numel())
     candidates = (~(magnitudes <= sample.topk(rank).values[-1])).nonzero().squeeze(1)
     if candidates.numel() < number:

@@ -7,11 +7,11 @@ from shoal.torch_private.c10d import all_gather_single
 
 
 class Traffic:
-    """Bytes that one rank has sent for its averages, headers of the transport left out.
+    """Bytes that one rank has sent for its averages, without headers of the transport.
 
     With n ranks an all-reduce of b bytes is counted as 2 b (n-1) / n, an all-to-all of b bytes as
-    b (n-1) / n and an all-gather of b bytes of this rank's own as b (n-1): what ring algorithms
-    send, Gloo's among them.
+    b (n-1) / n and an all-gather of b bytes of this rank's own as b (n-1). Ring algorithms, such as
+    Gloo's, send that much.
     """
 
     def __init__(self) -> None:
@@ -32,12 +32,12 @@ class Traffic:
         self._before = (self.sent_bytes, self.plain_bytes)
 
     def end_step(self) -> None:
-        """End the count of the step. May be called again as it goes on."""
+        """End the count of the step. May be called more than once in a step."""
         now = (self.sent_bytes, self.plain_bytes)
         self._step = (now[0] - self._before[0], now[1] - self._before[1])
 
     def metrics(self) -> dict[str, float]:
-        """Bytes sent in the last step and in all, and how many times less than uncompressed."""
+        """Return the bytes sent in the last step and in total, and the last step's compression."""
         sent, plain = self._step
         return {
             "bytes_per_step": float(sent),
@@ -47,7 +47,7 @@ class Traffic:
 
 
 class Wire:
-    """The collectives of one group, each begun and not waited for."""
+    """Asynchronous collectives of one group, counted in `traffic`."""
 
     def __init__(self, group: dist.ProcessGroup, traffic: Traffic) -> None:
         self._group = group
@@ -56,17 +56,17 @@ class Wire:
         self.world_size = group.size()
 
     def all_reduce(self, values: Tensor) -> dist.Work:
-        """Sum in place."""
+        """Sum the values of all ranks in place."""
         self.traffic.count_all_reduce(values, self.world_size)
         return _begun(dist.all_reduce(values, group=self._group, async_op=True))
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> dist.Work:
-        """Row p of what is sent goes to rank p; row p of what is received is from it."""
+        """Send row p of `sent` to rank p, and receive row p of `received` from rank p."""
         self.traffic.sent_bytes += sent.nbytes * (self.world_size - 1) // self.world_size
         return _begun(dist.all_to_all_single(received, sent, group=self._group, async_op=True))
 
     def all_gather(self, received: Tensor, own: Tensor) -> dist.Work:
-        """Row p of what is received is rank p's own."""
+        """Receive each rank's `own`: row p of `received` is rank p's."""
         self.traffic.sent_bytes += own.nbytes * (self.world_size - 1)
         return _begun(
             all_gather_single(received.view(-1), own.view(-1), group=self._group, async_op=True)

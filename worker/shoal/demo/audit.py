@@ -1,4 +1,4 @@
-"""Record of a demo worker's steps, by which others can check the count."""
+"""Record of a demo worker's steps, from which the count of trained samples is checked."""
 
 import json
 import os
@@ -9,9 +9,9 @@ from types import TracebackType
 
 
 class Audit:
-    """A file of JSON lines, `<member>.<pid>.jsonl`; without a directory nothing is written.
+    """A file of JSON lines, `<member>.<pid>.jsonl`; nothing is written without a directory.
 
-    Each line is one write to the file, so a SIGKILL right after a call loses none of it.
+    Each line is one write to the file, so a SIGKILL right after a call loses nothing.
     """
 
     def __init__(self, directory: Path | None, member_id: str) -> None:
@@ -35,11 +35,11 @@ class Audit:
             os.close(self._descriptor)
 
     def begin(self, generation: int, step: int, epoch: int, positions: Sequence[int]) -> None:
-        """Record a step, before it can contribute anything."""
+        """Record the begin of a step, before it can have any effect."""
         self._write("begin", generation, step, epoch=epoch, positions=list(positions))
 
     def commit(self, generation: int, step: int) -> None:
-        """Record the commit, as soon as the step cannot be lost any more."""
+        """Record the commit of a step, once the step cannot be undone."""
         self._write("commit", generation, step)
 
     def _write(self, event: str, generation: int, step: int, **more: object) -> None:

@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits: 1,797 real images of 8 x 8 pixels, one fixed split.
 
-`python -m shoal.demo.data FILE` writes them to a file, so that not every worker has to import
-scikit-learn to read them.
+`python -m shoal.demo.data FILE` writes them to a file, so that workers need not import
+scikit-learn.
 """
 
 import sys
@@ -27,7 +27,7 @@ class Digits:
 
 
 def load(path: Path | None = None) -> Digits:
-    """The digits, from a file that `save` wrote or else from scikit-learn."""
+    """Load the digits from a file that `save` wrote, or else from scikit-learn."""
     if path is None:
         images, digits = _from_sklearn()
     else:
@@ -51,7 +51,7 @@ def save(path: Path) -> None:
 
 
 def _from_sklearn() -> tuple[np.ndarray, np.ndarray]:
-    # Here and not above: a worker that is given a file does without.
+    # Imported here, as a worker that is given a file does not need it.
     from sklearn.datasets import load_digits  # noqa: PLC0415
 
     bunch = load_digits()

@@ -24,7 +24,7 @@ MODEL_SEED = 0
 
 
 def new_model() -> nn.Sequential:
-    """A convolutional network of 38,282 parameters; every worker starts from the same weights."""
+    """Make a convolutional network of 38,282 parameters, with the same weights in every worker."""
     torch.manual_seed(MODEL_SEED)
     return nn.Sequential(
         nn.Conv2d(1, 16, kernel_size=3, padding=1),
@@ -40,7 +40,7 @@ def new_model() -> nn.Sequential:
 
 
 def train(options: argparse.Namespace, digits: Digits, directory: Path | None) -> None:
-    """Train to the end of the last epoch and write the result."""
+    """Train to the end of the last epoch, and write the result."""
     base = new_model()
     adam = torch.optim.Adam(base.parameters(), lr=LEARNING_RATE)
     with shoal.join() as session, Audit(directory, session.member_id) as audit:
@@ -71,13 +71,13 @@ def train(options: argparse.Namespace, digits: Digits, directory: Path | None) -
 
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of the images held out that the model tells right."""
+    """Return the fraction of the held-out images that the model classifies correctly."""
     told = model(digits.test_images).argmax(dim=1)
     return float((told == digits.test_digits).double().mean())
 
 
 def weights_digest(model: nn.Module) -> str:
-    """Equal for equal weights, bit for bit."""
+    """Return a hash of the weights: equal if and only if they are the same bit for bit."""
     digest = hashlib.sha256()
     for tensor in model.state_dict().values():
         digest.update(tensor.detach().contiguous().numpy().tobytes())

@@ -1,1 +1,1 @@
-"""Embeddings whose rows lie on the parameter servers."""
+"""Embeddings whose rows are stored on the parameter servers."""

@@ -1,7 +1,7 @@
-"""A worker's cache of rows that were looked up lately, as long as they may be used again.
+"""A worker's cache of recently looked up rows, within their staleness bound.
 
-One slot for each hash, so that every operation is a few passes over arrays: rows that are needed
-often return soon after another one has replaced them.
+There is one slot for each hash, so that every operation is a few passes over arrays. A frequent row
+that another row has replaced is soon cached again.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ NEVER = -(2**62)
 
 @dataclass(frozen=True)
 class CachedRows:
-    """Rows with their origin. One entry for each row."""
+    """Values of rows, and where they come from. Each field has one entry for each row."""
 
     values: Tensor
     births: Ids
@@ -41,8 +41,8 @@ class HotRows:
         self._values = torch.zeros((size, dim), dtype=dtype)
 
     def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids) -> Ids:
-        """The slot of each row that is cached and was looked up at that step and version or later;
-        -1 for the others."""
+        """Return the slot of each row that was looked up at `oldest_step` and `oldest_versions` or
+        later; -1 for other rows."""
         places = self._places(ids)
         is_fresh = (
             (self._ids[places] == ids)
@@ -52,7 +52,7 @@ class HotRows:
         return np.where(is_fresh, places, -1)
 
     def take(self, places: Ids) -> CachedRows:
-        """Copies of the rows in these slots."""
+        """Return copies of the rows in these slots."""
         return CachedRows(
             values=self._values.index_select(0, torch.from_numpy(places)),
             births=self._births[places],
@@ -61,10 +61,10 @@ class HotRows:
         )
 
     def put(self, ids: Ids, held: CachedRows, step: int) -> None:
-        """Keep rows that were looked up at this step. Of two rows with one slot, one is kept."""
+        """Store rows that were looked up at this step. Of two rows with one slot, one is stored."""
         places = self._places(ids)
         self._ids[places] = ids
-        # Of rows with one slot the last write counts; the others must write nothing.
+        # Of several rows with one slot, only the one whose id was written last is stored.
         won = np.flatnonzero(self._ids[places] == ids)
         places = places[won]
         self._steps[places] = step

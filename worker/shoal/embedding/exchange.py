@@ -1,4 +1,4 @@
-"""All the tables of a model and their parameter servers: lookups, prefetches, pushes with steps."""
+"""Lookups, prefetches and pushes between all tables of a model and their parameter servers."""
 
 import threading
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ MAX_PREFETCHES = 4
 
 
 class TableExchange:
-    """Exchange of rows with the servers. The trainer calls all methods but `metrics`."""
+    """Exchange of rows with the servers. All methods but `metrics` are for the trainer's thread."""
 
     def __init__(self, model: nn.Module, codec: RowCodec | None = None) -> None:
         """`codec`: encodes gradients of rows. Raises InvalidSpec for tables whose names
@@ -42,7 +42,7 @@ class TableExchange:
             for name, table in self._tables.items()
         }
         self._client: TableClient | None = None
-        # Prefetches look rows up on a thread of their own, with the only client.
+        # Prefetches use the same client, from threads of the pool.
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._ahead: list[Future[None]] = []
@@ -61,7 +61,7 @@ class TableExchange:
         return {"tables": " | ".join(" ".join(str(spec).split()) for spec in self.specs)}
 
     def attach(self, context: Context, acknowledgement: Acknowledgement.ValueType) -> None:
-        """Connect the tables; pushes wait from now on for this acknowledgement."""
+        """Connect the tables. From now on pushes wait for this acknowledgement."""
         if not self._tables:
             return
         self._client = TableClient(
@@ -75,7 +75,7 @@ class TableExchange:
             table.connect(self)
 
     def enter(self) -> None:
-        """Wait until every shard is there. Called once the tables are placed."""
+        """Wait until every shard answers. Called once the tables are placed."""
         if not self._tables:
             return
         with self._lock:
@@ -86,7 +86,7 @@ class TableExchange:
             )
 
     def wait_for_lost(self, wait_s: float) -> None:
-        """Let lookups and pushes wait so long for lost shards to come back."""
+        """Make lookups and pushes wait up to `wait_s` for lost shards to return."""
         if self._client is not None:
             self._client.wait_for_lost(wait_s)
 
@@ -96,7 +96,7 @@ class TableExchange:
                 rows.begin_step()
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, as a leaf of the graph, and the row index of each id."""
+        """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index."""
         routed, places = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
@@ -104,7 +104,7 @@ class TableExchange:
         return values, torch.from_numpy(places)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
-        """Begin to look rows up; an error is raised again when they are needed."""
+        """Begin to look rows up. Errors are ignored here: the lookup of the step raises them."""
         self._ahead = [lookup for lookup in self._ahead if not lookup.done()]
         if self._pool is None or len(self._ahead) >= MAX_PREFETCHES:
             return
@@ -123,7 +123,8 @@ class TableExchange:
             return rows.finish(lookup, found)
 
     def gather(self) -> dict[Where, Gradients]:
-        """The step's gradients, to be pushed. Raises NonFiniteGradient with table and row."""
+        """Return the step's gradients, to be pushed. Raises NonFiniteGradient with table and
+        row."""
         with self._lock:
             parts: dict[Where, Gradients] = {}
             for name, table in self._tables.items():
@@ -131,14 +132,14 @@ class TableExchange:
             return parts
 
     def shard_ids(self, parts: Mapping[Where, Gradients]) -> list[int]:
-        """Shards that a push of these parts touches."""
+        """Return the shards that a push of these parts changes."""
         with self._lock:
             return self._connected().shard_ids(parts)
 
     def start_push(
         self, parts: Mapping[Where, Gradients], step: JointStep | None = None
     ) -> "Future[TablePushResult] | None":
-        """Push on a thread of its own, as part of `step`; None if there is nothing to push."""
+        """Begin to push, as part of `step`, on another thread; None if there is nothing to push."""
         if not parts or self._pool is None:
             return None
         return self._pool.submit(self._push, parts, step)
@@ -151,7 +152,7 @@ class TableExchange:
             return result
 
     def metrics(self) -> Mapping[str, float]:
-        """Number of rows pushed so far by fate, for the health report."""
+        """Return the number of rows pushed so far, by fate, for the health report."""
         return {
             f"table_{name}_rows_{fate}": float(count)
             for name, rows in self._rows.items()

@@ -60,7 +60,7 @@ class RowNormal:
 
 @dataclass(frozen=True, kw_only=True)
 class RowSGD:
-    """`torch.optim.SGD`; momentum and weight decay reach the rows of a push only."""
+    """`torch.optim.SGD`; momentum and weight decay are applied to a row only when it is pushed."""
 
     lr: float
     momentum: float = 0.0
@@ -89,7 +89,7 @@ class RowAdagrad:
     initial_accumulator: float = 0.0
     weight_decay: float = 0.0
     rowwise: bool = False
-    """True: one accumulator per row, of the mean of its squares, instead of one per element."""
+    """True: one accumulator per row, of the mean squared gradient, instead of one per element."""
 
     def __post_init__(self) -> None:
         convert_fields(self, numbers=("lr", "eps", "initial_accumulator", "weight_decay"))
@@ -106,7 +106,7 @@ class RowAdagrad:
 
 @dataclass(frozen=True, kw_only=True)
 class RowAdam:
-    """Lazy Adam: rows without gradient keep their averages."""
+    """Lazy Adam: the averages of rows without a gradient do not change."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
@@ -136,9 +136,9 @@ class Admission:
     """Condition on which a pushed id gets a row; gradients of other ids are dropped."""
 
     min_pushes: int = 1
-    """Number of pushes of an id after which it gets its row."""
+    """Number of pushes of an id after which it gets a row."""
     probability: float | None = None
-    """Probability that an id gets its row at each push; not together with `min_pushes`."""
+    """Probability that an id gets a row at each push; not together with `min_pushes`."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_pushes",), numbers=("probability",))
@@ -156,13 +156,13 @@ class Eviction:
     """Conditions on which rows are removed; an id that is pushed again later gets a new row."""
 
     max_idle_s: float = 0.0
-    """Rows that were not pushed for longer are removed; 0: never."""
+    """Time without a push after which a row is removed; 0: never."""
     max_rows: int = 0
-    """Limit of rows in the whole table, kept by each shard for its share; 0: by memory only."""
+    """Limit of rows in the whole table; each shard keeps to its share. 0: memory alone limits."""
     max_shard_bytes: int = 0
     """Limit of one shard's memory; 0: 1 GiB."""
     oldest_when_full: bool = True
-    """True: a full shard removes the rows pushed longest ago; else new ids get no row."""
+    """True: a full shard removes the rows pushed longest ago. False: new ids get no row."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("max_rows", "max_shard_bytes"), numbers=("max_idle_s",))

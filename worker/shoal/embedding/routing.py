@@ -1,4 +1,4 @@
-"""Grouping of ids for sending: each once, those of one virtual shard together, over arrays."""
+"""Grouping of ids for messages: each id once, ordered by virtual shard, computed on arrays."""
 
 from dataclasses import dataclass
 
@@ -18,10 +18,10 @@ class RoutedIds:
 
     ids: Ids
     shards: Ids
-    """Index of the virtual shard of each."""
+    """Index of the virtual shard of each id."""
 
     def spans(self) -> list[tuple[int, int, int]]:
-        """Tuples (shard, start, stop), for each shard that has some of the ids."""
+        """Return (shard, start, stop) for each shard of the ids: its range in `ids`."""
         if not len(self.ids):
             return []
         starts = np.flatnonzero(np.diff(self.shards, prepend=self.shards[0] - 1))
@@ -34,7 +34,7 @@ class RoutedIds:
 
 
 def hash_ids(ids: Ids) -> NDArray[np.uint64]:
-    """The hash `shoal_proto.row_hash.mix64` of each id."""
+    """Compute `shoal_proto.row_hash.mix64` of each id."""
     mixed = ids.view(np.uint64) + np.uint64(GAMMA)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(FIRST_FACTOR)
@@ -45,7 +45,7 @@ def hash_ids(ids: Ids) -> NDArray[np.uint64]:
 
 
 def route(ids: Ids, num_shards: int) -> tuple[RoutedIds, Ids]:
-    """The distinct ids, and the index among them of each given id."""
+    """Return the distinct ids, and for each given id its index among them."""
     distinct, places = np.unique(ids, return_inverse=True)
     hashed = hash_ids(distinct)
     shards = (((hashed >> _HALF) * np.uint64(num_shards)) >> _HALF).view(np.int64)

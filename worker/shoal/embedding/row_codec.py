@@ -1,7 +1,7 @@
-"""Compression of rows' gradients to fewer bytes than their dtype has: 16 or 8 bits a value.
+"""Compression of the gradients of rows to 16 or 8 bits for each value.
 
-Rounding errors are not kept: the next step has other rows. Every row is encoded separately, int8
-with a scale of its own.
+Rounding errors are not kept, as the next step has other rows. Every row is encoded separately; with
+int8 it has its own scale.
 """
 
 import torch
@@ -23,12 +23,12 @@ class RowCodec:
         self._kind = kind
 
     def shrinks(self, dim: int, dtype: torch.dtype) -> bool:
-        """True if rows of so many values become smaller; else they are to be sent uncompressed."""
+        """True if rows of `dim` values become smaller; else they are to be sent uncompressed."""
         num_bytes = SCALE_BYTES + dim if self._kind == "int8" else 2 * dim
         return num_bytes < dim * dtype.itemsize
 
     def encode(self, gradient_rc: Tensor) -> tuple[Tensor, Tensor]:
-        """The bytes of each row, as R x B, and for each row True if the codec can represent
+        """Return the bytes of the rows, as R x B, and for each row if the codec can represent
         it."""
         if self._kind != "int8":
             data = gradient_rc.to(_HALF[self._kind])
@@ -36,12 +36,12 @@ class RowCodec:
         values_rc = gradient_rc.to(torch.float32)
         scales = values_rc.abs().amax(dim=1, keepdim=True) / LARGEST
         divisors = torch.where(scales == 0, 1.0, scales)
-        # A row of tiny numbers, whose scale is rounded, may exceed the range.
+        # In a row of tiny numbers the scale is rounded, so a code may exceed the range.
         codes = (values_rc / divisors).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
         data = torch.cat([scales.view(torch.uint8), codes.view(torch.uint8)], dim=1)
         return data, torch.isfinite(scales).squeeze(1)
 
 
 def row_codec(compression: str) -> RowCodec | None:
-    """The codec for rows under this compression of gradients; None if rows stay uncompressed."""
+    """Return the codec of rows for this compression of gradients; None: rows stay uncompressed."""
     return RowCodec(compression) if compression in ROW_CODECS else None

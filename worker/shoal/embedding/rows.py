@@ -53,17 +53,17 @@ class Lookup:
     table: str
 
     def asked(self) -> dict[Where, bytes]:
-        """The ids to look up, by shard."""
+        """Return the ids to look up, by shard."""
         return {
             (self.table, shard): self.missing.ids[start:stop].tobytes()
             for shard, start, stop in self.missing.spans()
         }
 
     def merged(self, found: CachedRows) -> CachedRows:
-        """The cached and the found rows, in the order of the ids."""
+        """Return the cached and the found rows, in the order of the ids."""
         if self.is_missing.all():
             return found
-        # For each row its index among the cached ones, or after them.
+        # The index of each row in the cached rows followed by the found ones.
         places = np.empty(len(self.routed.ids), np.int64)
         places[~self.is_missing] = np.arange(len(self.kept.births))
         places[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
@@ -76,8 +76,8 @@ class Lookup:
 
 
 class TableRows:
-    """Rows of one table, for one thread at a time. The owner sends lookups and gradients to the
-    servers, and passes the answers back."""
+    """Rows of one table, for use by one thread at a time. The owner sends lookups and gradients to
+    the servers, and passes the answers to this object."""
 
     def __init__(
         self,
@@ -101,11 +101,11 @@ class TableRows:
         """Number of rows pushed so far, by fate."""
 
     def begin_step(self) -> None:
-        """Forget rows that were used and not pushed."""
+        """Begin a step, and discard rows that were used in the last one and not pushed."""
         self._uses.clear()
         self._step += 1
 
-    # Rows in.
+    # Lookups.
 
     def begin(self, routed: RoutedIds) -> "Lookup":
         """Take cached rows, and find out which are missing."""
@@ -115,14 +115,14 @@ class TableRows:
         return Lookup(
             routed=routed,
             is_missing=is_missing,
-            # Copied now: rows that are looked up next may replace them.
+            # Copied now, as rows that are looked up next may replace them in the cache.
             kept=self._cache.take(places[~is_missing]),
             missing=routed.only(is_missing),
             table=self.spec.name,
         )
 
     def finish(self, lookup: "Lookup", found: Mapping[Where, Rows]) -> CachedRows:
-        """All rows of the lookup, including those that were found."""
+        """Cache the rows that the servers returned, and return all rows of the lookup."""
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
@@ -134,17 +134,17 @@ class TableRows:
         return lookup.merged(held)
 
     def use(self, routed: RoutedIds, held: CachedRows, device: torch.device) -> Tensor:
-        """The rows as a leaf of the graph, to be pushed once it has a gradient."""
+        """Return the rows as a leaf of the graph, whose gradient is to be pushed."""
         values = held.values.to(device)
         if torch.is_grad_enabled():
             values.requires_grad_()
             self._uses.append(RowUse(routed, held, values))
         return values
 
-    # Gradients out.
+    # Pushes.
 
     def gradients(self, lr: float) -> dict[Where, Gradients]:
-        """Gradients of all uses since the step began, by shard; each row once.
+        """Return the gradients of all uses since the step began, by shard, each row once.
 
         Raises NonFiniteGradient, with the row's id.
         """
@@ -171,7 +171,7 @@ class TableRows:
         return parts
 
     def _encoded(self, routed: RoutedIds, total: Tensor) -> NDArray[np.uint8]:
-        """The bytes of each row's gradient for sending."""
+        """Return the bytes to send for each row's gradient."""
         if self._codec is None:
             return total.view(torch.uint8).numpy()
         data, is_held = self._codec.encode(total)
@@ -186,7 +186,7 @@ class TableRows:
             if table != self.spec.name:
                 continue
             if where in result.stale:
-                # They were for a shard that was lost and began anew, as its rows did.
+                # The gradients were for a shard that was lost and started over, with its rows.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
             self._heard[shard] = max(self._heard[shard], result.versions[where])
@@ -218,7 +218,8 @@ def _held(rows: Sequence[Rows], counts: Sequence[int], dim: int, dtype: torch.dt
 
 
 def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, Ids, Tensor]:
-    """Each row once: ids, births, (version, epoch) that they are based on, and gradients."""
+    """Sum the gradients of each row. Returns ids, births, the oldest (version, epoch) that the
+    gradients are based on, and the sums."""
     gradients = [use.values.grad.cpu() for use in uses if use.values.grad is not None]
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
@@ -229,7 +230,8 @@ def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, 
     np.maximum.at(newest, places, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
     np.minimum.at(oldest, places, np.concatenate(bases))
-    # A gradient on an earlier life of the row does not count; one on its initial values does.
+    # Drop gradients for a row that was since evicted and created again. Gradients for initial
+    # values count.
     mine = torch.from_numpy((births == 0) | (births == newest[places]))
     stacked = torch.cat(gradients) * mine[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(

@@ -29,7 +29,7 @@ class Source(Protocol):
     """A source of rows: the exchange with the servers."""
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The rows of the distinct ids, as a leaf of the graph, and the row index of each id."""
+        """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index."""
         ...
 
     def prefetch(self, table: str, ids: Tensor) -> None: ...
@@ -38,8 +38,8 @@ class Source(Protocol):
 class EmbeddingTable(nn.Module):
     """`nn.Embedding` over ids of 64 bits, without a limit on their number.
 
-    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`: that optimizer
-    is for the model's parameters, of which a table has none. Tables have their own.
+    Train it with `session.distribute(model, optimizer, strategy="async-sgd")`. That optimizer is
+    for the model's parameters. A table has no parameters; its own optimizer is an option of it.
     """
 
     def __init__(
@@ -59,12 +59,13 @@ class EmbeddingTable(nn.Module):
         cache_rows: int = 65536,
         num_shards: int = DEFAULT_NUM_SHARDS,
     ) -> None:
-        """`num_embeddings`: larger ids are refused; None: any id. `padding_idx`: an id whose
-        row is zeros and is not trained. `name`: in the job; empty: the module's name in the model.
+        """`num_embeddings`: ids from this number on are refused; None: any id is accepted.
+        `padding_idx`: an id whose row is zeros and is not trained. `name`: the table's name in the
+        job; empty: the module's path in the model.
 
-        `staleness_bound`: a row that was looked up may be used again for so many steps of this
-        worker, and while it lacks at most so many updates of its shard that this worker knows
-        of; up to `cache_rows` rows are kept for it. `lr`, an attribute, goes with every push.
+        `staleness_bound`: a cached row may be used for this number of steps of this worker, and
+        while its shard is known to have at most this number of later updates. `cache_rows`: rows
+        that the cache holds. The attribute `lr` is sent with every push.
         """
         super().__init__()
         self.embedding_dim = _count("embedding_dim", embedding_dim)
@@ -92,12 +93,12 @@ class EmbeddingTable(nn.Module):
             max_shard_bytes=bounds.max_shard_bytes,
         )
         self._source: Source | None = None
-        # Holds the module's device, to which its rows go.
+        # Follows the module's device, to which rows are moved.
         self.register_buffer("_device", torch.empty(0), persistent=False)
         _check(self)
 
     def spec(self) -> TableSpec:
-        """The table's description for the servers."""
+        """Return the table's description for the servers."""
         spec = TableSpec()
         spec.CopyFrom(self._spec)
         spec.name = self.name
@@ -108,20 +109,20 @@ class EmbeddingTable(nn.Module):
         self._source = source
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Rows, of shape (*ids.shape, embedding_dim)."""
+        """Return the rows of the ids, in shape (*ids.shape, embedding_dim)."""
         rows, places, padding = self._look_up(ids)
         return functional.embedding(places, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
         """Begin to look rows up that a coming step will need; returns at once.
 
-        They count as looked up now: with a `staleness_bound` of 0 they are looked up again if
-        the next step finds that their shards have newer versions.
+        The rows have the age of this call: with a `staleness_bound` of 0, a later step looks them
+        up again.
         """
         self._connected().prefetch(self.name, self._checked(ids))
 
     def _look_up(self, ids: Tensor) -> tuple[Tensor, Tensor, int | None]:
-        """Rows, the index among them for each id, and the index of the padding row."""
+        """Return rows, for each id its index among them, and the index of the padding row."""
         wanted = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
@@ -135,7 +136,7 @@ class EmbeddingTable(nn.Module):
         return torch.cat([rows, zeros]), places.view(ids.shape).to(ids.device), rows.shape[0]
 
     def _checked(self, ids: Tensor) -> Tensor:
-        """The ids on the host."""
+        """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
         if ids.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"ids of table {self.name} are {ids.dtype}; expected int64 or int32")
         wanted = ids.detach().to(device="cpu", dtype=torch.int64)
@@ -163,7 +164,7 @@ class EmbeddingTable(nn.Module):
 
 
 class EmbeddingBagTable(EmbeddingTable):
-    """`nn.EmbeddingBag` over a table; takes the options of `EmbeddingTable`, and a mode."""
+    """`nn.EmbeddingBag` over a table, with the options of `EmbeddingTable` and a mode."""
 
     def __init__(self, embedding_dim: int, *, mode: str = "mean", **options: object) -> None:
         """`mode`: "sum", "mean" or "max" over the rows of a bag."""
@@ -178,7 +179,8 @@ class EmbeddingBagTable(EmbeddingTable):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
     ) -> Tensor:
-        """One row for each bag: the rows of a two-dimensional `ids`, or as `offsets` cut it."""
+        """Return one row for each bag: a row of a two-dimensional `ids`, or a range that `offsets`
+        begins."""
         rows, places, padding = self._look_up(ids)
         return functional.embedding_bag(
             places,
@@ -191,7 +193,7 @@ class EmbeddingBagTable(EmbeddingTable):
 
 
 def tables_of(model: nn.Module) -> dict[str, EmbeddingTable]:
-    """The tables of a model by name; those without a name get their module's path.
+    """Return the tables of a model by name. A table without a name gets its module's path.
 
     Raises InvalidSpec for two different tables of one name.
     """

@@ -11,9 +11,9 @@
                 schedule.step()
                 optimizer.zero_grad()
 
-The loop is accelerate's own. The batch of the script's DataLoader, times
-`gradient_accumulation_steps`, is the global one: members take their shares of it. If a member is
-lost, the code within `accumulate` runs again, with the samples of the step.
+The loop is accelerate's own. The global batch is the batch size of the script's DataLoader times
+`gradient_accumulation_steps`, and each member takes its share. If a member is lost, the code within
+`accumulate` runs again on the samples of that step.
 """
 
 from collections.abc import Iterator
@@ -40,8 +40,8 @@ class SessionAccelerator(Accelerator):
     """An Accelerator for one member; see the module.
 
     `prepare` takes the model, the optimizer, the DataLoader to train on and any schedulers in one
-    call. Refused with InvalidSpec: float16, a pass outside of `accumulate`, `save_state` and
-    `load_state`, and what gathers values over processes, of which each member is the only one.
+    call. Raises InvalidSpec for float16, a backward pass outside of `accumulate`, `save_state`,
+    `load_state`, and calls that gather values: for accelerate, each member is the only process.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SessionAccelerator(Accelerator):
         seed: int | None = None,
         **options: Any,
     ) -> None:
-        """The rest is what `accelerate.Accelerator` takes."""
+        """Pass `arguments` and `options` on to `accelerate.Accelerator`."""
         super().__init__(*arguments, **options)
         if self.mixed_precision == "fp16" or self.num_processes != 1:
             raise InvalidSpec(
@@ -110,8 +110,8 @@ class SessionAccelerator(Accelerator):
         self._session.backward(loss, **options)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """The norm of the whole model's gradients, scaled to `max_norm`; None but in the last part
-        of a step."""
+        """Clip the whole model's gradients to `max_norm` and return their norm. In all but the last
+        part of a step, do nothing and return None."""
         if norm_type != 2:
             raise _refused("clip_grad_norm_", f"norm_type={norm_type}", "norm_type=2")
         return self._session.clip_grad_norm(max_norm) if self.sync_gradients else None
@@ -126,7 +126,7 @@ class SessionAccelerator(Accelerator):
         return self._session.is_first
 
     def end_training(self) -> None:
-        """Trackers are finished. The group of the members is left to the session."""
+        """Finish the trackers. The session ends the members' process group."""
         for tracker in self.trackers:
             tracker.finish()
 
@@ -158,7 +158,7 @@ class SessionAccelerator(Accelerator):
 
 
 class AcceleratedSteps(AbstractContextManager[None]):
-    """Steps of the loop: a step opens with the first part of a batch and ends after the last."""
+    """Steps of the loop: each begins with the first part of a batch and ends after the last."""
 
     def __init__(self, accelerator: Accelerator, session: Session, num_parts: int) -> None:
         self._accelerator, self.session, self.num_parts = accelerator, session, num_parts
@@ -179,7 +179,7 @@ class AcceleratedSteps(AbstractContextManager[None]):
         self._num_given = 0
 
     def next_part(self) -> Batch | None:
-        """The next part of the step that is open; None if none is."""
+        """Return the next part of the open step; None if no step is open."""
         if self._step is None:
             return None
         part = next(self._parts, None)
@@ -233,8 +233,8 @@ class AcceleratedSteps(AbstractContextManager[None]):
 
 
 class PreparedLoader:
-    """The DataLoader's batches, cut for the members. An iteration goes to the end of the epoch that
-    the job was in when it began."""
+    """This member's shares of the DataLoader's batches. An iteration ends with the epoch of its
+    first batch."""
 
     def __init__(
         self, steps: AcceleratedSteps, loader: DataLoader[Any], epochs: int, seed: int | None
@@ -248,7 +248,7 @@ class PreparedLoader:
         self._collate = loader.collate_fn
 
     def __len__(self) -> int:
-        """Batches of an epoch, each part of a step for itself."""
+        """Number of batches in an epoch; each part of a step counts as one."""
         num_samples = len(self._loader.dataset)  # type: ignore[arg-type]
         whole, rest = divmod(num_samples, self._size)
         return (whole + int(bool(rest) and not self._loader.drop_last)) * self._steps.num_parts
@@ -261,8 +261,8 @@ class PreparedLoader:
                 batch, self._ahead = self._ahead or self._next(), None
                 if batch is None:
                     return
-                # A job that goes back, to an earlier epoch perhaps, does so within the iteration:
-                # the script's loop has as many as there are epochs.
+                # A rollback, even to an earlier epoch, does not end the iteration: the script's
+                # loop has only one iteration per epoch.
                 if epoch is not None and batch.epoch > epoch:
                     self._ahead = batch
                     return
@@ -290,7 +290,7 @@ class PreparedLoader:
 
 
 class PreparedOptimizer:
-    """The session steps it and zeroes its gradients; all else is the optimizer's."""
+    """Optimizer whose `step` and `zero_grad` are left to the session."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -301,7 +301,7 @@ class PreparedOptimizer:
             raise _refused("optimizer.step", "a closure", "accelerator.backward before it")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Done by the session at the beginning of the step."""
+        """Do nothing: the session zeroes gradients when a step begins."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)

@@ -13,7 +13,7 @@ from shoal.session.session import Session
 
 
 def agreed(session: Session, metric: Any) -> Tensor:
-    """The mean over members; of what is the same on all of them, that."""
+    """Return the mean of a metric over members, or its exact value if all have the same."""
     value = float(metric)
     ends = session.all_reduce({"high": value, "low": -value}, "max")
     if float(ends["high"]) != -float(ends["low"]):
@@ -22,8 +22,8 @@ def agreed(session: Session, metric: Any) -> Tensor:
 
 
 class AgreedStopping:
-    """Lets the callback judge a value that all members have in common, so that they stop after the
-    same step. What it has counted is state of the job: a member that joins goes on with it."""
+    """Gives the callback the same value on all members, so that all stop after the same step. Its
+    counters are registered state: a member that joins continues from them."""
 
     def __init__(self, callback: EarlyStopping, session: Session) -> None:
         self._callback: Any = callback
@@ -49,9 +49,9 @@ class AgreedStopping:
 
 
 class AgreedCheckpoints:
-    """Makes members agree on the callback's choices, as any member may have rank 0 and write next.
-    The choices are state of the job: a member that joins knows which checkpoint is the best. Paths
-    are relative to the callback's folder, which may differ between members."""
+    """Makes the callback choose the same checkpoints on all members: any of them may have rank 0
+    next, and write. The choices are registered state, so a member that joins knows the best
+    checkpoint. Paths in it are relative to the callback's folder, which may differ by member."""
 
     def __init__(self, callback: ModelCheckpoint, session: Session) -> None:
         self._callback: Any = callback
@@ -68,11 +68,11 @@ class AgreedCheckpoints:
         self._save_best(trainer, metrics)
 
     def exists(self, path: Any, trainer: Any) -> bool:
-        """Return the finding of the member of rank 0: other members may look after it has
-        written."""
+        """True if rank 0 found the file. Its finding counts for all members, as another member may
+        look after rank 0 has already written the file."""
         found = self._exists(path, trainer)
         if sys.exception() is not None:
-            return found  # a checkpoint of a member that ends
+            return found  # Lightning saves because this member fails: no collectives
         return bool(self._session.all_reduce(float(found and self._session.is_first), "max"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,8 +93,8 @@ class AgreedCheckpoints:
         callback.best_model_path = self._own(state_dict["best"])
         callback.kth_best_model_path = self._own(state_dict["worst"])
         callback.last_model_path = self._own(state_dict["last"])
-        # Without it, a new member would write a last one at the end, and ask the others for its
-        # name.
+        # Without this path a new member would write a last checkpoint at the end, and ask the
+        # others for its name.
         callback._last_checkpoint_saved = self._own(state_dict["newest"])
         callback.best_model_score = scores.get(callback.best_model_path)
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)

@@ -1,4 +1,4 @@
-"""A job's batches for a trainer that has a loop of its own, as those of Keras and Lightning do."""
+"""A job's batches for trainers that have their own loop: Keras and Lightning."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Unpack
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 class JobBatches:
-    """This member's part of each step of the job, one after the other.
+    """This member's part of each step of the job, in order.
 
-    The arguments are those of `Session.batches`, which is not called before the first batch is
-    taken: a model may be distributed until then.
+    The arguments are those of `Session.batches`, which is called only when the first batch is
+    taken: the model may be distributed until then.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
 """Keras 3 on the torch backend.
 
-Three ways. `distribute` keeps `model.fit` and Keras's own optimizers, over a fixed set of ranks as
-torchrun starts them. `KerasModule` makes a plain torch module of a Keras model, which trains with a
-torch optimizer in a loop of your own: in a session, elastic, and under `shoal.distribute`.
-`shoal.integrations.keras_session` is built on it: `fit` in a session.
+There are three ways to train. `distribute` keeps `model.fit` and Keras's own optimizers, on a fixed
+set of ranks that torchrun starts. `KerasModule` wraps a Keras model as a torch module, to be
+trained with a torch optimizer in your own loop: elastic in a session, or under `shoal.distribute`.
+`shoal.integrations.keras_session` uses `KerasModule` to run `fit` in a session.
 """
 
 import copy
@@ -32,12 +32,13 @@ from shoal_proto.errors import InvalidSpec, UnknownStrategy
 class KerasModule(nn.Module):
     """A built Keras model as a torch module, with the model's own weights as its parameters.
 
-    Trainable weights are parameters and all else (moving averages, seeds) buffers, named by their
-    Keras paths with "." for "/". Copies share the model's layers but not its weights, which go in
-    with each call. Any strategy takes it; under "tensor" its Dense and Embedding layers are split.
-    Losses that Keras layers add on their own are not part of what it returns.
+    Trainable weights are parameters, all others (moving averages, seeds) buffers. Their names are
+    the Keras paths with "." for "/". Copies of the module share the Keras layers and have weights
+    of their own, which each call passes in. Every strategy accepts the module; "tensor" splits its
+    Dense and Embedding layers. The output does not include losses that Keras layers add.
 
-    The Keras model itself keeps the weights it had: `give_back` writes what was trained into it.
+    Under strategies that train copies, the Keras model keeps its old weights until `give_back`
+    writes the trained ones into it.
     """
 
     keras_model: Any
@@ -113,7 +114,7 @@ class KerasModule(nn.Module):
 
     @torch.no_grad()
     def give_back(self, state: Mapping[str, Tensor]) -> None:
-        """Write a whole state_dict of this module, as trained, into the Keras model's weights."""
+        """Write `state`, a whole state_dict of this module, into the Keras model's weights."""
         _splits_of(self.keras_model).undo()
         for variable in self.keras_model.variables:
             given = state.get(variable.path.replace("/", "."))
@@ -137,14 +138,15 @@ def distribute(model: Any, strategy: Any = "zero2", *, backend: str | None = Non
     """Make a compiled Keras model train over all ranks that torchrun or mpiexec started.
 
     `fit`, `train_on_batch` and loops that end in `model.optimizer.apply(...)` work as before. Every
-    rank calls it with the same model before the first step; the weights are those of rank 0.
+    rank calls it with the same model before the first step, and gets the weights of rank 0.
 
-    "zero2": ranks take shares of each batch (`GlobalBatches`); gradients are reduce-scattered, each
-    rank's optimizer updates and keeps state for its part of every weight, and the weights are
-    gathered. "tensor": Dense and Embedding layers are split; all ranks take the same samples.
+    "zero2": each rank takes a share of each batch (`GlobalBatches`). Gradients are
+    reduce-scattered, each rank's optimizer updates its part of every weight and keeps the state for
+    it, and the weights are gathered.
+    "tensor": Dense and Embedding layers are split; all ranks take the same samples.
 
     Raises UnknownStrategy, InvalidSpec for a model that is not compiled and built on torch, and
-    UnsupportedOptimizer for one that is not elementwise.
+    UnsupportedOptimizer for an optimizer that is not elementwise.
     """
     _check_backend()
     refuse_unbuilt(model)
@@ -181,8 +183,8 @@ def whole_weights(model: Any) -> Mapping[str, Tensor]:
 class GlobalBatches(DataLoader[Any]):
     """This rank's share of each batch, for `fit` under "zero2".
 
-    The order is a function of the seed and the epoch alone, so the batches are those of one
-    process. Raises InvalidSpec if a batch has fewer samples than there are ranks.
+    The order depends on the seed and the epoch alone, so the global batches are those of a run in
+    one process. Raises InvalidSpec if a batch has fewer samples than there are ranks.
     """
 
     def __init__(
@@ -220,12 +222,12 @@ class _Shares(Sampler[list[int]]):
             stop = min(self._num_samples, start + self._batch_size)
             own = share(start, stop, dist.get_rank(), dist.get_world_size())
             yield order[slice(*own)].tolist()
-        # Not at the beginning: Keras also looks at one batch before it trains.
+        # At the end, as Keras also reads one batch before it trains: that is no epoch.
         self._epoch += 1
 
 
 def _count_samples(model: Any) -> None:
-    """Let each step's gradients count by the rank's samples, and keep what layers track in step."""
+    """Weight each rank's gradients by its samples, and average over ranks what layers track."""
     plain_step = model.train_step
 
     def train_step(self: Any, data: Any) -> Any:
@@ -242,7 +244,7 @@ def _count_samples(model: Any) -> None:
 
 
 def _splits_of(model: Any) -> LayerSplits:
-    """The model's own: its layers are shared by all modules that are made of it."""
+    """Return the model's one LayerSplits: all modules made of the model share its layers."""
     splits: LayerSplits = model.__dict__.setdefault("shoal_splits", LayerSplits(model))
     return splits
 

@@ -1,4 +1,4 @@
-"""Keras as `shoal.model.frameworks` asks for it."""
+"""The FrameworkAdapter of `shoal.model.frameworks` for Keras."""
 
 from typing import Any
 

@@ -6,9 +6,9 @@
         batches = SessionBatches(model, (x, y), global_batch_size=96, epochs=20)
         model.fit(batches, epochs=batches.epochs)
 
-Each member runs `fit` on its own; what it shows and logs is of the member's own samples. A step
-that fails with a lost member, and steps rolled back after it, are trained again within Keras's
-present batch: Keras counts each step of the job once.
+Each member runs `fit`, and its logs cover its own samples. If a member is lost, the failed step and
+any rolled-back steps are trained again within Keras's current batch, so Keras counts each step of
+the job once.
 """
 
 import types
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from shoal.session.session import Session
 
 IN_PLACE = frozenset({"ddp", "local-sgd", "diloco"})
-"""Strategies that train the weights which the Keras model itself shows."""
+"""Strategies that train the Keras model's own weights, and no copies."""
 _MARK = "shoal_fitting"
 
 
 class SessionBatches(DataLoader[Any]):
-    """Batches for `fit` in a session: this member's part of each one, up to the job's last.
+    """Batches for `fit` in a session: this member's part of each step, up to the job's last.
 
-    `model` is the one that the session distributed, the other arguments are those of
-    `session.batches`. `fit` gets `epochs=batches.epochs`; a member that joins later ends sooner.
+    `model` was distributed by the session; the other arguments are those of `session.batches`.
+    Pass `epochs=batches.epochs` to `fit`. On a member that joined late, `fit` runs fewer epochs.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class SessionBatches(DataLoader[Any]):
         return self._present
 
     def attempt(self) -> None:
-        """The batch that was taken last is being trained on."""
+        """Mark the batch that was taken last as being trained on: it is not repeated."""
         self._present = None
 
     @property
@@ -110,13 +110,13 @@ class FittedModule(KerasModule):
     """A Keras model whose forward pass includes the loss it was compiled with."""
 
     def forward(self, *data: Any, **named: Any) -> Any:
-        """(loss, outputs) of inputs, targets and sample weights."""
+        """Return (loss, outputs) for inputs, targets and sample weights."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         model = self.keras_model
         trained, kept = model.trainable_variables, model.non_trainable_variables
         values = [*self._values(trained), *(value.clone() for value in self._values(kept))]
         mapping = zip([*trained, *kept], values, strict=True)
-        # Losses of regularisers are then those of the weights that are trained.
+        # Regularisers then compute their losses from the weights that are trained.
         with keras.StatelessScope(state_mapping=mapping, collect_losses=True) as scope:
             options = {"training": self.training} if model._call_has_training_arg else {}
             outputs = model(x, **options)
@@ -145,11 +145,11 @@ class Fitting:
         self._forgotten = False
 
     def train_step(self, data: Any) -> Any:
-        """Train one step of the job, in as many attempts as it takes, and steps rolled back with
-        it. Returns Keras's logs."""
+        """Train the job's next step, repeating failed attempts and steps that were rolled back.
+        Returns Keras's logs."""
         batches = self._present_batches()
         if not self._shared and not self._forgotten:
-            # From here on the members hold them, in a running generation.
+            # A generation is running: from here on its members hold the weights.
             self._forgotten = True
             self._module.forget_weights()
         target = self.session.step_number + 1
@@ -178,7 +178,7 @@ class Fitting:
             return model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
 
     def _end(self) -> None:
-        """End on all members: give the trained weights back to the model."""
+        """Stop `fit`, and write the trained weights into the Keras model. All members call it."""
         self._model.stop_training = True
         self._module.give_back(self.session.state_dict())
 
@@ -196,7 +196,7 @@ class Fitting:
         return self.session.strategy.name in IN_PLACE
 
     def check_shown(self) -> None:
-        """Raise InvalidSpec unless the Keras model shows the weights as they are trained."""
+        """Raise InvalidSpec unless the Keras model has the trained weights."""
         ended = self.batches is not None and self.batches.ended
         if not ended and not self._shared:
             raise InvalidSpec(
@@ -225,7 +225,7 @@ def distribute(session: "Session", model: Any, strategy: str | Strategy, **optio
     for name, body in (("train_step", _train_step), ("test_step", _test_step)):
         model.__dict__[f"shoal_plain_{name}"] = getattr(model, name)
         model.__dict__[name] = types.MethodType(body, model)
-    # Made of the step that the model had.
+    # Keras builds these again, from the new steps.
     model.train_function = model.test_function = None
     return model
 

@@ -1,8 +1,8 @@
-"""A Keras optimizer of which each rank does its part: ZeRO-2 for `fit`.
+"""ZeRO-2 for `fit`: each rank's Keras optimizer updates its part of every weight.
 
 Each weight is flattened and cut into as many parts as there are ranks. Gradients are
-reduce-scattered, so a rank gets the global batch's gradient of its parts; the user's own optimizer
-updates those and keeps state for no others; the new weights are gathered.
+reduce-scattered, so a rank gets the global batch's gradient of its parts. The user's own optimizer
+updates these parts and keeps state for them alone. The new weights are gathered.
 (S. Rajbhandari et al., ZeRO, arXiv:1910.02054, section 5.)
 """
 
@@ -30,10 +30,11 @@ _ELEMENTWISE = (
 
 
 class _Sharded:
-    """Goes before an optimizer's own class; outside it is an optimizer of whole weights."""
+    """Mixin before a Keras optimizer's class: callers pass whole weights, of which the optimizer
+    updates this rank's parts."""
 
     num_samples = 0
-    """Samples of this rank in the next step; 0: as many as every other rank has."""
+    """Samples of this rank in the next step; 0 if all ranks have equally many."""
 
     def build(self: Any, variables: Any) -> None:
         ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -43,7 +44,7 @@ class _Sharded:
             part = keras.Variable(own, dtype=variable.dtype, name=variable.name)
             part._path = variable.path
             parts.append(part)
-        # Past Keras's own setattr, which takes every variable that it sees for the optimizer's.
+        # Bypasses Keras's __setattr__, which would track these variables as optimizer state.
         self.__dict__["shoal_wholes"] = wholes
         self.__dict__["shoal_parts"] = {
             id(whole): part for whole, part in zip(wholes, parts, strict=True)
@@ -55,7 +56,7 @@ class _Sharded:
 
     @torch.no_grad()
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        """Take one step. `grads` are this rank's; all ranks call it with the same variables."""
+        """Take one step. Collective: all ranks pass the same variables and their own gradients."""
         wholes = list(trainable_variables or self.shoal_wholes)
         if not self.built:
             self.build(wholes)
@@ -67,7 +68,7 @@ class _Sharded:
         own = packed.new_empty(packed.shape[1])
         reduce_scatter_single(own, packed.flatten())
         for (whole, _), part in zip(pairs, parts, strict=True):
-            # The user may have set the weights since.
+            # The script may have set the weights since the last step.
             part.value.copy_(_rows(whole.value, ranks)[rank])
         super().apply(torch.split(own, [part.value.numel() for part in parts]), parts)  # type: ignore[misc]
         updated = torch.empty_like(packed)
@@ -82,14 +83,14 @@ class _Sharded:
                 whole.assign(whole.constraint(whole))
 
     def _shoal_weight(self: Any, device: torch.device) -> Tensor:
-        """Share of this rank in the global batch."""
+        """Return this rank's share of the global batch's samples, from 0 to 1."""
         counts = torch.tensor(float(self.num_samples or 1), device=device)
         total = counts.clone()
         dist.all_reduce(total)
         return counts / total
 
     def _clip_gradients(self: Any, grads: Any) -> Any:
-        """Clip as Keras does, by norms over all ranks' parts."""
+        """Clip as Keras does, with norms over the parts of all ranks."""
         bound = self.clipnorm or self.global_clipnorm
         if not bound:
             return super()._clip_gradients(grads)  # type: ignore[misc]
@@ -112,12 +113,12 @@ def shard_optimizer(optimizer: Any) -> None:
     """
     check_elementwise(optimizer)
     own = type(optimizer)
-    # Under its own name, so that a saved model is loaded with the plain optimizer.
+    # The subclass keeps the name, so that a saved model loads with the plain optimizer.
     optimizer.__class__ = type(own.__name__, (_Sharded, own), {"__module__": own.__module__})
 
 
 def check_elementwise(optimizer: Any) -> None:
-    """Raise UnsupportedOptimizer for one that would go wrong on parts of weights."""
+    """Raise UnsupportedOptimizer for an optimizer that computes wrongly on parts of weights."""
     if not isinstance(optimizer, _ELEMENTWISE) or optimizer.use_ema:
         average = " with use_ema" if optimizer.use_ema else ""
         raise UnsupportedOptimizer(
@@ -128,7 +129,7 @@ def check_elementwise(optimizer: Any) -> None:
 
 
 def _rows(value: Tensor, ranks: int) -> Tensor:
-    """The elements in as many equal rows as there are ranks, zeros at the end."""
+    """Return the elements as one row for each rank, of equal width, with zeros at the end."""
     width = -(-value.numel() // ranks)
     padded = value.new_zeros(ranks * width)
     padded[: value.numel()] = value.reshape(-1)

@@ -1,9 +1,9 @@
-"""A Keras optimizer as a torch optimizer: its rules, on whatever parts a member holds.
+"""A Keras optimizer as a torch optimizer: its rules, applied to the parts that a member holds.
 
-A strategy gives a torch optimizer new parameters in each generation, which may be parts, and passes
-its state from member to member by the parameters' names. So the state is kept here in torch's form.
-A Keras optimizer is made anew over the parameters of each generation, and its variables use that
-memory.
+In each generation, a strategy gives a torch optimizer new parameters, which may be parts of whole
+ones, and moves its state between members by parameter name. So the state is kept in torch's form.
+For each generation, a Keras optimizer is built whose variables share memory with the parameters and
+that state.
 """
 
 import json
@@ -25,10 +25,11 @@ _SHARED = "shared_"
 
 
 class KerasSteps(Optimizer):
-    """Steps parameters as the Keras optimizer would, which keeps its learning rate and counter.
+    """Torch optimizer that steps as the given Keras optimizer would. The learning rate and the step
+    counter stay visible on the Keras optimizer.
 
-    Raises UnsupportedOptimizer for one that needs more than an element, its gradient and its state,
-    but for `global_clipnorm`, which is left to the session: see `max_norm`.
+    Raises UnsupportedOptimizer for an optimizer that is not elementwise. `global_clipnorm` is
+    accepted: the session clips by it, see `max_norm`.
     """
 
     elementwise = True
@@ -43,7 +44,7 @@ class KerasSteps(Optimizer):
         config = optimizer.get_config()
         self._config = {**config, "global_clipnorm": None}
         self._rate = _rate_of(optimizer)
-        # Each in a group of its own, by which it is known; members compare a group's settings.
+        # A group for each parameter identifies it. Members compare the settings of groups.
         rate = {} if self._rate is None else {"lr": self._rate}
         groups: list[dict[str, Any]] = [{"params": [p], **rate} for _, p in parameters]
         groups[0]["keras"] = json.dumps({**config, "name": ""}, sort_keys=True, default=str)
@@ -51,7 +52,7 @@ class KerasSteps(Optimizer):
         self._bound: list[Tensor] = []
         self._twin: Any = None
         self._parts: dict[nn.Parameter, Any] = {}
-        # Otherwise `fit` makes it state of its own, for whole weights.
+        # Otherwise `fit` would build the optimizer, with state for whole weights.
         optimizer.built = True
 
     @overload
@@ -78,7 +79,8 @@ class KerasSteps(Optimizer):
         return None
 
     def _agree_on_rate(self) -> None:
-        """The rate is the group's, which members hand on, unless the script has set another."""
+        """Use the learning rate of the parameter groups, which members pass on, unless the script
+        has set another on the Keras optimizer."""
         if self._rate is None:
             return
         now = _rate_of(self._own)
@@ -89,8 +91,8 @@ class KerasSteps(Optimizer):
         self._rate = _rate_of(self._own)
 
     def _bind(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Make the Keras optimizer of these parameters and of the state that there is of them."""
-        # In each generation there are others; a member that takes another's state has new ones.
+        """Build the Keras optimizer over these parameters and their state, if any has changed."""
+        # The tensors are new in each generation, and after this member has received state.
         memory = self._memory(held)
         if len(memory) == len(self._bound) and all(map(operator.is_, memory, self._bound)):
             self._take_shared(held)
@@ -114,7 +116,7 @@ class KerasSteps(Optimizer):
         self._bound = self._memory(held)
 
     def _memory(self, held: Iterable[nn.Parameter]) -> list[Tensor]:
-        """Parameters, and the tensors of their state."""
+        """Return the parameters, and the tensors of their state."""
         return [
             each
             for parameter in held
@@ -123,7 +125,7 @@ class KerasSteps(Optimizer):
         ]
 
     def _give_memory(self, parameter: nn.Parameter, name: str, slot: Any) -> None:
-        """Let a variable of the Keras optimizer lie in the state, or the state in the variable."""
+        """Make a variable of the Keras optimizer and the parameter's state share memory."""
         state = self.state[parameter]
         if name in state:
             slot._value = nn.Parameter(local_part(state[name]), requires_grad=False)
@@ -131,8 +133,7 @@ class KerasSteps(Optimizer):
             state[name] = placed_like(parameter, slot.value.detach())
 
     def _take_shared(self, held: Mapping[nn.Parameter, Any]) -> None:
-        """Load state that the optimizer shares between all parameters; it is stored with each of
-        them."""
+        """Load the state that all parameters share; a copy is stored with each parameter."""
         stepped = [self.state[p] for p in held if _STEPS in self.state.get(p, {})]
         state: Mapping[str, Any] = stepped[0] if stepped else {}
         self._twin._iterations.assign(state.get(_STEPS, 0))
@@ -156,7 +157,7 @@ class KerasSteps(Optimizer):
 
 
 class _Bindable:
-    """Mixin before a Keras optimizer's class; it maps the optimizer's variables to parts."""
+    """Mixin before a Keras optimizer's class: records the state variables of each part."""
 
     def add_variable_from_reference(
         self: Any, reference_variable: Any, name: str | None = None, initializer: Any = "zeros"
@@ -194,14 +195,13 @@ def _refuse(optimizer: Any) -> None:
 
 
 def _rate_of(optimizer: Any) -> float | None:
-    """The learning rate, if it is a number; None for a schedule, which follows the steps by
-    itself."""
+    """Return the learning rate if it is a number; None for a schedule, which follows the steps."""
     rate = optimizer._learning_rate
     return float(rate) if isinstance(rate, keras.Variable) else None
 
 
 def _part(parameter: nn.Parameter, variable: Any) -> Any:
-    """A Keras variable in the memory of what this member holds of the parameter."""
+    """Return a Keras variable that shares memory with this member's part of the parameter."""
     memory = nn.Parameter(local_part(parameter), requires_grad=False)
     part = keras.Variable(memory, dtype=variable.dtype, name=variable.name)
     part._value = memory

@@ -32,8 +32,8 @@ class _ColumnDense:
 
 
 class _RowDense:
-    """Dense layer to which each rank adds a summand of all units, from the units of the layer
-    before."""
+    """Dense layer for which each rank computes a summand of all units, from its own units of the
+    previous layer."""
 
     def call(self: Any, inputs: Any, training: Any = None) -> Any:
         outputs = summed(inputs @ self._kernel.value, self.shoal_cut)
@@ -51,11 +51,12 @@ class _ColumnEmbedding:
 
 
 def split_layers(model: Any, optimizer: Any) -> None:
-    """Split the model in place. Its optimizer, which must have no state yet, stays what it is.
+    """Split the model's layers in place. Its optimizer, without state yet, is left unchanged.
 
-    Dense layers that follow each other in a Sequential, with an elementwise activation between
-    them, become columns and a row; every other one is split by units, which are gathered.
-    Raises UnsupportedOptimizer for one that works on norms, InvalidSpec if nothing can be split.
+    Two consecutive Dense layers of a Sequential, with an elementwise activation between them, are
+    split by columns and by rows. Every other Dense layer is split by units, and its outputs are
+    gathered. Raises UnsupportedOptimizer for an optimizer that works on norms, and InvalidSpec if
+    no layer can be split.
     """
     check_elementwise(optimizer)
     if optimizer.clipnorm or optimizer.global_clipnorm:
@@ -82,17 +83,17 @@ def split_layers(model: Any, optimizer: Any) -> None:
 
 
 def track_values(model: Any) -> None:
-    """Let the model's layers, as torch modules, know the tensors that their variables have now."""
+    """Register the variables' current tensors with the model's layers as torch modules."""
     for layer in model._flatten_layers():
         if hasattr(layer, "_torch_params"):
             layer._track_variables()
 
 
 class LayerSplits:
-    """Splits of a Keras model's layers over the ranks of a generation, and of the next one.
+    """Splits of a Keras model's layers over the ranks of one generation after another.
 
-    The layers compute with parts from `over` to `undo`; the values of their variables come in from
-    outside, see `keras.StatelessScope`.
+    Between `over` and `undo` the layers compute with parts. The caller passes the values of their
+    variables in, see `keras.StatelessScope`.
     """
 
     def __init__(self, model: Any) -> None:
@@ -101,8 +102,7 @@ class LayerSplits:
         self._shapes: list[tuple[Any, tuple[int, ...]]] = []
 
     def over(self, group: dist.ProcessGroup) -> list[tuple[Any, int]]:
-        """Split over this group; each variable of which a rank has a part, and along which
-        dimension it is cut."""
+        """Split over this group. Returns each split variable and the dimension of the split."""
         self.undo()
         if group.size() == 1:
             return []
@@ -128,7 +128,7 @@ class LayerSplits:
 
 
 def whole_value(variable: Any) -> Tensor:
-    """The whole of a weight, which may be split. Called by all ranks."""
+    """Return the whole value of a weight, which may be split. Collective."""
     dim = getattr(variable, "shoal_dim", None)
     value: Tensor = variable.value
     if dim is None:
@@ -153,14 +153,14 @@ class _Split:
         layer.__dict__["shoal_cut"] = Cut.of(self._size, ranks.of_layer(layer.name))
         layer.__dict__["shoal_paired"] = self._paired
         if self._part is _RowDense:
-            layer.input_spec = None  # it asks for the whole width
+            layer.input_spec = None  # the layer's own would require the whole width
 
     def end(self) -> None:
         self.layer.__class__, self.layer.input_spec = self._before
 
 
 def _splits_of(model: Any, group: dist.ProcessGroup) -> list[_Split]:
-    """The layers that can be split over so many ranks, in which way; nothing is done yet."""
+    """Find the layers that can be split over the group, and how; split nothing yet."""
     ranks = group.size()
     pairs = _rows_of_pairs(model, ranks)
     found = (_split_of(layer, pairs, ranks) for layer in model._flatten_layers())
@@ -203,7 +203,8 @@ def _split_of(layer: Any, pairs: dict[int, int], ranks: int) -> _Split | None:
 
 
 def _is_plain(layer: Any) -> bool:
-    """A Dense layer of which nothing needs the whole kernel but its product."""
+    """True for a Dense layer without regularisers, constraints, LoRA or quantisation, which would
+    need the whole kernel."""
     return (
         type(layer) is keras.layers.Dense
         and layer.lora_rank is None
@@ -225,7 +226,7 @@ def _activation(layer: Any) -> str:
 
 
 def _keep_part(variable: Any, dim: int, cut: Cut) -> None:
-    """Let the variable be this rank's part of what it was."""
+    """Replace the variable's value by this rank's part of it."""
     part = cut.own(variable.value.detach(), dim).clone(memory_format=torch.contiguous_format)
     variable._value = nn.Parameter(part, requires_grad=variable.trainable)
     variable._shape = tuple(part.shape)

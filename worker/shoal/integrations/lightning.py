@@ -1,7 +1,7 @@
 """Lightning's Trainer within a session: elastic, and exact over all changes.
 
-Scripts that know nothing of Shoal train under `torchrun --rdzv-backend=shoal` without this module;
-a lost worker then restarts all of them. Here the process goes on, and repeats one step:
+Scripts without Shoal code train under `torchrun --rdzv-backend=shoal`, where a lost worker restarts
+all workers. With this module the other workers keep running, and repeat one step:
 
     class Digits(LightningModule):
         def configure_optimizers(self):
@@ -14,8 +14,8 @@ a lost worker then restarts all of them. Here the process goes on, and repeats o
         trainer = Trainer(strategy=elastic, max_epochs=20, enable_checkpointing=False)
         trainer.fit(Digits(), elastic.batches(dataset, global_batch_size=96))
 
-Epochs and steps are those of the job on every member. All else is the member's own, as if it
-trained alone: ranks, logged values, the progress bar.
+Every member counts the job's epochs and steps. Ranks, logged values and the progress bar are the
+member's own, as if it trained alone.
 """
 
 import signal
@@ -66,16 +66,16 @@ OF_ONE_MEMBER = tuple(
     )
     if hasattr(callbacks, name)  # the last is not in the oldest release
 )
-"""Callbacks whose weights, or trials, a member that joins would not have."""
+"""Callbacks that keep weights, or results of trials, that a member that joins would not have."""
 
 
 class SessionStrategy(SingleDeviceStrategy):
     """A Lightning strategy for one member; see the module.
 
-    Schedulers step with the job, `accumulate_grad_batches` cuts each batch into so many parts, and
-    `precision="bf16-mixed"` is autocast. `fit` refuses with InvalidSpec what a session cannot keep
-    exact: manual optimization, checkpoints of more than weights, schedulers that look at a metric,
-    other batches than those of `batches`.
+    Schedulers step with the job, `accumulate_grad_batches` is the number of parts of each batch,
+    and `precision="bf16-mixed"` is autocast. `fit` raises InvalidSpec for what a session cannot
+    keep exact: manual optimization, checkpoints of more than weights, schedulers that follow a
+    metric, and batches that are not from `batches`.
     """
 
     strategy_name = "shoal_session"
@@ -100,8 +100,7 @@ class SessionStrategy(SingleDeviceStrategy):
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> LightningBatches:
-        """Batches for `trainer.fit`: as `session.batches`, each in the form that a DataLoader
-        gives.
+        """Return batches for `trainer.fit`: those of `session.batches`, in a DataLoader's form.
 
         Without `epochs`, the Trainer's `max_epochs` or `max_steps` define the end of the training.
         """
@@ -133,8 +132,8 @@ class SessionStrategy(SingleDeviceStrategy):
         super().setup_environment()
 
     def on_train_start(self) -> None:
-        # Lightning has put a handler of its own in place, which ends the process after its batch;
-        # the session's drains it.
+        # Lightning has installed a handler that ends the process after its batch. Restore the
+        # session's, which drains the member.
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._on_sigterm)
         super().on_train_start()
@@ -144,14 +143,14 @@ class SessionStrategy(SingleDeviceStrategy):
         batches.begin(JobCounters(trainer, len(batches)))
 
     def on_train_end(self) -> None:
-        """A Trainer that stops before the samples end, as a callback wants it, ends the job."""
+        """End the job if a callback stopped the Trainer before the last step."""
         super().on_train_end()
         batches, trainer = self._present_batches(), self._trainer()
         if batches.is_over:
             return
         self._session.stop("Lightning stopped the training")
-        # Members meet in the step that is not taken: others may not know yet that they have to
-        # stop.
+        # Begin the next step with the other members, which may not know of the stop yet. It is not
+        # committed.
         batch = batches.take()
         if batch is not None:
             batch = self.batch_to_device(batch)
@@ -165,17 +164,17 @@ class SessionStrategy(SingleDeviceStrategy):
         if trainer.state.fn == "fit":
             _refuse(trainer, trainer.lightning_module)
             refuse_parts_of_epochs(trainer)
-            # Not earlier: the Trainer's own choice shows the precision that was asked for.
+            # Not earlier: the plug-in that the Trainer chose shows the precision asked for.
             mixed = isinstance(trainer.precision_plugin, MixedPrecision)
             dtype = torch.bfloat16 if mixed else None
             self.precision_plugin = _SessionPrecision(
                 self._session, self._take_parts, (self.root_device.type, dtype)
             )
-            # To Lightning each batch is a step; its parts are the session's.
+            # Lightning counts each batch as a step; the session trains it in parts.
             self._num_parts, trainer.accumulate_grad_batches = trainer.accumulate_grad_batches, 1
             if self._batches is None:
-                trainer.fit_loop.setup_data()  # a train_dataloader() that makes them
-            # Before schedules are made: scripts ask the Trainer how long they are.
+                trainer.fit_loop.setup_data()  # calls train_dataloader(), which may make them
+            # Before the script makes its schedules, whose length it asks of the Trainer.
             trainer.fit_loop.max_epochs = self._present_batches().decide(trainer)
         super().setup(trainer)
         if trainer.state.fn == "fit":
@@ -191,7 +190,7 @@ class SessionStrategy(SingleDeviceStrategy):
             _leave_metrics_alone(self.lightning_module)
 
     def _take_checkpoints(self, trainer: Trainer) -> None:
-        """Members of which each looks at its own clock have no decision in common."""
+        """Make members agree on checkpoints, except those taken by each member's own clock."""
         for number, each in enumerate(trainer.checkpoint_callbacks):
             if isinstance(each, ModelCheckpoint) and each._train_time_interval is None:
                 kept = AgreedCheckpoints(each, self._session)
@@ -199,7 +198,8 @@ class SessionStrategy(SingleDeviceStrategy):
                     self._session.register(f"lightning-checkpoints-{number}", kept)
 
     def _refuse_distributed(self, trainer: Trainer) -> None:
-        """Raise InvalidSpec for what the module's `configure_optimizers` has brought along."""
+        """Raise InvalidSpec for a strategy or scheduler of `configure_optimizers` that `fit` cannot
+        support."""
         strategy = self._session.strategy
         if not strategy.synchronous:
             raise InvalidSpec(
@@ -231,13 +231,13 @@ class SessionStrategy(SingleDeviceStrategy):
             )
 
     def _take_schedules(self) -> None:
-        """Let the job's steps count for the schedulers, and not those of this member."""
+        """Take the schedulers from Lightning: they count the job's steps, not this member's."""
         for number, config in enumerate(self.lr_scheduler_configs):
             self._session.register(f"lightning-schedule-{number}", config.scheduler)
         self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []
 
     def _step_schedules(self) -> None:
-        """Step schedules after a committed step: members that join get them with it."""
+        """Step the schedulers after a committed step; their state goes to members that join."""
         batches, module = self._present_batches(), self.lightning_module
         assert module is not None, "Lightning connects it before it trains"
         for config in self._schedules:
@@ -250,7 +250,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 module.lr_scheduler_step(config.scheduler, None)
 
     def _take_parts(self, closure: Callable[[], Any]) -> Any:
-        """Train on the batch, in as many parts as the Trainer accumulates."""
+        """Train on the batch in `accumulate_grad_batches` parts."""
         if self._num_parts == 1:
             return closure()
         if not isinstance(closure, Closure):
@@ -270,7 +270,7 @@ class SessionStrategy(SingleDeviceStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        """Members hold the same: one of them writes."""
+        """Write the checkpoint on rank 0 alone."""
         if self._session.is_first:
             super().save_checkpoint(checkpoint, filepath, storage_options)
 
@@ -293,7 +293,7 @@ class SessionStrategy(SingleDeviceStrategy):
         model: Any = None,
         **options: Any,
     ) -> Any:
-        """Take one committed step, in as many attempts as it takes."""
+        """Commit one step, repeating failed attempts."""
         batches, max_steps = self._present_batches(), self._trainer().max_steps
         self._again = result = None
         while True:
@@ -305,8 +305,7 @@ class SessionStrategy(SingleDeviceStrategy):
                 self._step_schedules()
                 if not batches.last_is_done and self._session.step_number != max_steps:
                     return result
-            # The same step, cut for the remaining members; or none, when all members have the last
-            # one.
+            # The same step, cut for the remaining members; None once all have committed the last.
             again = batches.take_again()
             if again is None:
                 self._trainer().should_stop = True
@@ -324,7 +323,7 @@ class SessionStrategy(SingleDeviceStrategy):
 
 
 class _SessionPrecision(Precision):
-    """Full precision, or autocast to a dtype; what touches gradients is left to the session."""
+    """Full precision, or autocast to a dtype. The session handles the gradients."""
 
     def __init__(
         self,
@@ -332,7 +331,7 @@ class _SessionPrecision(Precision):
         take_parts: Callable[[Callable[[], Any]], Any],
         cast: tuple[str, torch.dtype | None],
     ) -> None:
-        """`cast`: on which kind of device to what, or to nothing."""
+        """`cast`: the device type and the dtype of autocast; None for full precision."""
         self._session, self._take_parts = session, take_parts
         self._device, self._dtype = cast
 
@@ -365,7 +364,7 @@ class _SessionPrecision(Precision):
 
 
 def _refuse(trainer: Trainer, module: LightningModule) -> None:
-    """Raise InvalidSpec for what a step of a session has no place for."""
+    """Raise InvalidSpec for options that a session's step cannot support."""
     if not module.automatic_optimization:
         raise InvalidSpec(
             "a session's step is Lightning's automatic one",
@@ -410,7 +409,7 @@ def _refuse(trainer: Trainer, module: LightningModule) -> None:
 
 
 def _leave_metrics_alone(module: LightningModule | None) -> None:
-    """Turn off the metrics' own gathering: it would end each member if one is lost."""
+    """Turn off the metrics' own gathering: if a member is lost, it would end all others."""
     assert module is not None, "Lightning connects it before it trains"
     for part in module.modules():
         if isinstance(part, Metric):
@@ -418,7 +417,7 @@ def _leave_metrics_alone(module: LightningModule | None) -> None:
 
 
 def _refuse_callbacks(trainer: Trainer) -> None:
-    """Raise InvalidSpec for what would train for this member alone."""
+    """Raise InvalidSpec for callbacks that train or keep weights for this member alone."""
     for callback in getattr(trainer, "callbacks", ()):
         if isinstance(callback, OF_ONE_MEMBER):
             raise InvalidSpec(

@@ -12,7 +12,7 @@ from shoal.integrations.trainer_limits import JobCounters, epochs_of
 
 
 class CollatedByScript:
-    """Batches as the script's own `collate` makes them, inputs and targets together."""
+    """Collates with the script's own `collate`; inputs and targets stay together."""
 
     def __init__(self, collate: Collate) -> None:
         self._collate = collate
@@ -24,7 +24,7 @@ class CollatedByScript:
 
 
 class LightningBatches:
-    """Made by `SessionStrategy.batches`. An iteration goes to the end of the job's epoch."""
+    """Batches that `SessionStrategy.batches` returns. An iteration ends with the job's epoch."""
 
     def __init__(
         self,
@@ -33,7 +33,8 @@ class LightningBatches:
         collate: Collate | None,
         whole: CollatedByScript,
     ) -> None:
-        """`job_of`: of so many epochs, collated so; without `epochs` the Trainer says how many."""
+        """`job_of`: makes the batches for a number of epochs and a collate function. Without
+        `epochs`, the Trainer's settings define the number."""
         self._job_of, self._epochs = job_of, epochs
         self._job = job_of(epochs or 1, collate)
         self._is_collated = self._job.num_columns is None
@@ -51,18 +52,18 @@ class LightningBatches:
         return epochs
 
     def begin(self, counters: JobCounters) -> None:
-        """Wait for the job; from then on the counters follow its position."""
+        """Wait for the job's first batch, and set the counters to its step."""
         self._counters, self._ahead = counters, self._job.take()
         self.is_over = self._ahead is None
         counters.stand_at(self._job.step_number if self._ahead is None else self._ahead.step)
 
     def end(self) -> None:
-        """End the steps: the last attempt does not count."""
+        """End the steps: Lightning must not count the last attempt."""
         assert self._counters is not None, "it was begun"
         self._counters.count_steps(self._job.step_number)
 
     def __len__(self) -> int:
-        """Steps of a whole epoch. Without it Lightning would ask for a batch ahead of its step."""
+        """Steps of a whole epoch. Without a length Lightning would fetch one batch in advance."""
         return self._job.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
@@ -80,7 +81,7 @@ class LightningBatches:
         return None if self._batch is None else self._content(self._batch)
 
     def take_again(self) -> Any:
-        """The same, in the place of a step that Lightning has begun."""
+        """Return the next batch, to be trained on in a step that Lightning has already begun."""
         content = self.take()
         if self._batch is not None and self._counters is not None:
             self._counters.again(self._batch.step)
@@ -93,8 +94,8 @@ class LightningBatches:
             yield self._content(part)
 
     def _content(self, batch: Batch) -> Any:
-        """Form the batch as a DataLoader does: all parts of the samples in a row, or the collated
-        value."""
+        """Return the batch as a DataLoader would: a tuple of inputs and targets, or the value that
+        the script's `collate` returned."""
         if self._is_collated:
             return batch.inputs["whole"]
         if self._job.num_columns == 1:

@@ -1,8 +1,8 @@
-"""`put_state_dict` and `get_state_dict` with the signatures of TorchStore, over published weights.
+"""TorchStore's `put_state_dict` and `get_state_dict`, on published weights.
 
     from shoal.integrations import torchstore as ts
 
-Each put of a key is a version of its own, and each get is of one version: a reader never sees
+Each put of a key publishes a new version, and each get reads one version: a reader never sees
 tensors of two puts, and a writer need not wait for readers before it writes again.
 """
 
@@ -34,8 +34,8 @@ async def put_state_dict(
     transfer_dtype: torch.dtype | None = None,
 ) -> None:
     """Publish a state dict, nested or not, as the next version of the key, and return once it is
-    committed. `transfer_dtype`: of floating point tensors. Raises InvalidSpec for what is no
-    tensor."""
+    committed. `transfer_dtype` applies to floating point tensors. Raises InvalidSpec for values
+    that are not tensors."""
     series = series_of(key, store_name)
     flat = _flattened(state_dict)
     ticket = await asyncio.to_thread(publish, series, flat, dtype=transfer_dtype)
@@ -49,8 +49,9 @@ async def get_state_dict(
     store_name: str = "TorchStore",
     direct_rdma: bool = False,
 ) -> dict[str, Any]:
-    """The newest version of the key: written into the tensors of `user_state_dict`, DTensors by
-    their own slices, if it is given. With `strict` its names must be those of the version."""
+    """Return the newest version of the key. If `user_state_dict` is given, write the version into
+    its tensors, and only the local slice of a DTensor. With `strict`, its names must be those of
+    the version."""
     subscription = _subscribed(series_of(key, store_name))
     if user_state_dict is None:
         return _nested(await subscription.fetch_async())
@@ -72,8 +73,8 @@ def reset_client(store_name: str = "TorchStore") -> None:
 
 
 def series_of(key: str, store_name: str) -> str:
-    """Name the series of a key: of the job SHOAL_JOB, or of a job with the store's name. A digest
-    keeps keys apart whose characters a series may not have."""
+    """Name the series of a key, in the job SHOAL_JOB or a job with the store's name. A digest is
+    appended if a character had to be replaced, so that different keys have different series."""
     name = re.sub(r"[^A-Za-z0-9_-]", "-", key)[:40]
     if name != key:
         name = f"{name}-{sha256(key.encode()).hexdigest()[:16]}"
@@ -91,7 +92,7 @@ def _subscribed(series: str) -> Subscription:
 
 
 def _flattened(state_dict: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors by their paths, joined by slashes."""
+    """Return the tensors by path, joined by slashes."""
     flat, paths = flatten_state_dict(dict(state_dict))
     for name, value in flat.items():
         if not isinstance(value, Tensor):

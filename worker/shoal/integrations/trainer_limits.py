@@ -1,8 +1,8 @@
-"""Length of the training by Lightning's Trainer, and its counters, which follow the job.
+"""Length of the training in Lightning's Trainer, and its counters, which follow the job.
 
-Lightning counts what its own process does. A member that joins would begin at epoch 0, and scripts
-read the count: `self.current_epoch` for a weight that rises, `trainer.estimated_stepping_batches`
-for a schedule.
+Lightning counts the steps of its own process, so a member that joins would begin at epoch 0. But
+scripts read the counters: `self.current_epoch` to raise a weight,
+`trainer.estimated_stepping_batches` for a schedule.
 """
 
 import math
@@ -18,9 +18,9 @@ NOT_SAID = 1000
 
 
 def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
-    """Number of epochs of the data that the job trains: from the batches, else from the Trainer.
+    """Return the number of epochs of the data: that of the batches, else that of the Trainer.
 
-    Raises InvalidSpec if both give one and they differ.
+    Raises InvalidSpec if both are given and differ.
     """
     limit = trainer.max_epochs
     if said is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
@@ -40,7 +40,7 @@ def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
 def refuse_parts_of_epochs(trainer: Trainer) -> None:
     """Raise InvalidSpec for options that make Lightning end an epoch before the job's ends."""
     refused = {
-        # These set the third.
+        # These two set limit_train_batches, and are named instead.
         "fast_dev_run": bool(trainer.fast_dev_run),  # type: ignore[attr-defined]
         "overfit_batches": trainer.overfit_batches > 0,  # type: ignore[attr-defined]
         "limit_train_batches": _is_part(trainer.limit_train_batches),
@@ -59,33 +59,33 @@ def refuse_parts_of_epochs(trainer: Trainer) -> None:
 
 
 def _is_part(limit: int | float | None) -> bool:
-    """Lightning takes 1.0 for all batches of an epoch, and 1 for one of them."""
+    """True unless the limit is the whole epoch: for Lightning 1.0 is all batches, and 1 is one."""
     return not (limit is None or (isinstance(limit, float) and limit == 1.0))
 
 
 class JobCounters:
-    """Sets a Trainer's counters to what the job has done."""
+    """Sets a Trainer's counters to the job's position."""
 
     def __init__(self, trainer: Trainer, steps_per_epoch: int) -> None:
         self._loop: Any = trainer.fit_loop
         self._steps_per_epoch = steps_per_epoch
 
     def stand_at(self, step: int) -> None:
-        """Set the counters before an epoch: the next one trained is that of this step."""
+        """Set the counters as they are before the epoch of this step."""
         epoch = step // self._steps_per_epoch
         self._set_epoch(ready=epoch, done=epoch)
         self._set_steps(step)
 
     def before(self, step: int) -> None:
-        """Lightning is about to count this step's batch."""
+        """Set the counters before Lightning counts this step's batch."""
         self._take(step, ready=step % self._steps_per_epoch)
 
     def count_steps(self, step: int) -> None:
-        """Set the number of steps taken, whatever Lightning has tried since."""
+        """Set the number of committed steps, without the attempts that Lightning counted."""
         self._set_steps(step)
 
     def again(self, step: int) -> None:
-        """Lightning has counted a batch, and this step is taken in its place."""
+        """Set the counters to this step, taken in place of a batch that Lightning has counted."""
         ready = step % self._steps_per_epoch + 1
         self._take(step, ready=ready)
         is_last = ready >= self._steps_per_epoch

@@ -18,11 +18,11 @@ from shoal_proto.errors import InvalidSpec
 
 
 class StepRetaken(Exception):
-    """The step did not happen: continue with the job's present step."""
+    """The step was not committed: continue with the job's current step."""
 
 
 class TrainerSteps:
-    """Steps that begin with a batch, pass through its parts, and are committed."""
+    """Steps of the job: each begins with a batch, trains its parts, and is committed."""
 
     def __init__(self, session: Session, batches: Batches) -> None:
         self._session, self._batches = session, batches
@@ -31,14 +31,14 @@ class TrainerSteps:
         self._parts: Iterator[Batch] = iter(())
         self._step: Step | None = None
         self.skip = 0
-        """Number of steps of the epoch taken before this member reached it."""
+        """Number of the epoch's steps that were committed before this member began."""
         self.weight: float | None = None
-        """Weight of the next loss that is passed backward; None: by samples."""
+        """Weight of the next loss in `backward`; None: its number of samples."""
         self.is_over = False
         """True if all members have reached the job's end."""
 
     def position(self) -> int:
-        """Return the job's present step; waits for the others after a loss."""
+        """Return the job's current step; after a loss, wait for the other members first."""
         batch = self._peek()
         return self._session.step_number if batch is None else batch.step
 
@@ -49,9 +49,9 @@ class TrainerSteps:
         return self._ahead
 
     def begin(self, num_parts: int, expected: int) -> bool:
-        """Open the next step, cut into so many parts; False if there is none.
+        """Open the job's next step, in `num_parts` parts. Returns False if there is none.
 
-        Raises TakenAgain if it is not this one that comes next.
+        Raises StepRetaken if the job's next step is not `expected`.
         """
         batch = self._peek()
         if batch is None:
@@ -65,12 +65,12 @@ class TrainerSteps:
         return True
 
     def last_wanted(self, reason: str) -> None:
-        """Let the step that is open be the job's last, if there are further samples."""
+        """Make the open step the job's last, if there are samples for more."""
         if self._session.step_number + 1 < len(self._batches):
             self._session.stop(reason)
 
     def next_part(self) -> tuple[Batch, Batch]:
-        """The next part of the step, and this member's whole share of it."""
+        """Return the next part of the step, and this member's whole share of the step."""
         part = next(self._parts, None)
         if part is None or self._whole is None:
             raise InvalidSpec(
@@ -81,8 +81,8 @@ class TrainerSteps:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """End the step in the block if a member is lost. Raises TakenAgain once this member is
-        ready."""
+        """End the step if a member is lost within the block. Raises StepRetaken once this member
+        can repeat it."""
         try:
             yield
         except BaseException as error:
@@ -92,7 +92,7 @@ class TrainerSteps:
             raise StepRetaken from None
 
     def commit(self) -> None:
-        """End the step. Raises TakenAgain if it did not happen."""
+        """Commit the step. Raises StepRetaken if it was not committed."""
         with self.watching():
             next(self._parts, None)
         step, self._step = self._step, None
@@ -107,14 +107,15 @@ class TrainerSteps:
         return self.is_over or self._session.step_number >= len(self._batches)
 
     def finish(self) -> None:
-        """Wait until all members have come to the end. Raises TakenAgain if a step comes first."""
+        """Wait until all members have reached the end. Raises StepRetaken if a step must be
+        repeated first."""
         if self._peek() is not None:
             raise StepRetaken
 
 
 class CountedSmoother(LabelSmoother):
-    """Trainer's, which knows what its last mean was taken over: of a model that does not take
-    `num_items_in_batch` the labels of one part, as many as are no padding."""
+    """Trainer's label smoother, which also records the labels of its last mean. If the model does
+    not accept `num_items_in_batch`, that is a mean over the labels of one part, without padding."""
 
     _labels: Tensor | None = None
 
@@ -131,9 +132,9 @@ class CountedSmoother(LabelSmoother):
         return loss
 
     def weight(self, num_parts: int) -> float | None:
-        """Weight of the loss that was computed last; None if it is a mean over samples.
+        """Return the weight of the last loss; None if it is a mean over samples.
 
-        Raises InvalidSpec if it is a mean over something else, computed for each part by itself.
+        Raises InvalidSpec if it is a mean over the labels of each part, and the parts differ.
         """
         labels, self._labels = self._labels, None
         if labels is None:
@@ -154,14 +155,14 @@ class CountedSmoother(LabelSmoother):
 
 
 class CollatedParts:
-    """Batches as the script's own `collate` makes them, inputs and targets together."""
+    """Collates with the script's own `collate`; inputs and targets stay together."""
 
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self._collate = collate
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         collated = self._collate(samples)
-        # Those of tokenizers are mappings that can be made from a dict in their own way only.
+        # A tokenizer's BatchEncoding is a mapping that cannot be rebuilt from a dict like others.
         data = getattr(collated, "data", collated)
         if not isinstance(data, Mapping):
             raise InvalidSpec(
@@ -173,8 +174,8 @@ class CollatedParts:
 
 
 class WholeBatches(Dataset[list[Any]]):
-    """A data set in batches of which members measure each as one process does: a mean over tokens
-    depends on what it is taken of."""
+    """A data set whose items are whole batches. Members measure each batch as one process would: a
+    mean over tokens depends on the samples in it."""
 
     def __init__(self, samples: Any, batch_size: int) -> None:
         self._samples, self._batch_size = samples, batch_size
@@ -189,7 +190,7 @@ class WholeBatches(Dataset[list[Any]]):
 
 
 class CollatedBatch(CollatedParts):
-    """A collated batch, with its number of samples."""
+    """Collates one item of WholeBatches, and adds its number of samples."""
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         (batch,) = samples
@@ -216,7 +217,7 @@ class EpochLength:
 
 
 class SessionOptimizer:
-    """Optimizer whose step is the session's; all else is the wrapped optimizer's."""
+    """Optimizer whose `step` commits the session's step."""
 
     def __init__(self, optimizer: Optimizer, commit: Any) -> None:
         self.optimizer, self._commit = optimizer, commit
@@ -227,12 +228,12 @@ class SessionOptimizer:
         self._commit()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Done by the session at the beginning of the step."""
+        """Do nothing: the session zeroes gradients when a step begins."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.optimizer, name)
 
 
 def refused(what: str, seen: str, expected: str) -> InvalidSpec:
-    """The error for what a session has no place for."""
+    """Return the error for an option or call that a session does not support."""
     return InvalidSpec(what, seen=seen, expected=expected, fix="docs/integrations.md")

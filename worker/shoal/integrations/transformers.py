@@ -4,9 +4,9 @@
         trainer = SessionTrainer(session, model=model, args=args, train_dataset=dataset)
         trainer.train()
 
-The job does what one process does with these arguments: its global batch is
-`per_device_train_batch_size` times `gradient_accumulation_steps` samples, of which members take
-their shares. When a member is lost, Trainer's loop goes back to the job's present step.
+The job trains as one process would with these arguments: its global batch has
+`per_device_train_batch_size` times `gradient_accumulation_steps` samples, and each member takes a
+share. When a member is lost, Trainer's loop continues from the job's current step.
 """
 
 from collections.abc import Mapping
@@ -40,16 +40,16 @@ FORWARD_ALONE = frozenset({"ddp", "zero1", "local-sgd", "diloco"})
 
 
 MAX_STEPS_BACK = 256
-"""Number of losses that are kept; a job rolls back by two copies of its state at most."""
+"""Number of steps whose losses are kept for a rollback."""
 
 
 class SessionTrainer(Trainer):
     """A Trainer for one member; see the module.
 
-    Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation are those of
-    the job. Refused with InvalidSpec: float16, checkpoints of Trainer's own (`checkpoints=` writes
-    the session's), wrappers of Trainer's own such as FSDP and DeepSpeed, an order of samples that
-    depends on them, and what would leave out a part of an epoch.
+    Schedulers, callbacks that export their state, clipping, bfloat16 and evaluation work for the
+    whole job. Raises InvalidSpec for float16, Trainer's own checkpoints (`checkpoints=` writes the
+    session's), its wrappers such as FSDP and DeepSpeed, an order of samples that depends on the
+    samples, and options that leave out a part of an epoch.
     """
 
     model: Any
@@ -66,7 +66,7 @@ class SessionTrainer(Trainer):
         checkpoints: Checkpoints | None = None,
         **options: Any,
     ) -> None:
-        """The rest is what `transformers.Trainer` takes."""
+        """Pass `arguments` and `options` on to `transformers.Trainer`."""
         self._session = session
         self._strategy, self._kept = strategy, checkpoints
         self._steps: TrainerSteps | None = None
@@ -82,7 +82,7 @@ class SessionTrainer(Trainer):
     # --- what a script calls ---
 
     def train(self, resume_from_checkpoint: Any = None, *positional: Any, **options: Any) -> Any:
-        """Train as Trainer does; a member that joins later begins at the job's step."""
+        """Train as Trainer does; a member that joins later begins at the job's current step."""
         if resume_from_checkpoint:
             raise refused(
                 "continuing from a checkpoint of Trainer's",
@@ -92,7 +92,7 @@ class SessionTrainer(Trainer):
         return super().train(None, *positional, **options)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The whole model, written by the member of rank 0; all members call it."""
+        """Write the whole model on rank 0. Collective once the training has begun."""
         if self._steps is None:
             super().save_model(output_dir, _internal_call)
             return
@@ -105,7 +105,7 @@ class SessionTrainer(Trainer):
         raise refused("a search over many trainings", "hyperparameter_search", "a job for each")
 
     def is_world_process_zero(self) -> bool:
-        """True if this member has rank 0; true on all members before the training."""
+        """True if this member has rank 0; before the training, True on all members."""
         return self._session.is_first if self._steps is not None else True
 
     # --- what Trainer calls ---
@@ -146,7 +146,7 @@ class SessionTrainer(Trainer):
             self.model, self.optimizer, self._strategy, checkpoints=self._kept
         )
         self.model = self.model_wrapped = model
-        # Makes an evaluation use the model unchanged.
+        # An evaluation then uses the model unchanged.
         self.accelerator._models.append(model)
         self._steps = TrainerSteps(session, self._batches(num_train_epochs))
         self.optimizer = SessionOptimizer(optimizer, self._commit)
@@ -158,8 +158,8 @@ class SessionTrainer(Trainer):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any
     ) -> tuple[nn.Module, Any]:
-        """Return what was prepared already: the job's step must be known before the choice of an
-        epoch."""
+        """Return the model and loader that `_init_training_state` prepared: it had to know the
+        job's step to choose the first epoch."""
         self.callback_handler.train_dataloader = train_dataloader
         return self.model_wrapped, train_dataloader
 
@@ -185,7 +185,7 @@ class SessionTrainer(Trainer):
         )
 
     def _run_epoch(self, *, epoch: int, num_update_steps_per_epoch: int, **rest: Any) -> None:
-        """Run Trainer's loop over an epoch, again from the job's present step after a loss."""
+        """Run Trainer's loop over an epoch; after a loss, again from the job's current step."""
         steps, control, number = self._present(), self.control, epoch
         while True:
             try:
@@ -209,7 +209,7 @@ class SessionTrainer(Trainer):
                     )
 
     def _go_back(self) -> None:
-        """Go back to the job's present step, and discard what was counted of later steps."""
+        """Set Trainer back to the job's current step, and discard the losses of later steps."""
         steps, state = self._present(), self.state
         state.global_step = steps.position()
         self.control.should_training_stop = steps.is_over
@@ -222,11 +222,11 @@ class SessionTrainer(Trainer):
     def _end_job(self) -> None:
         """End the job's steps; returns once all members have ended theirs.
 
-        Raises TakenAgain if a member was lost meanwhile, and steps must be repeated.
+        Raises StepRetaken if a member was lost meanwhile and steps must be repeated.
         """
         steps = self._present()
         if not steps.is_done:
-            # A callback asked for it. All members meet in the step that is not taken.
+            # A callback asked for it. All members begin one more step, which is not committed.
             self._session.stop("Trainer's callbacks stopped the training")
             num_parts = self.args.gradient_accumulation_steps
             try:
@@ -241,8 +241,8 @@ class SessionTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Any, num_batches: int, device: torch.device
     ) -> tuple[list[Any], None]:
-        """The parts of the job's next step, filled in when they are trained on; none for steps that
-        were taken before this member came."""
+        """Return an empty dict for each part of the job's next step; `training_step` fills them.
+        Returns none for steps that were committed before this member began."""
         steps = self._present()
         if steps.skip > 0:
             steps.skip -= 1
@@ -262,9 +262,10 @@ class SessionTrainer(Trainer):
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None
     ) -> Tensor:
-        """The passes of one part of the step, and its loss, as a share of this member's."""
+        """Run forward and backward of one part. Returns its loss times its share of this member's
+        samples or items."""
         steps = self._present()
-        # Each part is a mean for itself: the session weighs them over all members.
+        # The loss of each part is a mean: the session weights the parts over all members.
         self.current_gradient_accumulation_steps = 1
         with steps.watching():
             part, whole = steps.next_part()
@@ -282,7 +283,7 @@ class SessionTrainer(Trainer):
         return loss * share if share else torch.zeros_like(loss)
 
     def _check_normalised(self, items: Any) -> None:
-        """Raise InvalidSpec if it is unknown what the loss is a mean over."""
+        """Raise InvalidSpec for a `compute_loss` that does not say what its loss is a mean over."""
         own = type(self).compute_loss is not Trainer.compute_loss
         if own and items is not None and self.loss_is_scaled_for_ga is None:
             raise refused(
@@ -328,8 +329,8 @@ class SessionTrainer(Trainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """The loss alone is measured by all members, each on its share. Predictions are made by
-        each member for all samples, under strategies whose forward pass needs no other."""
+        """Evaluate. For the loss alone, each member measures its share of the samples. Otherwise
+        each member predicts all samples, which requires a strategy of FORWARD_ALONE."""
         if self._steps is None:
             return super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -350,7 +351,8 @@ class SessionTrainer(Trainer):
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
             )
-        # Members of different make may differ in last bits, and have to go on alike.
+        # Different hardware may differ in the last bits, but members must continue with equal
+        # metrics.
         alike = {k: v for k, v in output.metrics.items() if isinstance(v, int | float)}
         return output._replace(
             metrics={**output.metrics, **self._session.all_reduce(alike, op="max")}
@@ -387,11 +389,11 @@ class SessionTrainer(Trainer):
 
 
 class SessionSeq2SeqTrainer(SessionTrainer, Seq2SeqTrainer):
-    """The same for what Seq2SeqTrainer does: evaluations that generate."""
+    """SessionTrainer for Seq2SeqTrainer, whose evaluations generate."""
 
 
 class TrainerCounts:
-    """Counts of Trainer that hold for the whole job: the best metric, and what callbacks export."""
+    """Registered state of Trainer: the best metric, and the state that callbacks export."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -422,7 +424,7 @@ class TrainerCounts:
 
 
 class _Position(TrainerCallback):
-    """Keeps the epoch that Trainer shows that of the job, whenever this member came."""
+    """Sets the epoch that Trainer shows to the job's, on members that joined late as well."""
 
     def __init__(self, trainer: SessionTrainer) -> None:
         self._trainer = trainer
@@ -445,7 +447,7 @@ class _Position(TrainerCallback):
 
 
 def _refuse(trainer: SessionTrainer) -> None:
-    """Raise InvalidSpec for what a session has no place for."""
+    """Raise InvalidSpec for arguments that a session does not support."""
     args, dataset = trainer.args, trainer.train_dataset
     own = "a strategy of session.distribute: SessionTrainer(strategy=...)"
     kept = "save_strategy='no', and SessionTrainer(checkpoints=shoal.Checkpoints(...))"

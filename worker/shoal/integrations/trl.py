@@ -1,8 +1,8 @@
-"""TRL's trainers publish their weights as versions of a series, which vLLM's engines install.
+"""Clients for TRL's trainers: they publish weights as versions of a series, which vLLM installs.
 
 Start vLLM with `--weight-transfer-config '{"backend": "shoal"}'`; see `shoal.integrations.vllm`.
-Neither client needs CUDA, as TRL's own do: nothing is broadcast. Each synchronisation is a version
-with a number, and an engine that cannot install it goes on serving the one before.
+Unlike TRL's own, the clients need no CUDA: nothing is broadcast. Each synchronisation is a numbered
+version, and an engine that cannot install it keeps serving the previous one.
 """
 
 import os
@@ -27,8 +27,8 @@ COMMIT_S = 600.0
 
 
 def use_series(series: str, *, coordinator: str | None = None) -> None:
-    """Have TRL's trainers that use a vLLM server (`vllm_mode="server"`: GRPO, RLOO, ...) publish
-    the series, from now on. Before the trainer is made.
+    """Make TRL's trainers with a vLLM server (`vllm_mode="server"`: GRPO, RLOO, ...) publish the
+    series. Call it before the trainer is made.
 
         shoal.integrations.trl.use_series("rl/policy", coordinator="host:7700")
         trainer = GRPOTrainer(..., args=GRPOConfig(use_vllm=True, vllm_mode="server", ...))
@@ -42,7 +42,7 @@ def use_series(series: str, *, coordinator: str | None = None) -> None:
 
 
 class _Publisher:
-    """Publishes named tensors, and has waited for the commit when it returns."""
+    """Publishes named tensors as a version, and waits until it is committed."""
 
     def __init__(self, series: str | None, coordinator: str | None) -> None:
         self.series = series or os.environ.get(SERIES_VARIABLE, "")
@@ -75,10 +75,10 @@ class VLLMClient(_VLLMClient):
         self._publisher = _Publisher(series, coordinator)
         self._collected: dict[str, Tensor] | None = None
         self.version: WeightVersion | None = None
-        """The a published series last."""
+        """The version that was published last."""
 
     def init_communicator(self, device: Any = 0) -> None:
-        """Send the series to the engines, which follow it."""
+        """Send the series' name to the engines, which subscribe to it."""
         info = self._publisher.init_info
         self._post(f"{self.base_url}/init_weight_transfer_engine", json={"init_info": info})
 
@@ -87,7 +87,7 @@ class VLLMClient(_VLLMClient):
 
     @contextmanager
     def weight_update(self) -> Iterator[None]:
-        """Several `update_named_param` as one version. Nothing is published if the block raises."""
+        """Publish all updates within the block as one version; none if the block raises."""
         self._collected = {}
         try:
             yield
@@ -99,7 +99,7 @@ class VLLMClient(_VLLMClient):
         self, metadata: Any, named_params: Iterator[tuple[str, Tensor]]
     ) -> None:
         if self._collected is not None:
-            # Copied: TRL gathers one parameter after the other into the same memory.
+            # Copied: TRL gathers all parameters, one at a time, into the same memory.
             self._collected |= {name: tensor.detach().clone() for name, tensor in named_params}
             return
         self._install((name, tensor.detach().clone()) for name, tensor in named_params)
@@ -114,7 +114,7 @@ class VLLMClient(_VLLMClient):
 
 
 class WeightTransferClient(_WeightTransfer):
-    """The seam of TRL's asynchronous GRPO."""
+    """Weight transfer client for TRL's asynchronous GRPO."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""verl's actors publish versions of a series, and its rollouts fetch them.
+"""Checkpoint engine for verl: actors publish versions of a series, and rollouts fetch them.
 
     actor_rollout_ref.rollout.checkpoint_engine:
       backend: shoal
       custom_backend_module: shoal.integrations.verl
       engine_kwargs: {shoal: {series: rl/policy, coordinator: "host:7700"}}
 
-There is no process group and no bucket: a rollout that is slow, dead or new holds nobody up. It
-gets the newest version, or the one of the step that verl asks for, whole and verified.
+There is no process group and no bucket: a rollout that is slow, dead or new delays no other
+process. Each gets the newest version, or that of the step that verl asks for, whole and verified.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ WAIT_S = 600.0
 
 @CheckpointEngineRegistry.register("shoal")
 class ShoalCheckpointEngine(CheckpointEngineWithCache):
-    """Part of one process in a series: rank 0 of the actors publishes, rollouts read."""
+    """One process's end of a series: rank 0 of the actors publishes, rollouts read."""
 
     def __init__(
         self,
@@ -77,8 +77,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def send_weights(
         self, weights: Iterable[tuple[str, Tensor]], global_steps: int | None = None
     ) -> WeightVersion | None:
-        """Publish what the generator yields, as the version of this step, and return once it is
-        committed. Other ranks go through their generators only: yielding is a collective."""
+        """Publish the generator's tensors as the version of this step; return once it is committed.
+        The other ranks only exhaust their generators, as each yield is a collective."""
         if not self.is_master:
             for _ in weights:
                 pass
@@ -97,8 +97,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
     async def receive_weights(
         self, global_steps: int | None = None
     ) -> AsyncIterator[tuple[str, Tensor]]:
-        """The tensors of the version of this step, or of the newest one. Reported as installed once
-        the engine has taken the last of them."""
+        """Yield the tensors of this step's version, or of the newest one. Report the version as
+        installed once the engine has consumed the last tensor."""
         subscription = self._subscribed()
         version = await self._version_of(global_steps)
         self._weights = await subscription.fetch_async(version)
@@ -107,7 +107,7 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         subscription.installed(self._weights)
 
     async def get_weights(self) -> AsyncIterator[tuple[str, Tensor]]:
-        """The tensors of the version that was received last, from this host's memory."""
+        """Yield the tensors of the version received last, from this host's memory."""
         if self._weights is None:
             raise InvalidSpec("no version was received", expected="receive_weights() first")
         for name, tensor in self._weights.items():
@@ -119,7 +119,8 @@ class ShoalCheckpointEngine(CheckpointEngineWithCache):
         return self._subscription
 
     async def _version_of(self, step: int | None) -> WeightVersion:
-        """The version of a step, waited for; a later one, if that was passed by."""
+        """Wait for the version of a step and return it; without a step, the newest one. Raises
+        VersionGone if a later step was published and this one is not kept."""
         subscription = self._subscribed()
         last = 0
         while True:

@@ -1,8 +1,9 @@
-"""vLLM installs versions of a series: `--weight-transfer-config '{"backend": "shoal"}'`.
+"""Weight transfer engine for vLLM, which installs versions of a series.
 
-vLLM finds the engine through its plug-in entry point, `vllm.general_plugins`, in each of its
-processes. A version is staged and verified as a whole by every worker before a weight changes; if
-one worker cannot, none of them installs it, and vLLM goes on serving the version that it has.
+Enabled by `--weight-transfer-config '{"backend": "shoal"}'`. Each of vLLM's processes finds the
+engine through the plug-in entry point `vllm.general_plugins`. Every worker stages and verifies a
+whole version before a weight changes. If one worker fails, none installs the version, and vLLM
+keeps serving the previous one.
 """
 
 from collections.abc import Callable, Iterable
@@ -43,7 +44,7 @@ COMMIT_S = 600.0
 
 
 def register() -> None:
-    """Make the backend known to vLLM: the entry point. May be called more than once."""
+    """Register the backend with vLLM, which calls this entry point. May be called repeatedly."""
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, __name__, "ShoalWeightTransferEngine")
     if BACKEND not in WeightTransferTrainerFactory._registry:
@@ -86,7 +87,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         self._outline: dict[str, torch.Size] | None = None
         """Names and shapes of the checkpoint that vLLM was started with."""
         self._serves: Load = self._from_checkpoint
-        """Gives the weights that vLLM serves, in case that it cannot load other ones."""
+        """Returns the weights that vLLM serves, to load them again if an update fails."""
 
     def init_transfer_engine(self, init_info: ShoalInitInfo) -> None:
         if self._subscription is not None:
@@ -100,7 +101,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         """Do nothing: the layers stay as they are until a whole version is staged."""
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # vLLM's own method waits for a device afterwards, which it does not have on a CPU.
+        # vLLM's own method synchronises a device afterwards, which fails on a CPU.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShoalUpdateInfo) -> None:
@@ -138,8 +139,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return found
 
     def _check_whole(self, weights: Weights) -> None:
-        """Raise InvalidSpec for a version with which vLLM would serve a mixture: it goes on with
-        the old values of a layer that gets none, and says so in its log only."""
+        """Raise InvalidSpec for a version that is not the whole model. vLLM itself would only log
+        that a layer got no values, and serve a mixture of old and new ones."""
         if self._outline is None:
             self._outline = {name: tensor.shape for name, tensor in self._serves()}
         for name, shape in self._outline.items():
@@ -167,10 +168,10 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
         return self._subscription
 
     def finish_weight_update(self) -> None:
-        """Do nothing: what is staged is installed as a whole."""
+        """Do nothing: `receive_weights` has installed the whole version."""
 
     def _load(self, weights: Load) -> None:
-        # Frees and refills layer by layer: nothing between these three lines may fail to be there.
+        # Frees and refills the model layer by layer: all weights must be staged by now.
         layerwise.initialize_layerwise_reload(self.model)
         self.model.load_weights(iter(weights()))
         layerwise.finalize_layerwise_reload(self.model, self.model_config)
@@ -188,8 +189,8 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
 
 
 def _forget_load(model: nn.Module) -> None:
-    """Give layers that a load has left half-way their tensors back. Those that it came through with
-    have new values by now."""
+    """Give the old tensors back to layers that a failed load left incomplete. Layers that it
+    completed have new values already."""
     for layer in model.modules():
         info = layerwise.get_layerwise_info(layer)
         if info.can_load() and info.kernel_tensors is not None:
@@ -199,7 +200,7 @@ def _forget_load(model: nn.Module) -> None:
 
 
 def _all_have(own: bool) -> bool:
-    """True if it is true on all workers of the engine."""
+    """True if `own` is true on all workers of the engine. Collective."""
     group = get_world_group()
     if group.world_size == 1:
         return own
@@ -224,7 +225,7 @@ class ShoalTrainerInit(TrainerInitInfo):
 
 
 class ShoalTrainerEngine(TrainerWeightTransferEngine):
-    """Publishes a `WeightSource`, and has an engine install each version."""
+    """Publishes a `WeightSource`, and makes an engine install each version."""
 
     init_info_cls = ShoalTrainerInit
 
@@ -277,7 +278,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
 
 
 def install(client: VLLMWeightSyncClient, version: WeightVersion | int) -> None:
-    """Have an engine install a version, and label its outputs with the number."""
+    """Make an engine install a version, and label its outputs with the version's number."""
     number = version if isinstance(version, int) else version.number
     client.start_weight_update()
     client.update_weights({"version": number})
@@ -291,8 +292,8 @@ def follow(
     coordinator: str | None = None,
     until: Callable[[WeightVersion], bool] = lambda version: False,
 ) -> None:
-    """Have an engine install the newest version each time there is one, until `until` says so of
-    one that it has installed. Versions that were published meanwhile are skipped."""
+    """Make an engine install each newest version, until `until` returns True for an installed one.
+    Versions that were published during an installation are skipped, except the newest."""
     client.init_weight_transfer_engine({"series": series, "coordinator": coordinator})
     with subscribe(series, coordinator=coordinator) as subscription:
         for version in subscription:

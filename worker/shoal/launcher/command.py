@@ -54,12 +54,12 @@ def run(config: RunConfig) -> int:
     orders = StopOrders()
 
     def leave(number: int, frame: FrameType | None) -> None:
-        # A repetition must not interrupt the clean-up.
+        # A repeated signal must not interrupt the clean-up.
         if not orders.repeats(number):
             raise SystemExit(128 + number)
 
     with ExitStack() as stack:
-        # Before the launcher handles the signals, and after it.
+        # This handler is for the time before and after the launcher's own.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, leave))
         if config.coordinators:
             _await_coordinator(config)
@@ -84,8 +84,8 @@ def run(config: RunConfig) -> int:
 
 
 def _syntax_error(script: Path) -> str:
-    """Python's error for the script, which every worker would print; empty if it can be compiled,
-    or is not source text."""
+    """Return the error that every worker would print for a script that does not compile; empty if
+    it compiles, or is no .py file."""
     if script.suffix != ".py":
         return ""
     try:
@@ -100,7 +100,7 @@ def _syntax_error(script: Path) -> str:
 
 
 def _log_from_level(config: RunConfig) -> None:
-    """Let the launcher itself log as its workers do: from info on by default."""
+    """Set the launcher's log level to that of its workers: info by default."""
     name = "DEBUG" if config.output.verbose else config.environment.get("SHOAL_LOG_LEVEL", "INFO")
     level = logging.getLevelNamesMapping().get(name.upper())
     if level is not None and not structlog.is_configured():
@@ -108,8 +108,8 @@ def _log_from_level(config: RunConfig) -> None:
 
 
 def _await_coordinator(config: RunConfig) -> None:
-    """Wait until one of the coordinators leads, or knows the leader. Raises Unavailable: at once,
-    or, if SHOAL_ADMISSION_S is set, after so many seconds of waiting, which is printed."""
+    """Return once one of the coordinators leads, or knows the leader. Raises Unavailable if none
+    does: at once, or after SHOAL_ADMISSION_S seconds if that is set. The wait is printed."""
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
     is_told = False
@@ -131,7 +131,7 @@ def _await_coordinator(config: RunConfig) -> None:
 
 
 def _check_job(config: RunConfig) -> None:
-    """Reset a finished job if --fresh is given, else refuse it; before anything is started."""
+    """Reset the job if --fresh is given, else refuse it if it is finished. Nothing runs yet."""
     if not config.fresh:
         check_not_finished(config.coordinators, config.job)
     elif reset_job(config.coordinators, config.job, job_secret(config.environment)):

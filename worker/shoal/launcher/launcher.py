@@ -1,19 +1,19 @@
 """The launcher: starts a host's workers of one job, watches them, and restarts killed ones.
 
-Each worker has a slot, and the slot a member id: a restarted worker is a fresh incarnation of the
-same member. Every exit and every halt (SIGSTOP) is reported to the coordinator at once, so that the
-others need not wait for a lease to run out. Most exits are reported before the kernel has removed
-the process, see `shoal_client.liveness.lifeline`. The launcher sends heartbeats for the workers
-that live, so that a busy worker does not count as lost. It sleeps until a worker exits, is halted,
-has to be started or ended, or a signal arrives.
+Each worker has a slot, and each slot a member id: a restarted worker is a new incarnation of the
+same member. Every exit and every halt (SIGSTOP) is reported to the coordinator at once, so that
+other members need not wait for a lease to expire. Most exits are reported before the kernel has
+removed the process, see `shoal_client.liveness.lifeline`. The launcher sends heartbeats for running
+workers, so that a busy worker does not count as lost. It sleeps until a worker exits, is halted, or
+must be started or ended, or until a signal arrives.
 
-A launcher does not outlive its job because of a worker that cannot end. A worker that was declared
-lost while it was halted is killed and replaced. A worker that does not end within the grace time
-after the job's end is killed, and left to the kernel if it hangs there.
+A worker that cannot end does not keep the launcher alive. A worker that was declared lost while it
+was halted is killed and replaced. A worker that does not end within the grace time after the job's
+end is killed, and abandoned if it hangs in the kernel.
 
-The exit code alone does not say why a worker ended: on the board that it shares with the launcher
-it notes how its membership ended. A worker that was fenced (declared lost, but alive), or that a
-time limit ended, is restarted whatever its code; a worker that would be refused again is not.
+The exit code alone does not tell why a worker ended. So a worker writes how its membership ended to
+the beat board that it shares with the launcher. A worker that was fenced (declared lost, but alive)
+or hit a time limit is restarted whatever its code; one that would be refused again is not.
 """
 
 import math
@@ -48,13 +48,13 @@ from shoal_proto.v1.membership_pb2 import ReportExitRequest, ReportHaltRequest
 from shoal_proto.v1.outputs_pb2 import OutputOwner, ServeOutputRequest
 
 OUTPUT_S = 2.0
-"""Time for the last lines of a worker that exited."""
+"""Time to read the last lines of a worker that exited."""
 KILLED_ANSWER_S = 0.5
-"""Pause before a killed worker is restarted: the coordinator, which may be away, can say meanwhile
-that there is nothing left to join."""
+"""Limit of the wait for the coordinator's answer before a killed worker is restarted: the answer
+may say that the job is over. The coordinator may be unreachable."""
 WORKER_ADMISSION_S = 24 * 3600
-"""Time that a worker waits for a coordinator to admit it: one was there when the run began, so the
-address is right, and the others train on without one."""
+"""Time that a worker waits for a coordinator to admit it. Long, as the address is known to be right
+(a coordinator answered when the run began), and other members train on without a coordinator."""
 _COLOURS = (36, 33, 32, 35, 34, 31)
 
 
@@ -81,7 +81,7 @@ class Launcher:
     """One `shoal run`: `run` returns the exit code when no worker is left."""
 
     def __init__(self, config: RunConfig, orders: StopOrders) -> None:
-        """`orders`: of this process, so that signals before and after the run count, too."""
+        """`orders`: signals of this process, including those before and after the run."""
         self._config = config
         self._orders = orders
         self._host = socket.gethostname()
@@ -89,7 +89,7 @@ class Launcher:
             WorkerSlot(index=index, member_id=member_id)
             for index, member_id in enumerate(member_ids(config, self._host))
         ]
-        # Signal handlers put events into it: a SimpleQueue allows that.
+        # Signal handlers put events into this queue: a SimpleQueue is reentrant.
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._reporter = HostReporter(config.coordinators)
         self._beats = HostBeats(config.coordinators, self._events.put)
@@ -147,11 +147,11 @@ class Launcher:
         return code
 
     def give_up(self, reason: str) -> None:
-        """End the workers: their cluster is gone for good. Any thread may call."""
+        """End the workers, as their cluster is gone for good. Callable from any thread."""
         self._events.put(_GivenUp(reason))
 
     def _next_event(self) -> _Event | None:
-        """The next event; None: it is time to start a worker, or to end one."""
+        """Return the next event; None when a worker is due to be started or ended."""
         starts_s = (slot.start_at_s for slot in self.slots if slot.start_at_s is not None)
         until_s = min(min(starts_s, default=math.inf), self._worker_ends.next_s)
         if until_s == math.inf:
@@ -191,7 +191,7 @@ class Launcher:
         self._beats.started(process.pid, board.slots[slot.index], self._config.job)
         slot.watch = ExitWatch(life, process.pid, lambda code: self._report_exit(process, code))
 
-    # On the threads that watch the worker, which know the order of its events.
+    # Called on the threads that watch a worker, which see its events in order.
 
     def _exited(self, process: Process) -> None:
         code = process.exit_code
@@ -200,7 +200,7 @@ class Launcher:
         self._events.put(process)
 
     def _report_exit(self, process: Process, code: int) -> None:
-        """Report an exit once per process: mostly the lifeline is earlier than the kernel."""
+        """Report an exit once for each process. The lifeline usually shows it before the kernel."""
         with self._reporting:
             if process.pid in self._reported:
                 return
@@ -221,7 +221,7 @@ class Launcher:
         return next(each for each in self.slots if each.member_id == process.name)
 
     def _halted(self, process: Process, halted: bool) -> None:
-        # First of all: no later heartbeat may say that it lives.
+        # First, so that no later heartbeat says that the worker runs.
         self._beats.halted(process.pid, halted)
         self._reporter.report(
             ReportHaltRequest(
@@ -235,12 +235,12 @@ class Launcher:
         )
         self._events.put(_Halted(process, halted))
 
-    # On the launcher's own thread.
+    # Called on the launcher's own thread.
 
     def _on_exit(self, process: Process, supervisor: Supervisor, board: BeatBoard) -> None:
         slot = next((each for each in self.slots if each.process is process), None)
         if slot is None:
-            return  # It was left to the kernel, which has ended it after all.
+            return  # An abandoned process that hung in the kernel, and has ended after all.
         code = process.exit_code
         assert code is not None and slot.watch is not None
         slot.watch.close()
@@ -252,7 +252,7 @@ class Launcher:
         slot.exits.append(Exit(code=code, ending=board.slots[slot.index].ending))
         exited = slot.exits[-1]
         if code == 0:
-            # The answer tells if it ended the job, or has left before the last batch.
+            # The answer tells if the worker has finished the job or left before the last batch.
             self._reporter.flush()
         if self._may_restart(slot):
             pause_s = slot.pause_s
@@ -279,7 +279,7 @@ class Launcher:
             return False
         if last.code > 0 and not last.may_pass and self._config.restart.restart_on == "signal":
             return False
-        # The answer to the report of this exit tells the job's phase.
+        # The answer to the exit report contains the job's phase.
         self._reporter.flush(KILLED_ANSWER_S if last.code < 0 else CALL_TIMEOUT_S)
         return not self._over and len(slot.exits) <= self._config.restart.max_restarts
 
@@ -290,7 +290,8 @@ class Launcher:
 
     @property
     def _over(self) -> str:
-        """The job's phase if no member can join it any more, as far as this launcher knows."""
+        """The job's phase if no member can join the job any more, as far as known here; else
+        empty."""
         return "" if self._completed else self._reporter.over
 
     @property
@@ -299,8 +300,8 @@ class Launcher:
 
     @property
     def _completed(self) -> bool:
-        """True if a worker of this launcher has ended the job: there is nothing left to join. A
-        script that ends before the last batch, by a `break` or sys.exit(0), does not end it."""
+        """True if a worker of this launcher has finished the job, or found it finished. A script
+        that ends before the last batch, by `break` or sys.exit(0), does not finish it."""
         if any(slot.found_it_finished for slot in self.slots):
             return True
         return self._num_done > 0 and not self._reporter.goes_on
@@ -342,7 +343,8 @@ class Launcher:
             self._ended.append(slot.exits[-1])
 
     def _interrupt(self, event: _Signalled) -> None:
-        # The first signal lets workers finish; a second one, or the limit, kills them.
+        # After the first signal, workers finish their step. A second one or the grace time's end
+        # kills them.
         if self._interrupted:
             self._worker_ends.kill(self._worker_ends.running)
             return
@@ -357,10 +359,10 @@ class Launcher:
         self._worker_ends.tell_all()
 
     def _exit_code(self) -> int:
-        """Exit code of the run; 0 if the job was completed, in spite of signals on the way."""
+        """Return the exit code of the run; 0 if the job was completed, even if signals came."""
         if self._completed:
-            # A replacement that came after the end was refused, or a worker was fenced while the
-            # others went on without it: neither is a failure of the job.
+            # A replacement that was refused after the end, and a worker that was fenced while the
+            # others trained on, are no failures of the job.
             firsts = [slot.exits[0] for slot in self.slots if slot.exits[-1].code != 0]
             return next((each.code for each in firsts if each.is_scripts_own), 0)
         if self._given_up:
@@ -371,7 +373,7 @@ class Launcher:
         failing = (code for code in codes if code not in (0, DRAINED))
         first = next(failing, 0 if 0 in codes else DRAINED)
         if not first:
-            return 0  # As their scripts ended; the last line says that the job is not finished.
+            return 0  # The scripts ended without error; `_outcome` says that the job did not.
         return first if first > 0 else 128 - first
 
     def _outcome(self) -> str:
@@ -411,7 +413,7 @@ class Launcher:
                 try:
                     print(f"{prefix}{line}", flush=True)
                 except BrokenPipeError:
-                    # As in any pipeline: when the reader is gone, the work ends.
+                    # As in any pipeline: end the work when the reader is gone.
                     self._deaf = True
                     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
                     self._events.put(_Signalled(signal.SIGTERM))
@@ -419,7 +421,7 @@ class Launcher:
         return write
 
     def _outputs(self) -> HostOutputs:
-        """Serves the workers' output to readers on the page, or elsewhere."""
+        """Return the service that shows the workers' output on the page and to other readers."""
         config = self._config
         request = ServeOutputRequest(
             job=config.job,
@@ -440,7 +442,7 @@ class Launcher:
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:
-        """Watch the lifelines until the workers are gone, and only while their board exists."""
+        """Close the watches on lifelines at the end of the block, before the board is removed."""
         try:
             yield
         finally:

@@ -1,5 +1,4 @@
-"""Prometheus metrics of a launcher: its workers, how they ended, how often they were started
-again."""
+"""Prometheus metrics of a launcher: its workers, their exits by cause, and their restarts."""
 
 import platform
 from collections import Counter
@@ -17,7 +16,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `[HOST:]PORT`; a port alone means 127.0.0.1. Raises InvalidSpec."""
+    """Parse `[HOST:]PORT`; a port alone means 127.0.0.1. Raises InvalidSpec."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise InvalidSpec("bad --metrics", seen=repr(text), expected="[HOST:]PORT")
@@ -28,7 +27,7 @@ def parse_address(text: str) -> tuple[str, int]:
 def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
     """Serve the metrics within the block; no effect without an address.
 
-    Raises InvalidSpec if prometheus_client is not installed, AddressInUse.
+    Raises InvalidSpec if prometheus_client is not installed, AddressInUse if the port is taken.
     """
     if not address:
         yield
@@ -59,7 +58,7 @@ def served(address: str, slots: Sequence[WorkerSlot]) -> Iterator[None]:
 
 
 class _Collector:
-    """Collects metrics on the thread of the metrics' server; slots only ever gain exits."""
+    """Collects metrics on the metrics server's thread. Safe, as a slot's exits are only added."""
 
     def __init__(self, slots: Sequence[WorkerSlot]) -> None:
         self._slots = slots

@@ -23,9 +23,9 @@ KEPT_MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024 * 1024),
     "MALLOC_TRIM_THRESHOLD_": str(1024 * 1024 * 1024),
 }
-"""Settings of glibc's malloc, in bytes: blocks up to 32 MiB (its maximum) come from its heap, and
-the heap shrinks only once more than 1 GiB is free at its end. By default malloc returns memory that
-a step frees to the kernel, which clears each page of it again for the next step."""
+"""Settings of glibc's malloc, in bytes: blocks up to 32 MiB (the maximum) come from its heap, and
+the heap shrinks only if more than 1 GiB is free at its end. By default malloc returns the memory
+that a step frees to the kernel, which must clear each page again for the next step."""
 
 
 _INTERNAL = Parameter(parse=False)
@@ -33,14 +33,15 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
-    """The number, or that of the GPUs or cores for `auto`, `gpu` and `cpu`. Raises InvalidSpec."""
+    """Parse -n: a number, or the number of GPUs or cores for `auto`, `gpu` and `cpu`. Raises
+    InvalidSpec."""
     text = str(tokens[-1].value)
     cores = len(os.sched_getaffinity(0))
     match text:
         case "auto":
             return _num_gpus() or cores
         case "gpu":
-            return _num_gpus()  # If there are none, 0 is refused.
+            return _num_gpus()  # RunConfig refuses 0.
         case "cpu":
             return cores
     try:
@@ -52,7 +53,7 @@ def _workers_of(kind: Any, tokens: Sequence[Any]) -> int:
 
 
 def _num_gpus() -> int:
-    """Number of GPUs that this process may use, without torch, which takes seconds to import."""
+    """Count the GPUs that this process may use, without torch, which takes seconds to import."""
     shown = os.environ.get("CUDA_VISIBLE_DEVICES")
     if shown is not None:
         return len([each for each in shown.split(",") if each.strip() not in ("", "-1")])
@@ -183,7 +184,7 @@ class RunConfig:
                 expected="--insecure only if the run starts a cluster of its own",
                 fix="Without a certificate the run speaks plain text already.",
             )
-        job_secret(self.environment)  # Refused here, and not by each worker.
+        job_secret(self.environment)  # A bad secret is refused here, and not by each worker.
         self._set_bounds()
 
     def _set_bounds(self) -> None:
@@ -222,7 +223,7 @@ def _job_of(target: str, module: bool) -> str:
 
 
 def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dict[str, str]:
-    """The environment of one worker, whose index on its host is given."""
+    """Return the environment of one worker; `index` is its local rank."""
     files = config.tls.files_of(CertificateRole.WORKER) or files_at(
         config.coordinators, CertificateRole.WORKER
     )
@@ -248,18 +249,19 @@ def worker_environment(config: RunConfig, member_id: str, index: int = 0) -> dic
 
 
 def member_ids(config: RunConfig, host: str) -> list[str]:
-    """A member id for each worker; SHOAL_MEMBER_ID, if it is set, is the id or its beginning."""
+    """Return a member id for each worker. If SHOAL_MEMBER_ID is set, it is the id, or the prefix of
+    several."""
     if given := config.environment.get("SHOAL_MEMBER_ID"):
         if config.num_workers == 1:
             return [given]
         return [f"{given}-{index}" for index in range(config.num_workers)]
-    # Two launchers on one host, or hosts of one name, must not share member ids.
+    # Launchers on one host, or on hosts of one name, must not share member ids.
     unique = f"{_name_part(host)}-{os.urandom(2).hex()}"
     return [f"{unique}-{index}" for index in range(config.num_workers)]
 
 
 def threads_per_worker(num_workers: int) -> int:
-    """Number of cores this process may use, divided by the workers; at least one each."""
+    """Divide the cores that this process may use by the number of workers; at least one each."""
     return max(1, len(os.sched_getaffinity(0)) // num_workers)
 
 

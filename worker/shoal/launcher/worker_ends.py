@@ -1,4 +1,4 @@
-"""Ends the workers of a launcher that do not end by themselves: tells, kills, or leaves them."""
+"""Ends a launcher's workers that do not end by themselves: asks, kills, or abandons them."""
 
 import math
 import time
@@ -18,12 +18,12 @@ class WorkerEnds:
     ) -> None:
         self._slots, self._job, self._grace_s, self._say = slots, job, grace_s, say
         self.were_told = False
-        """True if all were told to end."""
+        """True if all workers were asked to end."""
         self._over_s = self._kill_s = self._leave_s = math.inf
 
     @property
     def next_s(self) -> float:
-        """The time of the next work for `due` and `left_behind`."""
+        """The time at which `due` or `left_behind` next has work to do."""
         return min(self._over_s, self._kill_s, self._leave_s)
 
     @property
@@ -31,9 +31,9 @@ class WorkerEnds:
         return [slot for slot in self._slots if slot.process is not None]
 
     def tell_all(self) -> None:
-        """Let all finish their step and end, within the grace time."""
-        # By SIGTERM, whichever signal it was: on a SIGINT a script would end in the middle of its
-        # step, with a traceback each.
+        """Ask all workers to finish their step and end, within the grace time."""
+        # SIGTERM whichever signal the launcher got: on SIGINT each script would end within its
+        # step, with a traceback.
         self.were_told = True
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:
@@ -51,20 +51,20 @@ class WorkerEnds:
             slot.process.kill()
 
     def take(self, standing: WorkerStatus) -> None:
-        """Kill a worker that was declared lost and cannot react, so that the next one can start."""
+        """Kill a worker that was declared lost and does not end, so that the next one can start."""
         slot = next((s for s in self.running if s.pid == standing.pid), None)
         if slot is None or not standing.is_lost or slot.was_killed:
             return
         now_s = time.monotonic()
         slot.lost_s = now_s if slot.lost_s is None else slot.lost_s
-        # A worker that runs is notified, and ends by itself.
+        # A running worker is notified of the loss, and ends by itself.
         if slot.halted or now_s >= slot.lost_s + self._grace_s:
             how = "while it was halted" if slot.halted else "and does not end"
             self._say(f"{slot.member_id} was declared lost {how}")
             self.kill([slot])
 
     def due(self, over: str, board: BeatBoard) -> None:
-        """Kill workers whose time is over. `over`: the job's phase, if it has ended."""
+        """Kill workers whose grace time is over. `over`: the job's phase if the job has ended."""
         now_s = time.monotonic()
         if not over:
             self._over_s = math.inf
@@ -81,8 +81,8 @@ class WorkerEnds:
             self.kill(self.running)
 
     def _is_stuck(self, slot: WorkerSlot, over: str, board: BeatBoard) -> bool:
-        """True if a worker does not end though its job has. Once a job is finished, a script that
-        has left it may go on with work of its own."""
+        """True if a worker is to be killed because its job has ended. After a finished job, a
+        script that has left the job, or joined another, may continue with work of its own."""
         if over != "finished" or slot.halted:
             return True
         place = board.slots[slot.index]
@@ -91,8 +91,8 @@ class WorkerEnds:
         return not has_another and not place.has_left(slot.pid)
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
-        """Workers that were killed, and have not ended within KILLED_S, if the run `ends`: before
-        that they block nothing."""
+        """Yield workers that did not end within KILLED_S of being killed. Yields none unless the
+        run `ends`: until then they block nothing."""
         if time.monotonic() < self._leave_s:
             return
         self._leave_s = math.inf

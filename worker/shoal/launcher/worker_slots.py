@@ -1,4 +1,4 @@
-"""The slots of a launcher's workers: the present process, and how earlier ones ended."""
+"""Slots of a launcher's workers: each has its current process, and the exits of earlier ones."""
 
 import signal
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ from shoal_proto.back_off import doubled_s
 from shoal_proto.secrets import drawn
 
 DRAINED = 128 + signal.SIGTERM
-"""The exit code of a worker that left its job in good order because it was asked to."""
+"""The exit code of a worker that was asked to leave its job, and was drained."""
 PASSING_PAUSE_S = 0.5
 MAX_PASSING_PAUSE_S = 30.0
-"""Limits of the pause before a restart of a worker that failed by no fault of its script, twice as
-long each time: the cause (a host that swaps, a debugger, a laptop's lid, a part that was away) may
-last for a while."""
+"""Limits of the pause before the restart of a worker that failed by no fault of its script. The
+pause doubles each time, as the cause may last: a host that swaps, a debugger, a laptop's lid, a
+server that is away."""
 
 
 FOR_TORCHRUN = (
@@ -24,7 +24,7 @@ FOR_TORCHRUN = (
     " start it with torchrun --rdzv-backend=shoal (docs/torchrun.md), or leave the call out and let"
     " it train in a session (docs/tutorials/ddp.md, 'From a script for torchrun')"
 )
-"""Advice for an error of torch's, which says that RANK is not set."""
+"""Advice for torch's error that RANK is not set."""
 NEWEST_BYTES = 1 << 14
 
 
@@ -37,8 +37,8 @@ class Exit:
 
     @property
     def may_pass(self) -> bool:
-        """True if the process failed because its membership had ended, by a time limit, or because
-        a part was away: not by its script."""
+        """True if the process failed by no fault of its script: it was fenced, hit a time limit, or
+        could not reach a part of the cluster."""
         return self._failed and self.ending in (MembershipEnding.FENCED, MembershipEnding.PASSING)
 
     @property
@@ -48,7 +48,7 @@ class Exit:
 
     @property
     def is_scripts_own(self) -> bool:
-        """True if the script has failed by itself."""
+        """True if the script itself has failed."""
         return self._failed and not self.may_pass and not self.found_it_finished
 
     @property
@@ -67,31 +67,31 @@ class Exit:
 
 @dataclass(kw_only=True)
 class WorkerSlot:
-    """One worker's slot: the present process, and how earlier ones ended."""
+    """One worker's slot: its current process, and the exits of earlier ones."""
 
     index: int
     member_id: str
     launch_secret: str = field(default_factory=drawn, repr=False)
-    """The secret that proves to the coordinator that a report comes from the launcher."""
+    """Secret that proves to the coordinator that a report comes from the launcher."""
     process: Process | None = None
     halted: bool = False
     """True if a signal has halted the process."""
     lost_s: float | None = None
-    """Time since which the process claims to be a lost member, by the monotonic clock."""
+    """Time when the process was first seen as lost but running, by the monotonic clock."""
     was_killed: bool = False
     """True if the launcher has killed the process."""
     watch: ExitWatch | None = None
     start_at_s: float | None = None
     """Time at which the next process is to be started, by the monotonic clock."""
     has_joined: bool = False
-    """True if one of its processes became a member of a job."""
+    """True if a process of this slot became a member of a job."""
     exits: list[Exit] = field(default_factory=list)
     printed: OutputTail = field(default_factory=OutputTail, repr=False)
-    """The newest lines of all its processes."""
+    """The newest output lines of all processes of this slot."""
 
     @property
     def pid(self) -> int:
-        """The process's pid; 0: there is none."""
+        """The process's pid; 0 if there is no process."""
         return self.process.pid if self.process is not None else 0
 
     @property
@@ -100,7 +100,7 @@ class WorkerSlot:
 
     @property
     def found_it_finished(self) -> bool:
-        """True if others had completed the job before its newest process could."""
+        """True if other members had completed the job before this slot's newest process joined."""
         return bool(self.exits) and self.exits[-1].found_it_finished
 
     @property
@@ -121,7 +121,7 @@ class WorkerSlot:
 
 
 def describe(code: int) -> str:
-    """Text for the end of a process."""
+    """Describe the end of a process by its exit code."""
     if code < 0:
         return how_it_ended(code)
     if code == DRAINED:

@@ -57,8 +57,8 @@ class RankFigures:
     optimizer: int
     """State of the optimizer, once it has stepped every parameter."""
     kept: int = 0
-    """Other memory kept from step to step: under local SGD the state that all members last had in
-    common, and the outer step's velocity."""
+    """Other memory kept between steps. Under local SGD: the state of the last outer step, and the
+    outer step's velocity."""
     collectives: tuple[Collective, ...]
     """Collectives of a step with one forward and one backward pass that use all parameters."""
 
@@ -102,7 +102,7 @@ class Plan:
     """Groups in the order of the forward pass, as far as it is known."""
     ranks: tuple[RankFigures, ...]
     arrangement: str = ""
-    """Arrangement of the ranks, if not in a row."""
+    """Arrangement of the ranks in a mesh; empty if they are in one row."""
     notes: tuple[str, ...] = ()
     """Notes on what the figures leave out or assume."""
 
@@ -111,7 +111,7 @@ class Plan:
         return len(self.ranks)
 
     def moved(self, kind: str, rank: int = 0) -> tuple[int, int]:
-        """Return calls and bytes of one rank's collectives of a kind, as in a step with all."""
+        """Return calls and bytes of one rank's collectives of a kind, in a step that has all."""
         found = [each for each in self.ranks[rank].collectives if each.kind == kind]
         return sum(each.calls for each in found), sum(each.num_bytes for each in found)
 
@@ -159,7 +159,7 @@ class PlanInput:
 
 
 def uncompressed(compression: object) -> tuple[str, ...]:
-    """Return the note for a strategy whose collectives are counted without its compression."""
+    """Return a note that bytes are counted without compression; none if there is none."""
     if compression is None:
         return ()
     return (f"bytes are counted as without compression; {compression} sends fewer",)

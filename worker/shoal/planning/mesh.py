@@ -58,8 +58,8 @@ class MeshFigures:
     def __init__(
         self, subject: PlanInput, plan: HybridPlan, *, tells_faults_ahead: bool = False
     ) -> None:
-        """Compute the parts. `tells_faults_ahead`: if only a rank itself can see that its gradients
-        are not finite, its member reports that when the members agree on the step."""
+        """Compute the parts. `tells_faults_ahead`: a rank whose gradients no other rank can check
+        reports non-finite ones in its vote on the step, and not in a message of its own."""
         self._subject, self._plan = subject, plan
         self._tells_faults_ahead = tells_faults_ahead
         self._mesh = plan.mesh
@@ -179,7 +179,7 @@ class MeshFigures:
         """Yield a rank's collectives from the last gradient to the end of the step."""
         if part.stage is not None:
             yield Collective(kind="broadcast", when=UPDATE, calls=1, num_bytes=LOSS_BYTES)
-            # Each has one more element: a flag that says whether there is a gradient.
+            # Each message has one more element, which flags that there is a gradient.
             shared = [
                 (p.numel() + 1) * p.element_size()
                 for name, p in part.trained.items()

@@ -1,7 +1,7 @@
 """Rehearsal of one rank's part of a step, on the meta device and without any peer.
 
-The traffic of a rank while layers compute depends on shapes that only the model knows. So the
-model's own code is run with a group that has no peers, and the calls to that group are counted.
+A rank's traffic within layers depends on shapes that only the model knows. So the model's own code
+runs with a group that has no peers, and the calls to that group are counted.
 """
 
 from collections.abc import Callable
@@ -66,7 +66,7 @@ class SilentGroup(CollectiveGroup):
 
 
 class RehearsedPass:
-    """Forward pass of meta tensors and the backward pass after it, as the group counted them.
+    """A forward and a backward pass on meta tensors, with the group's counts of each.
 
     Raises InvalidSpec if the model cannot be run on the meta device, or not on these inputs.
     """

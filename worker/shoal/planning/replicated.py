@@ -31,7 +31,7 @@ class ReplicatedFigures:
         self._n = subject.world_size
         self._trained = {n: p for n, p in subject.parameters.items() if p.requires_grad}
         self._finds_unused = find_unused_parameters
-        # Without the search for unused ones, torch builds buckets in the order of gradients.
+        # Without the search for unused parameters, torch builds buckets in the order of gradients.
         names = list(self._trained) if find_unused_parameters else list(reversed(self._trained))
         found = _buckets([self._trained[name] for name in names], bucket_mb)
         self._buckets = [[names[index] for index in bucket] for bucket in found]
@@ -93,7 +93,7 @@ class ReplicatedFigures:
             calls=len({buffer.dtype for buffer in buffers}),
             num_bytes=sum(buffer.nbytes for buffer in buffers),
         )
-        # One 32-bit flag for each parameter: whether it took part.
+        # One 32-bit flag for each parameter, which says if it was used.
         flags = 4 * len(self._trained) if self._finds_unused else 0
         reduced = Collective(
             kind="all_reduce",

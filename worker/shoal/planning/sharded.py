@@ -33,7 +33,7 @@ def rows_of(num_rows: int, rank: int, world_size: int) -> int:
 
 
 class ShardedFigures:
-    """Computation of one plan. Parts are padded to the first rank's, in memory and collectives."""
+    """Computation of one plan. In memory and collectives, each part has the first rank's size."""
 
     def __init__(self, subject: PlanInput, options: ShardedOptions) -> None:
         self._subject, self._options = subject, options
@@ -121,8 +121,8 @@ class ShardedFigures:
     def _order_of_reduction(self) -> list[ModuleGroup]:
         """Return the groups with gradients, in the order in which backward finishes them.
 
-        No input of the model, or of the first trained layer, needs a gradient. So torch finds out
-        only at the very end of backward that these two are finished, the model first.
+        No input of the model, or of its first trained layer, needs a gradient. So torch finishes
+        the groups of these two at the very end of backward, the model's first.
         """
         first = next((n for n, p in self._subject.parameters.items() if p.requires_grad), "")
         found = [group for group in reversed(self._groups) if self._trained(group)]

@@ -60,12 +60,12 @@ def non_finite_message(world_size: int) -> Collective:
 
 
 def split_alone(module: nn.Module, plan: TensorPlan, ranks: TensorGroup) -> frozenset[int]:
-    """Reduce the module, which is on the meta device, to the part that this rank has of it.
+    """Reduce a module on the meta device to this rank's part of it.
 
-    Works as `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and with the
-    rank's own parts as plain tensors. Returns the ids of the parameters that were cut.
+    Works as `shoal.layouts.tensor.layout.parallelise`, but for a group without peers, and the
+    rank's own parts are plain tensors. Returns the ids of the parameters that were cut.
     """
-    # By id of the whole parameter, which is kept alive for as long as its id is in use.
+    # Keyed by the id of the whole parameter, which the value keeps alive while its id is in use.
     cut: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     for entry in plan.entries:
         if entry.style == WHOLE:
@@ -138,7 +138,8 @@ def _collectives(
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:
-    """Return the all-reduces, one a dtype, of gradients that ranks have for their own positions."""
+    """Return the all-reduces, one for each dtype, of gradients that each rank computes for its own
+    positions of the sequence."""
     names = summed_parameters(subject.model, tensor_plan.sequence)
     trained = [p for name, p in subject.parameters.items() if name in names and p.requires_grad]
     if not trained:

@@ -1,18 +1,18 @@
 """Randomness that does not depend on membership: drawn from seed, step and sample.
 
-The output of a running generator depends on earlier draws, and so on how a batch is cut. A value
-computed from the position of a sample does not: one process, any number of ranks, micro-batches and
-a repeated step get the same one.
+The output of a stateful generator depends on earlier draws, and so on how a batch is cut. A value
+computed from a sample's position does not: it is the same in one process, on any number of ranks,
+in micro-batches, and in a repeated step.
 
     key_dropout(model)                                       # once, see shoal.randomness.dropout
     with at(seed=7, step=41, first=96, count=32):            # each step: samples 96 to 127 of it
         with part(0, 8): ...                                 # a micro-batch: samples 96 to 103
 
-The samples are set for their forward and backward passes: activation checkpointing repeats forward
-passes within the latter.
+Set the samples for both their forward and backward passes, as activation checkpointing repeats
+forward passes within backward.
 
 Functions called by the user's code (`F.dropout`, `torch.rand`) draw from torch's generators:
-`seed_torch` makes them the same when a step is redone.
+`seed_torch` makes their draws the same if a step is repeated.
 """
 
 import hashlib
@@ -29,7 +29,8 @@ _LONG = 0xFFFFFFFFFFFFFFFF
 
 
 class _SamplePoint:
-    # A pipeline goes through some in each pass, and a generator takes several times as long.
+    # A class, as a pipeline enters several in each pass: a @contextmanager takes several times as
+    # long.
 
     def __init__(self, samples: PresentSamples | None) -> None:
         self._samples = samples
@@ -47,14 +48,14 @@ class _SamplePoint:
 
 
 def at(*, seed: int, step: int, first: int, count: int) -> AbstractContextManager[None]:
-    """Set the block's samples: `first` to `first + count - 1` of the global batch."""
+    """Set the samples within the block: `first` to `first + count - 1` of the global batch."""
     return _SamplePoint(PresentSamples(seed=seed, step=step, first=first, count=count))
 
 
 def part(start: int, stop: int) -> AbstractContextManager[None]:
-    """Restrict the block to [start, stop) of the present samples; no effect without any.
+    """Restrict the block to [start, stop) of the current samples; no effect if none are set.
 
-    For micro-batches, also those that a training script cuts itself.
+    For micro-batches, including those that a training script cuts itself.
     """
     whole = present()
     if whole is None:
@@ -63,16 +64,17 @@ def part(start: int, stop: int) -> AbstractContextManager[None]:
 
 
 def put(samples: PresentSamples | None) -> PresentSamples | None:
-    """Set the samples that this thread computes on, until further notice; returns those before."""
+    """Set the samples that this thread computes on, until the next call. Returns the former
+    ones."""
     context = current()
     set_current(replace(context, samples=samples))
     return context.samples
 
 
 def mix(*numbers: int) -> int:
-    """Mix several numbers into one seed below 2**63; neighbours give unrelated seeds.
+    """Mix several numbers into one seed below 2**63; neighbouring numbers give unrelated seeds.
 
-    The finaliser of splitmix64 (Steele et al. 2014) over each in turn.
+    Applies the finaliser of splitmix64 (Steele et al. 2014) to each number in turn.
     """
     mixed = 0
     for number in numbers:
@@ -84,20 +86,20 @@ def mix(*numbers: int) -> int:
 
 
 def seed_torch(seed: int, step: int, share: int) -> None:
-    """Start torch's generators anew for a step of one share of the batch.
+    """Seed torch's generators for a step on one share of the batch.
 
-    So what draws from them repeats itself if the step is redone by as many members.
+    So their draws are the same if the step is repeated by the same number of members.
     """
     number = mix(seed, step, share)
     # Not torch.manual_seed: before CUDA is initialised it records the caller's stack, which takes
-    # longer than all else that a step costs here.
+    # longer than all other work of this module in a step.
     torch.default_generator.manual_seed(number)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(number)
 
 
 def generator_states() -> Sequence[torch.Tensor]:
-    """States of the generators that `seed_torch` begins anew, for `restore_generators`."""
+    """Return the states of the generators that `seed_torch` seeds, for `restore_generators`."""
     states = [torch.default_generator.get_state()]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states += torch.cuda.get_rng_state_all()
@@ -105,17 +107,17 @@ def generator_states() -> Sequence[torch.Tensor]:
 
 
 def restore_generators(states: Sequence[torch.Tensor]) -> None:
-    """Let torch draw on from these states."""
+    """Set torch's generators to these states."""
     torch.default_generator.set_state(states[0])
     if len(states) > 1:
         torch.cuda.set_rng_state_all(states[1:])
 
 
 def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
-    """A generator on the CPU for the sample of this index among the present ones.
+    """Return a CPU generator for the sample of this index among the current ones.
 
-    The same for the same sample in the same step, whichever member computes it; `name` keeps
-    several uses apart. Outside of a step it is the generator of sample `index` of step 0.
+    Its draws are the same for a sample in a step, whichever member computes it. `name` separates
+    several uses. Outside of a step, it is the generator of sample `index` of step 0.
     """
     samples = present() or PresentSamples(seed=0, step=0, first=0, count=1)
     key = mix(samples.seed, samples.step, digest(name), samples.first + index)
@@ -123,10 +125,10 @@ def sample_generator(index: int = 0, name: str = "") -> torch.Generator:
 
 
 def present() -> PresentSamples | None:
-    """The samples that this thread computes on; None outside of a step."""
+    """Return the samples that this thread computes on; None outside of a step."""
     return current().samples
 
 
 def digest(name: str) -> int:
-    """64 bits of a name, for `mix`."""
+    """Hash a name to 64 bits, for `mix`."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")

@@ -1,15 +1,15 @@
 """Dropout whose masks do not depend on membership.
 
-Each element's number is computed from its position: one hash of (seed, step, layer, call, the
+Each element's random number is computed from its position: a hash of (seed, step, layer, call, the
 sample's position in the global batch, the element in the sample), see `shoal.randomness`. On a CPU
-that is no slower than drawing it (0.2 ms to 2.8 ms for 32 x 4096 elements). A generator for each
-sample takes as long as drawing, and on a GPU a loop; so all samples are hashed at once.
+the hash is no slower than a draw (0.2 ms to 2.8 ms for 32 x 4096 elements). A generator for each
+sample would be as slow as draws, and need a loop on a GPU; so all samples are hashed at once.
 
-Under torch.compile a mask is plain tensor code of the graph, which a compiler fuses with the
+Under torch.compile a mask is plain tensor code in the graph, which a compiler fuses with the
 multiplication by it. Only its key, four numbers, comes from an operator of Shoal's when the graph
-runs, so nothing is compiled anew for another step, position or generation.
+runs. So another step, position or generation needs no new compilation.
 
-The dropout modules of torch.nn are covered, functions (`F.dropout`, attention's own) are not.
+The dropout modules of torch.nn are covered; functions (`F.dropout`, attention's own) are not.
 """
 
 import itertools
@@ -26,17 +26,18 @@ from shoal.torch_private.tensors import in_backward
 
 _WORD = 0xFFFFFFFF
 _BLOCK_ELEMENTS = 1 << 19
-"""Elements that a CPU hashes at once, so that the dozen passes over them stay in the cache."""
+"""Number of elements that a CPU hashes at once: the dozen passes over them stay in its cache."""
 
 
 def key_dropout(model: nn.Module) -> int:
-    """Let the model's dropout modules draw by place; returns how many there are.
+    """Make the model's dropout modules draw by the position of samples; return their number.
 
-    They stay the same objects and evaluate as before; without a place they draw as before too.
-    A layer is known by its name in `model`, which has to be that of the whole model on all ranks.
+    The modules stay the same objects. In evaluation, and if no samples are set, they work as
+    before. A layer is identified by its name in `model`, which must be its name in the whole model
+    on all ranks.
 
-    Samples are taken to lie along the first dimension, or the second in torch's transformer layers
-    without `batch_first`; see `samples_along` for others.
+    Samples are assumed to lie along the first dimension, or along the second in torch's transformer
+    layers without `batch_first`; see `samples_along` for others.
     """
     found = 0
     second: set[nn.Module] = set()
@@ -54,15 +55,15 @@ def key_dropout(model: nn.Module) -> int:
 
 
 def unkey_dropout(model: nn.Module) -> None:
-    """Let the modules that `key_dropout` found draw as torch's own again."""
+    """Undo `key_dropout`: make the modules draw as torch's own again."""
     for module in model.modules():
         if isinstance(module, _DROPOUTS) and module.__dict__.pop("_layer", None) is not None:
             module.__class__ = _PLAIN.get(type(module), type(module))
 
 
 def with_dropout_within(model: nn.Module) -> list[str]:
-    """Names of torch's modules that apply dropout inside, without a dropout module. Their draws
-    follow from the samples that a member computes together, as a function's do."""
+    """Return the names of torch's modules that apply dropout without a dropout module. Their draws,
+    like those of functions, depend on how the batch is cut."""
     return [
         name
         for name, module in model.named_modules()
@@ -74,9 +75,9 @@ def with_dropout_within(model: nn.Module) -> list[str]:
 def samples_along(dropout: nn.Module, dim: int | None) -> None:
     """Set the dimension of this module's inputs along which the samples lie.
 
-    None: there is no such dimension. Then all samples of a step get the same mask on every member.
-    The same holds if the size of the dimension is not a multiple of the number of samples. A
-    multiple is read as that many rows for each sample, one sample after the other.
+    None: there is no such dimension, and all members use one mask in a step. The same holds if the
+    dimension's size is not a multiple of the number of samples. If it is a multiple, each sample
+    has that number of consecutive rows.
     """
     dropout.__dict__["_samples_along"] = dim
 
@@ -84,8 +85,9 @@ def samples_along(dropout: nn.Module, dim: int | None) -> None:
 def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: float) -> Tensor | None:
     """Draw a mask (bool) of this shape: an element is kept with probability 1 - p.
 
-    None if the module was not keyed, or no samples are set. A compiled graph, which does not know
-    the samples, then draws a key from torch's generator. Each call for the same samples draws anew.
+    Returns None if the module is not keyed, or if no samples are set. In a compiled graph, which
+    cannot return None, a key is then drawn from torch's generator. Each call for the same samples
+    has another mask.
     """
     layer: _Layer | None = getattr(dropout, "_layer", None)
     if layer is None:
@@ -113,7 +115,7 @@ def _drawn(
 
 
 class _Layer:
-    """One module's key, and the number of its calls on the present samples."""
+    """One module's key, and the number of its calls on the current samples."""
 
     def __init__(self, key: int) -> None:
         self.key = key
@@ -123,32 +125,31 @@ class _Layer:
         number = next(_numbers)
         _layers[number] = self
         self.handle = torch.tensor([number, 0], dtype=torch.int64, device="cpu")
-        """Handle of the layer in a compiled graph: by it the layer is found when the graph runs,
-        and how often it was asked for a key. A tensor, as a graph is compiled for other numbers
-        anew."""
+        """Handle of the layer in a compiled graph: its number in `_layers`, and how often it was
+        asked for a key. A tensor, as a graph would be compiled again for each plain number."""
 
     def __getstate__(self) -> int:
         return self.key
 
     def __setstate__(self, key: int) -> None:
-        # A copy is a layer of its own, of the same key.
+        # A copy is another layer with the same key.
         self.__init__(key)  # type: ignore[misc]
 
     def present_place(self) -> PresentSamples | None:
-        # A backward pass may run on another thread than the forward pass that it computes again.
+        # A backward pass that repeats a forward pass may run on another thread than that pass.
         return present() or (self.place if in_backward() else None)
 
     def next_key(self, place: PresentSamples) -> int:
         return mix(place.seed, place.step, self.key, self.next_call(place))
 
     def next_call(self, place: PresentSamples) -> int:
-        """0 for the first call at a place, 1 for the second ..."""
+        """Return the number of this call on these samples, from 0."""
         if in_backward():
-            # Forward passes that are computed again come in the order of the first time.
+            # Backward repeats forward passes in the order in which they first ran.
             call = self._again % max(self._calls, 1)
             self._again += 1
             return call
-        # Not by value: a step that is redone begins to count anew.
+        # Compared by identity: a repeated step has equal samples, and counts from 0 again.
         if place is not self.place:
             self.place, self._calls = place, 0
         self._again = 0
@@ -160,13 +161,13 @@ _numbers = itertools.count()
 _layers: weakref.WeakValueDictionary[int, _Layer] = weakref.WeakValueDictionary()
 
 
-# Asked anew for each call, in the order of the calls: no result serves for two of them.
+# Marked as mutating and nondeterministic, so that a graph runs it once for each call, in order.
 @torch.library.custom_op(
     "shoal::dropout_key", mutates_args=("layer",), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def _key_of(layer: Tensor, device: torch.device) -> Tensor:
-    """Key on the device: its two words, the first sample's position, and the number of samples; 0
-    for the latter two if no samples are set."""
+    """Return the key on the device: its two halves, the first sample's position, and the number of
+    samples. The last two are 0 if no samples are set."""
     own = _layers[int(layer[0])]
     layer[1] += 1
     place = own.present_place()
@@ -186,7 +187,7 @@ def _(layer: Tensor, device: torch.device) -> Tensor:
 def _traced(
     layer: Tensor, dim: int | None, shape: torch.Size, device: torch.device, p: float
 ) -> Tensor:
-    """Elements that `_drawn` returns, as a graph computes them from the layer's handle."""
+    """Compute the mask that `_drawn` returns, within a graph and from the layer's handle."""
     low, high, first, count = _key_of(layer, device).unbind()
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool, device=device)
@@ -196,7 +197,7 @@ def _traced(
         others = shape.numel() // max(shape[dim], 1)
         along = torch.arange(shape[dim], dtype=torch.int32, device=device)
         rest = torch.arange(others, dtype=torch.int32, device=device)
-        # Rows of a sample; they are unused if the number of samples does not divide the rows.
+        # Rows of one sample; not used unless the number of samples divides that of the rows.
         size = shape[dim] // count.clamp(min=1)
         are_samples = (count > 0) & (size * count == shape[dim])
         size = size.clamp(min=1)
@@ -211,15 +212,16 @@ def _traced(
 
 
 def _hashed(numbers: Tensor) -> Tensor:
-    """`_hash`, in no place."""
+    """Compute `_hash` out of place."""
     numbers = (numbers ^ ((numbers >> 16) & 0xFFFF)) * _signed(0x7FEB352D)
     return (numbers ^ ((numbers >> 15) & 0x1FFFF)) * _signed(0x846CA68B)
 
 
 def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torch.device) -> Tensor:
-    """Rows for samples from position `first` on, columns for their elements.
+    """Compute a mask with a row for each sample, from position `first` on, and a column for each
+    element.
 
-    Samples and elements are hashed by themselves; their sum, hashed again, is a number of 32 bits.
+    Samples and elements are hashed separately. The hash of their sum is a 32-bit random number.
     """
     num_samples, num_elements = rows
     kept = torch.empty(rows, dtype=torch.bool, device=device)
@@ -240,9 +242,9 @@ def _kept(rows: tuple[int, int], key: int, *, first: int, p: float, device: torc
 
 
 def _hash(numbers: Tensor) -> Tensor:
-    """A bijection of int32 that leaves no pattern, in place (C. Wellons' lowbias32, 2018).
+    """Hash int32 numbers in place by a bijection (C. Wellons' lowbias32, 2018).
 
-    Without its last shift, which changes only bits that a comparison hardly looks at.
+    Its last shift is left out: it changes only low bits, which a comparison hardly depends on.
     """
     shifted = numbers >> 16
     # The shift keeps the sign; these bits must be zero.
@@ -264,7 +266,8 @@ def _signed(word: int) -> int:
 
 
 def _channels(dropout: Any, value: Tensor) -> Tensor | None:
-    """Mask whole channels. The module's type and the input's dimensions show if it is batched."""
+    """Mask whole channels. The module's type and the number of dimensions show if the input is
+    batched."""
     unbatched = {nn.Dropout1d: 2, nn.Dropout3d: 4}
     kind = next((k for k in unbatched if isinstance(dropout, k)), None)
     if kind is not None and value.ndim == unbatched[kind]:
@@ -285,7 +288,8 @@ def _drop(value: Tensor, kept: Tensor, p: float, *, inplace: bool) -> Tensor:
 
 
 def _drop_alpha(value: Tensor, kept: Tensor, p: float, *, inplace: bool) -> Tensor:
-    """Dropped elements become SELU's lower limit; mean and variance stay (Klambauer et al. 2017)"""
+    """Set dropped elements to SELU's lower limit, keeping mean and variance (Klambauer et al.
+    2017)."""
     if p >= 1:
         return value.mul_(0) if inplace else value * 0
     limit = -1.7580993408473766
@@ -295,10 +299,10 @@ def _drop_alpha(value: Tensor, kept: Tensor, p: float, *, inplace: bool) -> Tens
 
 
 def _keyed(kind: Any, mask: Any, drop: Any) -> Any:
-    """The class of this dropout that draws by place."""
+    """Return a subclass of this dropout that draws by the position of samples."""
 
     def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002 - torch's own name for it
-        # A DTensor draws for the whole of it by torch's own means.
+        # For a DTensor, torch itself draws a mask for the whole tensor.
         draws = self.training and self.p > 0 and type(input) in (Tensor, nn.Parameter)
         kept = mask(self, input) if draws else None
         if kept is None:

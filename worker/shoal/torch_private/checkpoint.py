@@ -1,4 +1,4 @@
-"""Private names of torch.distributed.checkpoint: places of entries, names of files."""
+"""Private names of torch.distributed.checkpoint: positions of entries, names of files."""
 
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix

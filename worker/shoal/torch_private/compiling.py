@@ -124,8 +124,8 @@ _here = _ThreadCallback()
 
 
 def routing(call: Callable[P, R]) -> Callable[P, R]:
-    """The function, run as it is also where torch.compile is to compile what it calls: only what it
-    calls by `call_compiling` is."""
+    """Wrap the function so that torch.compile skips it. Of its calls, only those through
+    `call_compiling` are compiled, if the caller compiles."""
 
     @functools.wraps(call)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

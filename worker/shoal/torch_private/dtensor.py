@@ -53,8 +53,8 @@ _LOCAL = attrgetter("_local_tensor")
 
 
 def local_of(tensor: Any) -> Tensor:
-    """Return the tensor that this rank holds of a DTensor, outside of autograd. `to_local` takes
-    ten times as long if gradients are computed."""
+    """Return this rank's part of a DTensor, outside of autograd. `to_local` takes ten times as long
+    if gradients are computed."""
     own: Tensor = tensor._local_tensor
     return own
 
@@ -123,8 +123,8 @@ def keep_device_guard(on: bool) -> None:
     """Keep torch from replacing its guard of CUDA devices, or allow it again.
 
     A CUDA build on a machine without a GPU (torch 2.11 to 2.15) replaces the guard at each shape
-    derivation, so as to derive shapes of GPU tensors, and crashes by SIGSEGV if two threads do so.
-    Ranks that are threads use tensors on the host only on such a machine.
+    derivation, to derive shapes of GPU tensors, and crashes by SIGSEGV if two threads do so. On
+    such a machine, ranks that are threads use tensors on the host only.
     """
     if _replace_guard is not None:
         _native._ensureCUDADeviceGuardSet = (lambda: None) if on else _replace_guard

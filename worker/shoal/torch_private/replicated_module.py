@@ -33,9 +33,9 @@ class ReplicatedModule(DistributedDataParallel):
     the parameters to reduce are found from the loss itself. So a loss may come from several forward
     passes, and a step may have several losses of different parts of the model.
 
-    In a reentrant checkpoint autograd runs within itself: a parameter of a block that is used twice
-    gets two gradients, and the search does not see them. Gradients of such a pass are reduced after
-    the pass. Ranks may differ in that: the buckets are the same.
+    A reentrant checkpoint runs autograd within autograd: a parameter of a block that is used twice
+    gets two gradients, and the search from the loss does not find them. Gradients of such a pass
+    are reduced after the pass. Ranks may differ in that, since their buckets are the same.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ReplicatedModule(DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         if not self._is_told:
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
-        # The first rank's buffers come with the first forward pass before each backward pass: a
-        # later write would change tensors that the backward pass needs of the first.
+        # Rank 0's buffers are received in the first forward pass before each backward pass. A
+        # later write would change tensors that this first pass saved for backward.
         self.require_forward_param_sync = False
         self._was_called = self._was_called or torch.is_grad_enabled()
         return output

@@ -16,12 +16,12 @@ def is_being_made(scheduler: Any) -> bool:
 
 
 def milestones_of(scheduler: SequentialLR) -> Sequence[int]:
-    """Return the steps at which the next of its schedulers begins."""
+    """Return the steps at which the scheduler moves on to its next one."""
     return scheduler._milestones
 
 
 def schedulers_in(scheduler: SequentialLR) -> Sequence[LRScheduler]:
-    """Return the schedulers that it steps one after another."""
+    """Return the schedulers that this one steps in sequence."""
     return scheduler._schedulers
 
 

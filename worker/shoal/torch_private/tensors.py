@@ -57,9 +57,9 @@ _WATCHED = "_shoal_watched"
 
 
 def watch_clipping(look: Callable[[Sequence[Tensor], float], None]) -> None:
-    """Call `look` from now on before torch's `clip_grad_norm_` scales gradients, with the
-    parameters and the maximum norm; their norm was taken by then. Only the first call of this
-    function has an effect."""
+    """Call `look` from now on with the parameters and the maximum norm, each time before torch's
+    `clip_grad_norm_` scales gradients, and after it has computed their norm. Only the first call of
+    this function has an effect."""
     plain: Any = clip_grad._clip_grads_with_norm_
     if hasattr(plain, _WATCHED):
         return
@@ -98,7 +98,7 @@ _MEAN, _SUM = 1, 2
 _ADDING = frozenset(
     {"AddBackward0", "SubBackward0", "NegBackward0", "ToCopyBackward0", "MulBackward1"}
 )
-"""Nodes that add terms without scaling them. With the last one torch's `cross_entropy` weighs
+"""Nodes that add terms without scaling them. The last one is how torch's `cross_entropy` weights
 its two parts if labels are smoothed; a multiplication by the script has another node."""
 
 

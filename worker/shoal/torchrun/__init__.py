@@ -15,13 +15,13 @@ def backend() -> "Creator":
 
 
 def create_handler(parameters: "RendezvousParameters") -> "RendezvousHandler":
-    """A handler that is a member of the job already.
+    """Return a handler that has already joined the job.
 
-    Raises InvalidSpec for options that cannot be, RendezvousConnectionError if no coordinator
-    answers, RendezvousClosedError if the job is finished.
+    Raises InvalidSpec for invalid options, RendezvousConnectionError if no coordinator answers, and
+    RendezvousClosedError if the job is finished.
     """
     # Imported late: torchrun loads every plug-in at every start, whatever the backend, and only
-    # logs a warning for an error in that.
+    # logs a warning if that fails.
     from shoal.torchrun.handler import ShoalRendezvousHandler  # noqa: PLC0415
 
     return ShoalRendezvousHandler.joined(parameters)

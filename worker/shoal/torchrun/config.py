@@ -37,22 +37,22 @@ _SET_BY_TORCHRUN = "timeout"
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig:
-    """One torchrun agent as a member. Made by `read`."""
+    """Options of one torchrun agent as a member of a job."""
 
     join: JoinConfig
     join_timeout_s: float = 600.0
-    """The longest that one rendezvous may take; a standby node waits without a limit."""
+    """Longest time of one rendezvous; a standby node waits without a limit."""
     last_call_timeout_s: float = 0.0
-    """Time that a first generation with enough nodes, but fewer than the maximum, waits for more.
-    0: the coordinator decides."""
+    """Time that the first generation waits for more nodes when it has enough, but fewer than the
+    maximum. 0: the coordinator decides."""
     close_timeout_s: float = 30.0
-    """Time for attempts to notify the coordinator that this node leaves."""
+    """Time to try to notify the coordinator that this node leaves."""
     connect_timeout_s: float = ADMISSION_S
     """The node does not start if no coordinator answers within this time."""
 
     @classmethod
     def read(cls, parameters: RendezvousParameters) -> "NodeConfig":
-        """torchrun's options, checked. Raises InvalidSpec, which names the option at fault."""
+        """Read and check torchrun's options. Raises InvalidSpec, which names the bad option."""
         coordinators = _endpoints(parameters.endpoint)
         if (files := from_environment(addresses=coordinators)) is not None:
             identity.use(files)
@@ -69,7 +69,7 @@ class NodeConfig:
 
 
 def _run_id(run_id: str) -> str:
-    # "none" is what torchrun takes for an --rdzv-id that was not given.
+    # Without --rdzv-id torchrun passes "none".
     if run_id in ("", "none"):
         raise InvalidSpec(
             "the job has no name",
@@ -97,7 +97,7 @@ def _has_port(address: str) -> bool:
 
 
 def _seconds(given: Mapping[str, object]) -> dict[str, float]:
-    """The options of --rdzv-conf that count, by the name of their field."""
+    """Return the options of --rdzv-conf that have an effect, by the name of their field."""
     known = {*_HONOURED, *_WITHOUT_EFFECT, _SET_BY_TORCHRUN}
     unknown = sorted(set(given) - known)
     if unknown:

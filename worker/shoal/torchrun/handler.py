@@ -35,12 +35,12 @@ from shoal_proto.errors import (
 
 
 class ShoalRendezvousHandler(RendezvousHandler):
-    """One agent's view of the job. `num_nodes_waiting` makes no call."""
+    """Rendezvous handler of one agent. `num_nodes_waiting` calls no coordinator."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # torchrun does not shut the handler down when a signal ends the agent: the others should
-        # not have to find out by this node's silence. Nor when it drops the handler.
+        # torchrun does not shut the handler down when a signal ends the agent, or when it drops the
+        # handler. The node leaves in these cases too: otherwise it would be lost only by silence.
         self._leave_at_exit = partial(_leave_at_exit, node, os.getpid())
         atexit.register(self._leave_at_exit)
         dropped = weakref.finalize(self, _leave_dropped, node, self._leave_at_exit)
@@ -48,7 +48,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     @classmethod
     def joined(cls, parameters: RendezvousParameters) -> "ShoalRendezvousHandler":
-        """A handler whose node the coordinator has admitted; see `shoal.torchrun`."""
+        """Join the job and return the handler; see `shoal.torchrun` for its errors."""
         node = Node(NodeConfig.read(parameters))
         with _torchrun_errors(connecting=True):
             node.attend()
@@ -66,7 +66,8 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return shares_store()
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The next generation. Raises Drained, which ends the agent, if this node is to leave."""
+        """Enter the next generation. Raises Drained, which ends the agent, if this node was asked
+        to leave."""
         if self._node.is_closed:
             raise RendezvousClosedError(f"job {self._node.job} is over for this node")
         with drained(), self._leaving_drained(), _torchrun_errors():
@@ -74,14 +75,15 @@ class ShoalRendezvousHandler(RendezvousHandler):
         return RendezvousInfo(entry.store, entry.rank, entry.world_size, entry.bootstrap)
 
     def num_nodes_waiting(self) -> int:
-        """Above 0 also when the generation lost a node, so that the agent re-forms at once."""
+        """Return the number of waiting nodes; above 0 also if the generation is over, so that the
+        agent enters the next one at once."""
         return self._node.num_waiting()
 
     def is_closed(self) -> bool:
         return self._node.is_closed
 
     def set_closed(self) -> None:
-        """Let the job take in no more nodes, and form no more generations; those that train go on.
+        """Close the job to new nodes and new generations. The nodes that train continue.
 
         Raises RendezvousTimeoutError or RendezvousConnectionError if no coordinator answers.
         """
@@ -89,9 +91,9 @@ class ShoalRendezvousHandler(RendezvousHandler):
             self._node.close("a node closed the rendezvous")
 
     def shutdown(self) -> bool:
-        """Leave: with this node's work done, or, on the way out of a failed agent, undone.
+        """Leave the job; this node's work counts as completed unless an exception ends the agent.
 
-        The job completes with the last of its nodes. False if the coordinator does not know.
+        The job completes with the last of its nodes. Returns False if no coordinator was notified.
         """
         # torchrun calls this in a `finally`, and does not say how the agent ended.
         error = sys.exception()
@@ -105,7 +107,7 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
     @contextmanager
     def _leaving_drained(self) -> Iterator[None]:
-        """Other nodes have taken over: shutting down must not complete the job for them."""
+        """Leave without completing the job if this node is drained: other nodes continue it."""
         try:
             yield
         except MemberDrained as error:
@@ -114,20 +116,20 @@ class ShoalRendezvousHandler(RendezvousHandler):
 
 
 def _leave_at_exit(node: Node, process: int) -> None:
-    if os.getpid() == process:  # and no process that it has forked
+    if os.getpid() == process:  # not in a forked process
         node.leave(completed=False, reason="its agent ended")
 
 
 def _leave_dropped(node: Node, at_exit: Callable[[], None]) -> None:
-    """End the threads of a handler without users. On a separate thread: the caller may be any
-    thread that collects garbage."""
+    """Leave the job, and end the threads of a handler that was garbage-collected. Runs on a new
+    thread, as any thread may collect garbage."""
     atexit.unregister(at_exit)
     threading.Thread(target=at_exit, name="shoal-leave", daemon=True).start()
 
 
 @contextmanager
 def _torchrun_errors(*, connecting: bool = False) -> Iterator[None]:
-    """Shoal's errors under the names that torchrun documents for its interface."""
+    """Convert Shoal's errors to those that torchrun documents for its interface."""
     try:
         yield
     except ShoalError as error:

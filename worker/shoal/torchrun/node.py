@@ -35,7 +35,7 @@ MIN_JOIN_S = 0.05
 LAST_TRY_S = 0.3
 """Time to send a message to a coordinator that has not answered for long."""
 WITHDRAW_S = 1.0
-"""Time to notify the coordinator that this node gave up; after it, the stream's end shows that."""
+"""Time to notify the coordinator that this node gave up. Later, the closed stream shows it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +49,12 @@ class NodeRank:
 
 
 class Node:
-    """All methods are the agent's; only `_on_break` runs on the membership's thread.
+    """Membership of one agent. All methods are for the agent's thread, except `_on_break`, which
+    runs on the membership's.
 
-    A node that the coordinator gave up (it was silent for too long, or no generation formed in
-    time), or that gave up itself, joins again with a new incarnation when its agent asks for the
-    next generation.
+    The coordinator may end the membership (after too long a silence, or if no generation formed in
+    time), and the node may withdraw. It then joins again, with a new incarnation, when its agent
+    asks for the next generation.
     """
 
     def __init__(self, config: NodeConfig) -> None:
@@ -62,14 +63,14 @@ class Node:
         self._member.spec.last_call_s = config.last_call_timeout_s
         self._membership = self._new_membership()
         self._is_member = False
-        """True if it joined, and has not left since."""
+        """True if this node has joined and not left since."""
         self._proposed = False
         self._record = GenerationRecord()
         self._store: AgentStore | None = None
         self._server: TCPStore | None = None
-        """The workers' store. It outlives the membership for as long as the workers may run."""
+        """The workers' store. It is kept after the membership has ended, while workers may run."""
         self._give_up_s = math.inf
-        """Time at which the rendezvous in progress ends at the latest."""
+        """Latest end of the rendezvous in progress, by `time.monotonic()`."""
         self._finished = False
         self._closed = False
         self._unanswered = False
@@ -83,7 +84,7 @@ class Node:
     # --- joining and leaving ---
 
     def attend(self) -> None:
-        """Become a member. Raises what the coordinator refuses with, or that none answers."""
+        """Become a member. Raises the coordinator's refusal, or an error if none answers."""
         membership = self._membership
         left_s = max(self._give_up_s - time.monotonic(), MIN_JOIN_S)
         membership.join(min(self._config.connect_timeout_s, left_s))
@@ -101,7 +102,8 @@ class Node:
         log.info("job_joined", job=self.job, member=self._member.member_id)
 
     def leave(self, *, completed: bool, reason: str) -> bool:
-        """End the membership; return whether the coordinator knows. The first call counts.
+        """End the membership. Returns True if the coordinator knows of it. Later calls have no
+        effect.
 
         Tries for `close_timeout`, less the time for which no coordinator has answered already.
         """
@@ -119,8 +121,8 @@ class Node:
         return known or told
 
     def close(self, reason: str) -> None:
-        """Let the job take in no more nodes, and form no more generations. Those that train, this
-        one too, go on. Raises a RetryError if no coordinator answers for `close_timeout`."""
+        """Close the job to new nodes and new generations. The nodes that train, including this one,
+        continue. Raises a RetryError if no coordinator answers for `close_timeout`."""
         if self.is_closed:
             return
         self._closed = True
@@ -133,7 +135,7 @@ class Node:
 
     @property
     def is_closed(self) -> bool:
-        """True if the job is over, or closed to further generations, or this node has left it."""
+        """True if the job is over or closed to new generations, or if this node has left it."""
         failure = self._membership.failure
         over = self._closed or self._membership.track.is_closing or isinstance(failure, JobFinished)
         return self._left or over
@@ -141,8 +143,8 @@ class Node:
     # --- the end of this node's work ---
 
     def finish(self) -> None:
-        """State that this node's workers are done; then the others train on, whatever happens to
-        the node.
+        """Report that this node's workers are done. The end of this node then does not disturb the
+        others.
 
         Raises Unavailable if no coordinator answers for `close_timeout`.
         """
@@ -164,9 +166,9 @@ class Node:
             membership.give_up_at(math.inf)
 
     def await_others(self, timeout_s: float) -> None:
-        """Wait, with its workers done, until all nodes have finished or have gone on without it.
+        """Wait until all other nodes have finished, or continue without this one.
 
-        Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator was there for
+        Raises DeadlineExceeded after `timeout_s`, Unavailable if no coordinator answered for
         `close_timeout`.
         """
         membership, close_s = self._membership, self._config.close_timeout_s
@@ -191,10 +193,10 @@ class Node:
     # --- generations ---
 
     def enter(self) -> NodeRank:
-        """Leave the generation this node is in, and enter the next with all its nodes.
+        """Leave this node's generation, and enter the next one together with all its nodes.
 
-        Raises JobFinished, DeadlineExceeded after `join_timeout`, or what the coordinator refuses
-        this node with. A node that gave up is no member: no generation counts on it.
+        Raises JobFinished, DeadlineExceeded after `join_timeout`, or the coordinator's refusal. A
+        node whose rendezvous took too long withdraws, so that no generation waits for it.
         """
         self._give_up_s = time.monotonic() + self._config.join_timeout_s
         while True:
@@ -208,9 +210,10 @@ class Node:
                 log.info("rendezvous_goes_on", job=self.job, reason=str(error))
 
     def num_waiting(self) -> int:
-        """Number of nodes that would join in another rendezvous; 1 if this generation is over.
+        """Return the number of nodes that wait for another rendezvous; 1 if this generation is
+        over.
 
-        Above 0 the agent stops its workers and enters the next generation.
+        If it is above 0, the agent stops its workers and enters the next generation.
         """
         membership = self._membership
         if self.is_closed or self._finished or not self._is_member:
@@ -225,11 +228,11 @@ class Node:
 
     @property
     def _number(self) -> int:
-        """The generation this node is in, or was in last."""
+        """Number of this node's generation, or of its last one."""
         return self._record.roster.generation
 
     def _become_member(self) -> None:
-        """Join, or join again if this node is no member any more."""
+        """Join if this node is not a member, or no longer one."""
         failure = self._membership.failure
         if failure is not None and not isinstance(failure, (RetryError, RejoinError)):
             raise failure
@@ -245,14 +248,14 @@ class Node:
         self._membership.give_up_at(self._give_up_s)
 
     def _withdraw(self, reason: str, *, completed: bool = False) -> None:
-        """Be no member any more, for now."""
+        """Leave the job until the next call of `_become_member`."""
         if self._is_member:
             timeout_s = LAST_TRY_S if self._membership.away_s else WITHDRAW_S
             self._membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
         self._is_member = False
 
     def _agree(self) -> GenerationRecord:
-        """The record of the next generation, with this node standing still for it."""
+        """Propose, or stop for the next generation; return its record once it is agreed."""
         if not self._proposed:
             fields = {"strategy": "torchrun", "torch": torch.__version__}
             self._membership.propose(
@@ -264,7 +267,7 @@ class Node:
         return self._await()
 
     def _stop(self) -> GenerationRecord | None:
-        """Stop after the present generation. Returns its planned successor, if it has one."""
+        """Stop in the current generation. Returns its planned successor, or None if it broke."""
         membership, number = self._membership, self._number
         if membership.successor() is None and not membership.is_broken(number):
             membership.report_broken("the agent restarts its workers")
@@ -292,7 +295,7 @@ class Node:
                 stays_s = self._config.join_timeout_s - membership.away_s
                 if membership.failure is not None or not membership.is_standby or stays_s <= 0.0:
                     raise
-                # A spare node waits until it is needed, as long as a coordinator is there.
+                # A standby node waits until it is needed, as long as a coordinator answers.
                 self._give_up_s = time.monotonic() + stays_s
                 membership.give_up_at(self._give_up_s)
 
@@ -307,7 +310,8 @@ class Node:
         )
 
     def _bring_up(self, record: GenerationRecord) -> NodeRank:
-        """Meet all nodes of an agreed generation, and get the address of its workers' store."""
+        """Enter an agreed generation with all its nodes, and exchange the address of the workers'
+        store."""
         membership, limits = self._membership, self._membership.limits
         entries = record.roster.entries
         world_size, own_id = len(entries), self._member.member_id
@@ -356,7 +360,7 @@ def shares_store() -> bool:
 
 
 def _new_server() -> TCPStore:
-    # "localhost" is only for its own connection; it listens on every interface.
+    # "localhost" is only for the store's own connection; it listens on every interface.
     return TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
 
 

@@ -27,44 +27,44 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 ROLE_INFO = "torchelastic/role_info/"
 ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 TERMINAL_STATE = "torchelastic/agent/terminal_state"
-"""Prefix of the keys of the barrier at which an agent waits whose workers are done."""
+"""Prefix of the keys of the barrier at which an agent waits when its workers are done."""
 
 
 class StoreTimeout(DeadlineExceeded, DistStoreError):
-    """A key did not come in time: as of torch's stores."""
+    """A key was not set in time; the error of torch's stores for that."""
 
 
 class StoreUnreachable(Unavailable, DistNetworkError):
-    """No coordinator answers: the same as a `TCPStore` whose host is gone."""
+    """No coordinator answers; the error of a `TCPStore` whose host is gone."""
 
 
 class StoreOver(GenerationBroken, DistNetworkError):
-    """The generation is over, and its store with it."""
+    """The generation, and so its store, is over."""
 
 
 class AgentEnding(Protocol):
-    """Effect of the end of a node's work on its job."""
+    """End of a node's work, as the agents' final barrier reports it."""
 
     def finish(self) -> None:
         """Report that this node's workers are done."""
 
     def await_others(self, timeout_s: float) -> None:
-        """Wait until nobody needs this node any more."""
+        """Wait until no other node needs this one."""
 
 
 class AgentStore(RendezvousStore):
     """A generation's keys, for the agent of one node.
 
     After `next_rendezvous` the agents exchange their worker counts. An error in that exchange ends
-    a torchrun agent, so a node lost in those milliseconds would end all others too. Instead this
-    node gets ranks as if all nodes ran as many workers as it does, and `made_up` is set: the agent
-    stops these workers again as soon as it checks for changes.
+    a torchrun agent, so the loss of a node in those milliseconds would end all other agents too.
+    Instead this node gets ranks as if all nodes ran as many workers as it does, and `made_up` is
+    set: the agent stops these workers as soon as it checks for changes.
 
-    The barrier at which an agent waits at the end is the coordinator's: it knows which nodes have
-    finished, of later generations too.
+    The coordinator implements the barrier at which agents wait at the end, as it knows which nodes
+    have finished, including those of later generations.
 
-    Errors are torch's as well as Shoal's: DistStoreError for a wait that ran out of time,
-    DistNetworkError for a store that is out of reach or over.
+    Errors are both torch's and Shoal's: DistStoreError for a wait that timed out, DistNetworkError
+    for a store that is unreachable or over.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AgentStore(RendezvousStore):
             return super().add(key, value)
         with _as_torch():
             self._ending.finish()
-        return 0  # never the number of all nodes: nobody but the coordinator ends this barrier
+        return 0  # never the number of all nodes, as only the coordinator ends this barrier
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         if not all(key.startswith(TERMINAL_STATE) for key in keys):
@@ -155,7 +155,7 @@ class AgentStore(RendezvousStore):
 
 @contextmanager
 def _as_torch() -> Iterator[None]:
-    """Errors of the store as torch's kinds too, for callers that know only those."""
+    """Raise errors of the store as torch's types too, for callers that know only those."""
     try:
         yield
     except (RetryError, RejoinError) as error:

@@ -1,9 +1,9 @@
-"""Log of a script's values: each one is written once, despite losses, joins and repeated steps.
+"""Log of a script's values: each is written once, despite losses, joins and repeated steps.
 
-Every member keeps what its own script logged of the newest steps that it has committed. One member
-writes: the one whose state the generation started from, since it has committed every step that any
+Every member keeps the values that its own script logged in its newest committed steps. The member
+whose state the generation started from is the writer, as it has committed every step that any
 member has. It writes within a second, and before each planned change of members. If it is killed,
-the next writer continues from its own kept values, after those that the trackers have already (see
+the next writer continues from its own kept values, after those that the trackers already have (see
 `Tracker`). Values of a repeated step are not written again.
 """
 
@@ -25,14 +25,14 @@ log = structlog.get_logger(__name__)
 WRITE_EACH_S = 1.0
 BUSY_EACH_S = 0.2
 FLUSH_WITHIN_S = 5.0
-"""A change of members by plan waits no longer for trackers."""
+"""Longest time that a planned change of members waits for trackers."""
 CLOSE_WITHIN_S = 30.0
 MAX_KEPT = 10_000
-"""Steps whose values a member keeps."""
+"""Number of steps whose values a member keeps."""
 
 
 class JobLog:
-    """Log of one member. All methods are for the trainer; slow work is done on a thread."""
+    """Log of one member. All methods are for the trainer's thread; another thread writes."""
 
     def __init__(self, job: str, member_id: str, trackers: Sequence[Tracker] = ()) -> None:
         self._job = job
@@ -40,23 +40,23 @@ class JobLog:
         self._attempt: dict[str, float] = {}
         """Values of the step in progress."""
         self._newest: dict[str, tuple[int, float]] = {}
-        """Step and value of each name, as far as it is shown."""
+        """Newest step and value of each name, for up to MAX_LOGGED names."""
         self._is_writer = False
         self._run: Run | None = None
         self._sinks = [_Sink(tracker, MAX_KEPT) for tracker in trackers]
         self._changed = threading.Condition()
         self._wanted, self._done = 0, 0
-        """Rounds of writing that were asked for, and that are done."""
+        """Numbers of flushes that were requested and that are done."""
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    # --- what the script says ---
+    # --- values of the script ---
 
     def log(
         self, values: Mapping[str, Scalar], *, step: int, in_step: bool, counts: bool = True
     ) -> None:
-        """See `Session.log`; `step` is the newest that is committed. Values that do not count are
-        checked alone: they are of no sample of the step."""
+        """See `Session.log`; `step` is the newest committed step. If not `counts`, the values are
+        only checked: they come from no sample of the step."""
         found = scalars(values)
         if not counts:
             return
@@ -66,11 +66,11 @@ class JobLog:
             self._keep(step, found)
 
     def begins(self) -> None:
-        """A step is attempted: what one that did not happen logged is forgotten."""
+        """Begin an attempt of a step, and discard the values of an attempt that failed."""
         self._attempt = {}
 
     def committed(self, step: int) -> None:
-        """The step under way is this one."""
+        """Keep the values of the attempt, which was committed as this step."""
         attempt, self._attempt = self._attempt, {}
         if attempt:
             self._keep(step, attempt)
@@ -87,7 +87,7 @@ class JobLog:
                     sink.keep(step, time.time(), values)
                 self._start()
 
-    # --- what becomes of the job ---
+    # --- events of the job ---
 
     def entered(self, record: GenerationRecord, *, synchronous: bool, step: int) -> None:
         """Note that a generation runs, and this member's step."""
@@ -104,12 +104,12 @@ class JobLog:
             self._changed.notify_all()
 
     def newest(self) -> dict[str, tuple[int, float]]:
-        """Step and newest value of each name, if this member is the writer."""
+        """Return the newest step and value of each name if this member is the writer, else none."""
         return dict(self._newest) if self._is_writer else {}
 
     def flush(self, limit_s: float = FLUSH_WITHIN_S) -> None:
-        """Return when all that is kept is written, if this member writes; at the latest after
-        `limit_s`."""
+        """Wait until all kept values are written, up to `limit_s`. No effect unless this member is
+        the writer."""
         with self._changed:
             if self._thread is None or not self._is_writer:
                 return
@@ -120,7 +120,7 @@ class JobLog:
                 log.warning("trackers_not_flushed", job=self._job, waited_s=limit_s)
 
     def close(self) -> None:
-        """Write what is left, and end. May be called twice."""
+        """Write the remaining values, and end the thread. May be called twice."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class JobLog:
             if self._thread.is_alive():
                 log.warning("trackers_not_closed", job=self._job, waited_s=CLOSE_WITHIN_S)
 
-    # --- on the thread ---
+    # --- on the writing thread ---
 
     def _start(self) -> None:
         if self._thread is None:
@@ -167,7 +167,7 @@ class JobLog:
 
 
 class _Sink:
-    """One tracker, and the values kept for it."""
+    """One tracker, and the values that are kept for it."""
 
     def __init__(self, tracker: Tracker, max_kept: int) -> None:
         self._tracker = tracker
@@ -178,13 +178,13 @@ class _Sink:
         self._open: OpenRun | None = None
         self._written = WriteProgress()
         self.busy = False
-        """Another process writes the run still."""
+        """True while another process still writes the run."""
         self._is_failing = False
         self._num_lost = 0
-        """Steps that were kept no longer before the tracker took them."""
+        """Number of steps that were dropped before the tracker could store them."""
 
     def keep(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Keep the values of a step's first attempt. Under the log's lock."""
+        """Keep the values that were logged first for a step. Called under the log's lock."""
         _, known = self._kept.setdefault(step, (unix_s, {}))
         for name, value in values.items():
             known.setdefault(name, value)
@@ -194,7 +194,7 @@ class _Sink:
             self._num_lost += int(self._is_failing and oldest > self._written.step)
 
     def write(self, run: Run, lock: threading.Condition) -> None:
-        """Write all values that are kept and not written yet."""
+        """Write all kept values that are not written yet."""
         with lock:
             kept = [(step, at_s, dict(values)) for step, (at_s, values) in self._unwritten()]
         if not kept:
@@ -204,7 +204,7 @@ class _Sink:
         except Busy:
             self.busy = True
             return
-        except Exception as error:  # noqa: BLE001 - of any kind, of any tracker; said, and tried again
+        except Exception as error:  # noqa: BLE001 - any error of any tracker is logged and retried
             self._fails(error)
             return
         if self._is_failing:
@@ -231,11 +231,12 @@ class _Sink:
             told = f"{type(error).__name__}: {error}"[:500]
             log.warning("tracker_failed", tracker=self._name, reason=told)
         self._is_failing = True
-        # Half of a step may be written: the progress is read from the tracker again.
+        # Half a step may be written, so the progress is read from the tracker again.
         self.end()
 
     def end(self, *, writes: bool = False) -> None:
-        """Let another process write. `writes`: nobody will write what is left."""
+        """Close the run, so that another process may write it. `writes`: this is the last writer,
+        and values not written yet are reported as lost."""
         if writes:
             left = sum(1 for step, _ in self._unwritten() if step > self._written.step)
             if num_lost := self._num_lost + left:

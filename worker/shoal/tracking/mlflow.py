@@ -1,4 +1,4 @@
-"""MLflow, by its client: a server, or a folder of files."""
+"""Tracker for MLflow, on a server or in a folder of files."""
 
 import time
 from collections.abc import Mapping
@@ -12,9 +12,9 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 from shoal_proto.errors import InvalidSpec
 
 JOB, RUN = "shoal.job", "shoal.run"
-"""Tags of a run."""
+"""Tags of a run: its job, and its name within the job."""
 AT_ONCE = 500
-"""Values in one call; MLflow takes 1000."""
+"""Number of values in one call; MLflow accepts up to 1000."""
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,15 @@ class MLflow(Tracker):
     uri: str
     """Address of the tracking server, or `file:` and a folder that all hosts of the job see."""
     experiment: str = "shoal"
-    """Made if there is none of that name."""
+    """Name of the experiment, which is created if it does not exist."""
 
     def __post_init__(self) -> None:
         require("mlflow", tracker="MLflow", extra="mlflow")
         self._client()
 
     def _client(self) -> Any:
-        """Raises InvalidSpec for a place that MLflow does not take; asks no server."""
+        """Make a client, without contacting a server. Raises InvalidSpec for a URI that MLflow does
+        not accept."""
         from mlflow import MlflowClient  # noqa: PLC0415 - an extra, and slow
         from mlflow.exceptions import MlflowException  # noqa: PLC0415
 
@@ -54,7 +55,7 @@ class MLflow(Tracker):
             return _OpenMLflow(client, run_id, held.pop_all())
 
     def _run_id(self, client: Any, run: Run) -> str:
-        """Return the id of the run, which is made if there is none."""
+        """Return the id of the run, which is created if it does not exist."""
         known = client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else client.create_experiment(self.experiment)
         runs = client.search_runs([experiment], filter_string=f"tags.`{JOB}` = '{run.job}'")
@@ -84,7 +85,7 @@ class _OpenMLflow(OpenRun):
             self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
 
     def flush(self) -> None:
-        """Do nothing: each call has returned when its values were stored."""
+        """Do nothing: `write` returns only when its values are stored."""
 
     def close(self) -> None:
         with self._held:
@@ -92,7 +93,7 @@ class _OpenMLflow(OpenRun):
 
 
 def _folder(uri: str) -> Path | None:
-    """Folder of the values if no server keeps them."""
+    """Return the folder that holds the values; None if a server does."""
     parsed = urlparse(uri)
     if parsed.scheme == "sqlite":
         return Path(unquote(parsed.path[1:])).parent

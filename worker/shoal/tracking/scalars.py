@@ -10,7 +10,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import plain_number
 
 MAX_NAMES = 1000
-"""Largest number of names in one call."""
+"""Limit of names in one call."""
 MAX_NAME_LENGTH = 100
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _NAME = re.compile(rf"{_PART}(/{_PART})*")
@@ -21,10 +21,10 @@ Scalar = float | int | Tensor
 
 
 def scalars(values: Mapping[str, Scalar]) -> dict[str, float]:
-    """The numbers, by name; reading those of a device waits for it.
+    """Return the values as Python numbers, by name. Reading a tensor waits for its device.
 
-    Raises InvalidSpec for anything else than a number, by its name, and for names that no tracker
-    could show.
+    Raises InvalidSpec for a value that is not a number, and for a name that some tracker does not
+    accept.
     """
     if not isinstance(values, Mapping):
         raise InvalidSpec(

@@ -1,4 +1,4 @@
-"""TensorBoard's event files."""
+"""Tracker for TensorBoard's event files."""
 
 import time
 from collections.abc import Iterable, Mapping
@@ -12,11 +12,11 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 class TensorBoard(Tracker):
     """Logged values as TensorBoard shows them: `tensorboard --logdir DIRECTORY`.
 
-    Each run of a job has a folder, JOB/run-MILLISECONDS, with a file of each member that wrote.
+    Each run of a job has a folder, JOB/run-MILLISECONDS, with a file for each member that wrote.
     """
 
     directory: str | Path
-    """Folder that all hosts of the job see."""
+    """Folder on storage that all hosts of the job share."""
 
     def __post_init__(self) -> None:
         require("tensorboard", tracker="TensorBoard", extra="tensorboard")
@@ -56,7 +56,7 @@ class _OpenTensorBoard(OpenRun):
 
 
 def _written(folder: Path) -> WriteProgress:
-    """Read the progress from the newest file with a value in it; steps rise from file to file."""
+    """Read the progress from the newest file with a value in it; newer files have higher steps."""
     files = sorted(folder.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime_ns)
     for path in reversed(files):
         written = WriteProgress()
@@ -68,7 +68,7 @@ def _written(folder: Path) -> WriteProgress:
 
 
 def _values(path: Path) -> Iterable[tuple[int, str]]:
-    """Step and name of each value; the last may be cut off if a process was killed."""
+    """Yield step and name of each value. A last value that a kill has cut off is left out."""
     from tensorboard.backend.event_processing.event_file_loader import (  # noqa: PLC0415
         EventFileLoader,
     )

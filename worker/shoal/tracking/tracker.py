@@ -1,9 +1,9 @@
-"""Interface of a tracker of experiments, to which a job logs.
+"""Interface of an experiment tracker, to which a job logs.
 
-One member writes at a time. A member that takes over reads what is stored already, and continues
-after it. So nothing is missing and nothing is written twice, even if a member is killed between two
-of its writes. For that the trackers keep their values on storage that all hosts see. A lock beside
-them keeps two processes from writing at once; the system releases it when its process dies.
+One member writes at a time. The next writer reads which values are stored, and continues after
+them. So no value is missing or written twice, even if a member is killed between two writes. This
+requires storage that all hosts share. A lock on that storage keeps two processes from writing at
+once; the system releases the lock when its process dies.
 """
 
 import fcntl
@@ -24,21 +24,21 @@ class Run:
 
     job: str
     begun_unix_s: float | None
-    """Begin of the run, for members that were present; None for later members, which take the
-    newest."""
+    """Time when the run began, on members that were present; None on members that joined later,
+    which continue the newest run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WriteProgress:
-    """Progress of what is written of a run. Steps are written in order."""
+    """Position up to which a run is written. Steps are written in order."""
 
     step: int = -1
     """The highest step written."""
     names: frozenset[str] = frozenset()
-    """Names written of that step."""
+    """Names whose values of that step are written."""
 
     def rest(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
-        """Return those of the values that are not written yet."""
+        """Return the values that are not written yet."""
         if step < self.step:
             return {}
         known = self.names if step == self.step else frozenset()
@@ -54,15 +54,15 @@ class OpenRun(ABC):
     """A run that this process writes."""
 
     written: WriteProgress
-    """State at the time it was opened."""
+    """Progress of the run when it was opened."""
 
     @abstractmethod
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
-        """Append the values of a step, as of that time."""
+        """Append the values of a step, with this time."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Return when all that was written would outlive this process."""
+        """Return when all written values are stored and would survive the end of this process."""
 
     @abstractmethod
     def close(self) -> None:
@@ -74,18 +74,18 @@ class Tracker(ABC):
 
     @abstractmethod
     def open(self, run: Run) -> OpenRun:
-        """Open the run, or begin it; by the one member that writes, on a thread of its own.
+        """Open the run, or create it. The writer calls this on a thread of its own.
 
-        Raises Busy while another process still writes it.
+        Raises Busy while another process still writes the run.
         """
 
 
 class Busy(Exception):
-    """Another process writes this run still."""
+    """Another process still writes this run."""
 
 
 def require(module: str, *, tracker: str, extra: str) -> None:
-    """Raise InvalidSpec, with what to install, if the package of a tracker is not there."""
+    """Raise InvalidSpec, which says what to install, if a tracker's package is not installed."""
     parents = module.split(".")
     if any(find_spec(".".join(parents[: n + 1])) is None for n in range(len(parents))):
         raise InvalidSpec(
@@ -97,8 +97,8 @@ def require(module: str, *, tracker: str, extra: str) -> None:
 
 
 class Lock:
-    """Lock, in a file, of the one process that writes a run. A process that dies releases it, and
-    forked processes do not hold it."""
+    """Lock on a file, held by the process that writes a run. The system releases it when the
+    process dies, and forked processes do not inherit it."""
 
     def __init__(self, path: Path) -> None:
         """Take the lock. Raises Busy if another process holds it."""
@@ -122,12 +122,12 @@ class Lock:
 
 
 RUN_NAME = re.compile(r"run-(\d{13})")
-"""Name of a run, with its begin in milliseconds."""
+"""Name of a run, with the time of its beginning in milliseconds."""
 
 
 def run_name(run: Run, found: list[str], now_unix_s: float) -> str:
-    """The name of the run, given the names of those that are there: the newest one if it began when
-    this one did or later; or, for a member that came later, the newest."""
+    """Return the name of the run. It is the newest of the names found if that began no earlier than
+    this run, or if this member does not know when the run began; else a new name."""
     newest = max((name for name in found if RUN_NAME.fullmatch(name)), default="")
     begun_unix_s = run.begun_unix_s
     if begun_unix_s is None and newest:

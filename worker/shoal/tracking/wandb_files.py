@@ -1,8 +1,8 @@
-"""The file in which wandb keeps a run: protobuf records, framed as in LevelDB's log.
+"""Reader of the file in which wandb stores a run: protobuf records, framed as in LevelDB's log.
 
-Frames never cross a block of 32 KiB; a record that does is cut into several. The format is
-described at https://github.com/google/leveldb/blob/main/doc/log_format.md; wandb puts seven bytes
-before it, which count as part of the first block.
+Frames never cross the end of a 32 KiB block; a record that would is cut into several frames. See
+https://github.com/google/leveldb/blob/main/doc/log_format.md. wandb's file begins with seven more
+bytes, which count as part of the first block.
 """
 
 import struct
@@ -17,7 +17,7 @@ _FULL, _FIRST, _MIDDLE, _LAST = 1, 2, 3, 4
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """The whole records of a file that may be written still, or cut off."""
+    """Yield the complete records of a file that may be incomplete, or still being written."""
     data, at, parts = path.read_bytes(), FILE_HEADER_BYTES, b""
     while at + _FRAME.size <= len(data):
         left = BLOCK_BYTES - at % BLOCK_BYTES

@@ -1,4 +1,4 @@
-"""Weights & Biases, online or in files that are uploaded later."""
+"""Tracker for Weights & Biases, online or in files that are uploaded later."""
 
 import json
 import time
@@ -11,8 +11,8 @@ from shoal.tracking.tracker import Lock, OpenRun, Run, Tracker, WriteProgress, r
 from shoal.tracking.wandb_files import records
 
 SETTLED_S = 1.0
-"""A process of wandb's own writes on for a moment when the one that logged was killed: its file is
-whole when it has not grown for so long."""
+"""Time without growth after which a run's file is complete: wandb's own process still writes for a
+moment after the process that logged was killed."""
 STEP = "step"
 
 
@@ -20,13 +20,13 @@ STEP = "step"
 class WandB(Tracker):
     """Logged values as the history of a Weights & Biases run, over the metric `step`.
 
-    A run's id is JOB-run-MILLISECONDS. If several members have written one after the other, files
-    of the offline mode are uploaded in their order: `wandb sync --append`.
+    A run's id is JOB-run-MILLISECONDS. If several members wrote a run one after another in offline
+    mode, upload their files in that order with `wandb sync --append`.
     """
 
     project: str
     directory: str | Path = "."
-    """Folder for wandb's files, which all hosts of the job see."""
+    """Folder for wandb's files, on storage that all hosts of the job share."""
     mode: Literal["online", "offline"] = "online"
     """`offline`: nothing is sent."""
 
@@ -64,9 +64,9 @@ class WandB(Tracker):
 
 
 class _OpenWandB(OpenRun):
-    """Run with a journal. wandb keeps values in the memory of another process for up to 15 seconds,
-    and a kill may lose them. So values are also written to a journal, and the next writer hands
-    over again those that wandb's own files lack."""
+    """Run with a journal. wandb holds values in the memory of its own process for up to 15 seconds,
+    and a kill may lose them. So values are also written to a journal, and the next writer logs
+    those again that wandb's files lack."""
 
     def __init__(self, run: Any, written: WriteProgress, journal: Path, lock: Lock) -> None:
         self._run = run
@@ -77,14 +77,14 @@ class _OpenWandB(OpenRun):
                 self._log(step, rest, unix_s)
                 self.written = self.written.plus(step, frozenset(rest))
         self._journal = journal.open("a")
-        self._journal.write("\n")  # behind a line that a kill has cut off
+        self._journal.write("\n")  # ends a line that a kill may have cut off
 
     def write(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
         self._journal.write(json.dumps([step, unix_s, values]) + "\n")
         self._log(step, values, unix_s)
 
     def _log(self, step: int, values: Mapping[str, float], unix_s: float) -> None:
-        # Not wandb's own step: it takes no more values of a step that another one has followed.
+        # Not wandb's own step: wandb rejects values of a step once it has values of a later one.
         self._run.log({**values, STEP: step, "_timestamp": unix_s})
 
     def flush(self) -> None:
@@ -99,7 +99,7 @@ class _OpenWandB(OpenRun):
 
 
 def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
-    """Values that were handed over, in order. A line that a kill has cut off was not."""
+    """Yield the journal's values in order, without a line that a kill has cut off."""
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.startswith("[") and line.endswith("]"):
             step, unix_s, values = json.loads(line)
@@ -107,13 +107,13 @@ def _journalled(path: Path) -> Iterator[tuple[int, float, dict[str, float]]]:
 
 
 def _folders(folder: Path, run_id: str) -> list[Path]:
-    """Folders that members have made of a run, online or not, the oldest first."""
+    """Return the folders that members created for a run, oldest first."""
     return sorted(folder.glob(f"*run-*-{run_id}"), key=lambda path: path.stat().st_mtime_ns)
 
 
 def _written(folders: list[Path]) -> WriteProgress:
-    """Read the progress from the newest file with a value in it, once no process writes it any
-    more."""
+    """Wait until no process writes the files, and read the progress from the newest with a
+    value."""
     for folder in reversed(folders):
         written = WriteProgress()
         for path in _settled(folder):
@@ -126,8 +126,8 @@ def _written(folders: list[Path]) -> WriteProgress:
 
 
 def _settled(folder: Path) -> list[Path]:
-    """The run's file. The folder's name has the second in which it was made: by then that is over,
-    and the next one has another."""
+    """Return the folder's files once they and the folder have not changed for SETTLED_S. The
+    folder's name contains the second of its creation, so the next folder gets another name."""
     while True:
         files = list(folder.glob("run-*.wandb"))
         newest_s = max(path.stat().st_mtime for path in (folder, *files))
@@ -138,7 +138,7 @@ def _settled(folder: Path) -> list[Path]:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, frozenset[str]]]:
-    """Step and names of each row of a run's file."""
+    """Yield step and names of each row of a run's file."""
     from wandb.proto.wandb_internal_pb2 import Record  # noqa: PLC0415
 
     for data in records(path):

@@ -1,7 +1,7 @@
-"""`shoal.distribute` without a session: a fixed set of ranks, as torchrun or mpiexec starts them.
+"""`shoal.distribute` without a session: a fixed set of ranks that torchrun or mpiexec starts.
 
-The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. What
-else a strategy has to do hangs on the forward pass and on the optimizer's own hooks.
+The loop stays an ordinary one: `loss.backward()`, `optimizer.step()`, `optimizer.zero_grad()`. The
+strategy does its work in the forward pass and in hooks on the optimizer's step.
 """
 
 from collections.abc import Mapping
@@ -109,10 +109,10 @@ class FixedRanksTraining:
 def laid_out(
     strategy: Strategy, meta_model: MetaModel, optimizer: Optimizer, world: World
 ) -> Layout:
-    """The layout of a strategy over ranks that never change.
+    """Return the layout of a strategy over a fixed set of ranks.
 
-    Raises InvalidSpec for a strategy that needs a session, and what the strategy refuses the model
-    or the optimizer with.
+    Raises InvalidSpec for a strategy that needs a session, or the error with which the strategy
+    refuses the model or the optimizer.
     """
     if isinstance(strategy, LayoutStrategy):
         return strategy.lay_out_static(meta_model, optimizer, world)
@@ -140,17 +140,20 @@ def distribute(
     *,
     backend: str | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """The model and optimizer to train with on all ranks that torchrun or mpiexec started.
+    """Return the model and optimizer to train with on all ranks that torchrun or mpiexec started.
 
-    Every rank calls it with the same model; the weights are those of rank 0. Ranks are fixed: one
-    that is lost ends the job, for its launcher to start it again; `shoal.join` is the elastic way.
-    The loss is a mean over a rank's own samples, and every rank has equally many; under "tensor"
-    and "pipeline" all ranks have the same ones (see `data_share`).
-    A compiled Keras model with its own optimizer goes on training through `fit`: see
+    Every rank calls `distribute` with the same model, and gets the weights of rank 0. The set of
+    ranks is fixed: the loss of a rank ends the job, and its launcher may start the job again. For
+    elastic training use `shoal.join`.
+
+    The loss is a mean over a rank's own samples, and every rank has the same number of samples.
+    Under "tensor" and "pipeline" all ranks have the same samples (see `data_share`).
+    A compiled Keras model with its own optimizer still trains by `fit`: see
     `shoal.integrations.keras`.
-    `backend`: "gloo", "nccl", "mpi"; chosen by the device and the launcher if it is not given.
+    `backend`: "gloo", "nccl" or "mpi"; None: chosen by the device and the launcher.
 
-    Raises UnknownStrategy, InvalidSpec, or what the strategy refuses the model or optimizer with.
+    Raises UnknownStrategy, InvalidSpec, or the error with which the strategy refuses the model or
+    the optimizer.
     """
     if fits_by_itself(model, optimizer):
         return adapter_of(model).distribute_static(model, strategy, backend), optimizer
@@ -164,29 +167,31 @@ def distribute(
 def forward_backward(
     model: nn.Module, inputs: Any, targets: Any, loss_function: LossFunction
 ) -> Tensor:
-    """Run both passes in one, as strategies with a pipeline require. Returns the mean loss,
-    detached.
+    """Run forward and backward in one call, as strategies with a pipeline require. Returns the mean
+    loss, detached.
 
-    `model` is what `shoal.distribute` returned; call `optimizer.step()` after it as usual.
+    `model` is the one that `shoal.distribute` returned. Call `optimizer.step()` afterwards as
+    usual.
     """
     return _static(model).forward_backward(inputs, targets, loss_function)
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients of a distributed model to a common 2-norm of at most `max_norm`.
+    """Scale the gradients of a distributed model to a total 2-norm of at most `max_norm`.
 
-    Called by all ranks, between backward and `optimizer.step()`. Returns the norm before.
+    Returns the norm before. Collective; call it between backward and `optimizer.step()`.
     """
     return _static(model).clip_grad_norm(as_number("max_norm", max_norm))
 
 
 def state_dict(model: nn.Module) -> Mapping[str, Tensor]:
-    """The whole distributed model by name, on the host of every rank. Called by all ranks."""
+    """Return the whole state_dict of a distributed model, on the host of every rank. Collective."""
     return _static(model).state_dict()
 
 
 def data_share(model: nn.Module) -> tuple[int, int]:
-    """(index, count): which share of each batch is this rank's, and how many shares there are."""
+    """Return (index, count): the index of this rank's share of each batch, and the number of
+    shares."""
     layout = _static(model).layout
     return layout.data_index, layout.data_count
 

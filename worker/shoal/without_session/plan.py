@@ -25,14 +25,14 @@ def plan(
     optimizer: Optimizer | None = None,
     inputs: Any = None,
 ) -> Plan:
-    """Groups, bytes per rank and collectives of a step; `print` shows them as a table.
+    """Compute groups, bytes per rank and collectives of a step; `print` shows them as tables.
 
-    Runs nothing and makes no connection: the model may be on the meta device, on any machine. With
-    `optimizer` (the model's) its state is in the figures. With `inputs` (those of a global batch;
-    meta tensors suffice) the figures include what strategies move to exchange activations.
+    Trains nothing and makes no connection: the model may be on the meta device, on any machine.
+    With `optimizer` (the model's) the figures include its state. With `inputs` (a global batch;
+    meta tensors suffice) they include the messages with which ranks exchange activations.
 
-    Raises InvalidSpec for a strategy without figures, and as `distribute` does for the model or the
-    optimizer.
+    Raises InvalidSpec for a strategy without figures, and the errors of `distribute` for the model
+    or the optimizer.
     """
     world_size = as_index("world_size", world_size)
     if world_size < 1:
@@ -67,7 +67,7 @@ def figures_of(strategy: Strategy) -> Callable[[PlanInput], Plan] | None:
 
 
 def _ddp_figures(ddp: DDP, subject: PlanInput) -> Plan:
-    """Gradients are counted as without compression."""
+    """Compute the figures of DDP; gradients are counted without compression."""
     figures = ReplicatedFigures(
         subject, ddp.bucket_mb, find_unused_parameters=ddp.find_unused_parameters
     )

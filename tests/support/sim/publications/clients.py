@@ -1,4 +1,4 @@
-"""Publishers and readers: what a client does with the service and the servers."""
+"""Publishers and readers, as clients of the coordinators' service and of the servers."""
 
 import asyncio
 import hashlib
@@ -33,7 +33,7 @@ ROWS = 12
 CALL_S = 2.0
 PART_S = 30.0
 ANSWER_S = 6.0
-"""A part is handed in again if its call is not answered for so long."""
+"""Time without an answer after which a part is contributed again."""
 
 
 class SimPublisher:
@@ -73,7 +73,7 @@ class SimPublisher:
             except PublicationAbandoned:
                 self.world.ledger.abandoned(self.series, self.epoch, publication)
             except StaleEpoch:
-                # A member stops for good. A script may be asked to go on, and is refused again.
+                # A member stops for good. A script may try again, and is refused again.
                 self.is_replaced = not self.message.incarnation or chance.random() < 0.5
             except (SeriesHeld, Overloaded, NoServers):
                 await asyncio.sleep(5.0)
@@ -118,7 +118,7 @@ class SimPublisher:
                 reply = await self._ask(lambda s: s.Contribute(request, None), ANSWER_S)
             except RetryError:
                 if self.process.now_s > until_s:
-                    return  # it is not known what becomes of it
+                    return  # the outcome is unknown
                 await asyncio.sleep(0.2 + self.world.clock.random.random())
                 continue
             version = reply.version
@@ -170,7 +170,7 @@ class SimPublisher:
 
 
 class SimReader:
-    """A process that installs the newest version, again and again."""
+    """A process that installs newer versions, again and again."""
 
     def __init__(self, world: "PublicationWorld", series: str, name: str) -> None:
         self.world = world
@@ -181,15 +181,15 @@ class SimReader:
         self._digest = b""
         self._num_reports = 0
         self.leases: dict[int, float] = {}
-        """Expiry of the lease by version, on its own clock."""
+        """Expiry of each version's lease, by the reader's clock."""
         self.slow_s = 0.5
-        """The time that a segment takes."""
+        """Longest time to fetch a segment."""
 
     def start(self) -> None:
         self.process.start(self._read_for_ever())
 
     def leased(self) -> list[int]:
-        """The versions that it counts on now."""
+        """Return the versions whose leases have not expired by the reader's clock."""
         return [n for n, until_s in self.leases.items() if self.process.now_s < until_s]
 
     async def _read_for_ever(self) -> None:
@@ -250,7 +250,7 @@ class SimReader:
 
     async def _report(self, leased: list[int]) -> pb.ReaderReportReply:
         sent_s = self.process.now_s
-        # Those that it does not ask for any more it has let go of.
+        # Leases that are not requested again are released.
         self.leases = {n: until_s for n, until_s in self.leases.items() if n in leased}
         self._num_reports += 1
         request = pb.ReaderReport(

@@ -1,4 +1,4 @@
-"""Coordinators: the service that ships, in processes that lead, are deposed, and lead again."""
+"""Coordinators: the real service in processes that lead, are deposed, and lead again."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from shoal_server.etcd.leader_store import LeaderStore
 
 
 async def without_tables(job: str, request_to: object) -> PublishedCut:
-    """Stand-in for the parameter servers' cuts: this simulation has none."""
+    """Fail to make a cut of parameter servers, as this simulation has no shards."""
     raise Unavailable(f"job {job} has no shards")
 
 
@@ -35,7 +35,7 @@ class SimCoordinator:
         self._is_ready = False
         self.num_terms = 0
         self.is_over = False
-        """True if it has ended its newest term."""
+        """True if this coordinator has ended its newest term."""
         self._over = asyncio.Event()
         self._leading = asyncio.Lock()
         self._newest: Sequence[Compare] = ()
@@ -54,19 +54,19 @@ class SimCoordinator:
         )
 
     def lead(self, conditions: Sequence[Compare]) -> None:
-        """Begin a term, after the one before."""
+        """Begin a term, once the previous one has ended."""
         self.num_terms += 1
         self.process.act(0.0, lambda: self.process.start(self._lead(conditions)) and None)
 
     def end_term(self, term: int) -> None:
-        """Notice that this term of its own has ended."""
+        """End this term of the coordinator, if it is the newest one."""
         if term == self.num_terms:
             self.process.act(0.0, self._over.set)
 
     async def _lead(self, conditions: Sequence[Compare]) -> None:
         self._newest = conditions
         self._over.set()
-        async with self._leading:  # one term at a time, as a coordinator's loop has it
+        async with self._leading:  # one term at a time, as in a coordinator's loop
             if self._newest is conditions:
                 await self._lead_until_over(conditions)
 
@@ -79,7 +79,7 @@ class SimCoordinator:
                 self._is_ready = True
                 await self._over.wait()
         except (NotLeader, RetryError):
-            pass  # another one is to be elected, or was
+            pass  # another coordinator was elected, or will be
         finally:
             self._is_ready, self._conditions = False, None
             self.is_over = True
@@ -107,8 +107,8 @@ async def ask(
     make: Callable[[WeightSeriesService], Any],
     timeout_s: float,
 ) -> Any:
-    """The answer of the first coordinator, in random order, that says something else than that it
-    does not lead. Raises what the last one of them raised."""
+    """Call the coordinators in random order until one does not answer that it is not the leader;
+    return its answer. Raises its error, or NotLeader if none leads."""
     order = list(coordinators)
     etcd.clock.random.shuffle(order)
     for number, coordinator in enumerate(order):

@@ -1,4 +1,4 @@
-"""etcd in virtual time, as each process reaches it: slow, away, cut off; answers that get lost."""
+"""etcd in virtual time: with latency, outages, processes that are cut off, and lost answers."""
 
 import asyncio
 from bisect import bisect_left
@@ -33,10 +33,10 @@ T = TypeVar("T")
 ETCD = "etcd"
 LATENCY_S = 0.01
 LOST = 0.02
-"""Fraction of writes whose answer is lost; some of them are made late."""
+"""Fraction of writes whose answer is lost; some of these are executed later."""
 LATE_S = 3.0
 GIVES_UP_S = 4.0
-"""A client tries for so long while etcd is away."""
+"""Time for which a client retries while it cannot reach etcd."""
 POLL_S = 0.25
 
 
@@ -56,7 +56,7 @@ class SimEtcd:
         self._revision = Revision(0)
 
     def elect(self) -> Sequence[Compare]:
-        """Give the leader's key to a new term; what holds while that lasts."""
+        """Give the leader's key to a new term. Returns the fence of its transactions."""
         self.do(lambda: self.memory.transact((), (Delete(keys.LEADER),)))
         self._terms += 1
         put = Put(keys.LEADER, str(self._terms).encode())
@@ -64,7 +64,7 @@ class SimEtcd:
         return (created_at(keys.LEADER, result.revision),)
 
     def do(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Carry it out now, and note what has changed."""
+        """Execute a request now, and append its changes to the history."""
         before, revision = self._known, self._revision
         result = _done(make())
         self._revision = _done(self.memory.range("/none")).revision
@@ -84,25 +84,25 @@ class SimEtcd:
         return result
 
     def put_if_absent(self, put: Put) -> None:
-        """Write a key that is not there."""
+        """Write a key unless it exists."""
         if _done(self.memory.get(put.key)) is None:
             self.do(lambda: self.memory.transact((), (put,)))
 
     def items(self) -> dict[str, bytes]:
-        """All items, by key."""
+        """Return all values, by key."""
         return {key: item.value for key, item in self._known.items()}
 
     def _items(self) -> dict[str, KeyValue]:
         return {item.key: item for item in _done(self.memory.range("/")).items}
 
     def reaches(self, process: LoopProcess) -> bool:
-        """True if the process is answered now."""
+        """True if the process can reach etcd now."""
         is_away = self.clock.now_s < self.back_s
         return not is_away and not self.network.is_cut(process.name, ETCD)
 
 
 class SimKeyspace:
-    """`api.Keyspace`, as one process has it."""
+    """`api.Keyspace` of one process."""
 
     def __init__(self, etcd: SimEtcd, process: LoopProcess) -> None:
         self._etcd = etcd
@@ -164,11 +164,11 @@ class SimKeyspace:
         return result
 
     def _make_later(self, make: Callable[[], Coroutine[Any, Any, T]], delay_s: float) -> None:
-        """Make a write that is in transit arrive, whatever has become of its sender."""
+        """Execute a write that is in transit after a delay, even if its sender has ended."""
         self._etcd.clock.later(delay_s, lambda: self._etcd.do(make) and None)
 
     async def _delivered(self) -> None:
-        """A way to etcd or back. Raises Unavailable."""
+        """Wait until a message is delivered to etcd or back. Raises Unavailable."""
         chance = self._etcd.clock.random
         await asyncio.sleep(chance.random() * LATENCY_S)
         waited_s = 0.0
@@ -180,7 +180,7 @@ class SimKeyspace:
 
 
 def _done(work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine that waits for nothing."""
+    """Run a coroutine that waits for nothing, and return its result."""
     try:
         work.send(None)
     except StopIteration as stop:

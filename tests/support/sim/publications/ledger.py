@@ -1,7 +1,7 @@
 """Invariants of published weights, checked at each write of a record, each install, each death.
 
-The ledger sees everything at once: etcd, the memory of each server, what each reader believes. It
-checks with code of its own, not with the code that it judges.
+The ledger sees etcd, the memory of each server, and the leases that each reader counts on. It does
+not use the code under test for its checks.
 """
 
 import itertools
@@ -19,7 +19,7 @@ from shoal_server.etcd import keys
 from shoal_server.etcd.records import series as records
 
 BEGUN_BEFORE_S = 60.0
-"""A version may be committed so long after its publication was granted room."""
+"""Longest time from the begin of a publication to the commit of its version."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class _Copies:
     """The copies of one segment."""
 
     needed: int
-    """Deaths of holders that it may not outlive."""
+    """Number of copies to keep; the segment may be lost only after as many deaths of holders."""
     num_deaths: int = 0
-    """Number of deaths since it last had that many copies."""
+    """Number of deaths of holders since the segment last had `needed` copies."""
 
 
 Living = Mapping[str, Callable[[str, bytes], bool]]
-"""Servers whose process lives, and whether each has a segment of a series."""
+"""Servers whose processes run, each with a function that says if it has a segment of a series."""
 
 
 @dataclass
@@ -53,10 +53,10 @@ class Ledger:
     clock: Clock
     living: Callable[[], Living]
     leases: Callable[[], Iterable[tuple[str, str, int]]]
-    """Readers, series and versions of the leases that readers count on now, by their clocks."""
+    """Returns (reader, series, version) of each lease that is valid by its reader's clock."""
     contents: dict[bytes, Content] = field(default_factory=dict)
     series: dict[str, StoredSeries] = field(default_factory=dict)
-    """Series as etcd has them."""
+    """Series as stored in etcd."""
     ever: dict[str, dict[int, PublishedVersion]] = field(default_factory=lambda: defaultdict(dict))
     """Every version that was ever committed."""
     owners: dict[tuple[str, int], Publisher] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Ledger:
     # --- records ---
 
     def recorded(self, values: Mapping[str, bytes]) -> None:
-        """etcd has changed: the records under the prefix of series are these now."""
+        """Check a change in etcd. `values`: all records under the prefix of series."""
         for name in records.names_in(values):
             new = records.parse_series(name, values) or StoredSeries()
             old = self.series.get(name, StoredSeries())
@@ -92,7 +92,7 @@ class Ledger:
             self._check_bound(name, new)
 
     def _check_numbers(self, name: str, old: StoredSeries, new: StoredSeries) -> None:
-        """I1: numbers rise by one; the bytes of a number are the same for ever."""
+        """I1: numbers rise by one, and a number's bytes never change."""
         rise = new.head.number - old.head.number
         assert 0 <= rise <= 1, f"{name} went from version {old.head.number} to {new.head.number}"
         added = sorted(new.versions.keys() - old.versions.keys())
@@ -103,7 +103,7 @@ class Ledger:
         self.num_commits += rise
 
     def _check_epochs(self, name: str, old: StoredSeries, new: StoredSeries) -> None:
-        """I5: epochs rise, each has one publisher, and only that one commits."""
+        """I5: epochs rise, and each has one publisher, which alone commits in it."""
         assert new.head.epoch >= old.head.epoch, f"{name}: epoch {old.head.epoch} is back"
         owner = self.owners.setdefault((name, new.head.epoch), new.head.publisher)
         assert owner == new.head.publisher, f"{name}: epoch {new.head.epoch} has two publishers"
@@ -125,7 +125,7 @@ class Ledger:
             assert (made.rank, made.series) == (rank, name), f"{name}: segments are mixed up"
 
     def _check_whole(self, name: str, version: PublishedVersion) -> None:
-        """I7: each element once. Counted, not computed."""
+        """I7: a version has each element once; checked by counting all of them."""
         if version.rolled_back_to:
             return
         layout = self.layouts[version.layout_digest]
@@ -145,7 +145,7 @@ class Ledger:
         assert len(version.segments) == self.contents[version.segments[0].digest].world
 
     def _check_dropped(self, name: str, number: int, new: StoredSeries) -> None:
-        """I6: no reader counts on it."""
+        """I6: no reader has a lease on a dropped version, and the newest is not dropped."""
         self.num_drops += 1
         if number in new.head.lost:
             self.lost.add((name, number))
@@ -155,8 +155,8 @@ class Ledger:
         assert not holding, f"{name}: version {number} was dropped, leased by {holding}"
 
     def _check_bound(self, name: str, new: StoredSeries) -> None:
-        """I10: at most `keep` + 1 models, pinned ones besides; twice as many while leases of an
-        earlier leader may last."""
+        """I10: at most `keep` + 1 models besides pinned ones; twice as many while leases granted by
+        an earlier leader may last."""
         pinned = {v.digest for v in new.versions.values() if v.is_pinned}
         contents = {v.digest for v in new.versions.values()} - pinned
         most = new.head.keep + 1
@@ -167,19 +167,19 @@ class Ledger:
     # --- bytes ---
 
     def acknowledged(self, series: str, digest: bytes, num_holders: int) -> None:
-        """Record that so many servers have acknowledged a segment."""
+        """Record that `num_holders` servers have acknowledged a segment."""
         self.copies[series, digest] = _Copies(needed=min(num_holders, 2))
 
     def died(self, had: Iterable[tuple[str, bytes]]) -> None:
-        """A server's process has ended, with these segments."""
+        """Record the end of a server's process, which had these segments."""
         for key in had:
             if key in self.copies:
                 self.copies[key].num_deaths += 1
         self.check_copies()
 
     def check_copies(self) -> None:
-        """I2: a kept version is on some server, unless all that had it died within one interval in
-        which copies are replaced."""
+        """I2: a kept version is on some server, unless all its holders died before the copies could
+        be replaced."""
         living = self.living()
         for name, stored in self.series.items():
             for version in stored.versions.values():
@@ -213,7 +213,7 @@ class Ledger:
     def installed(
         self, series: str, before: int, version: pb.VersionRecord, data: list[bytes]
     ) -> None:
-        """A reader has installed these segments as a version."""
+        """Check the segments that a reader has installed as a version."""
         self.num_installs += 1
         assert version.number >= before, f"{series}: a reader went back to {version.number}"
         known = self.ever[series][version.number]
@@ -223,5 +223,5 @@ class Ledger:
 
 
 def series_values(items: Mapping[str, bytes]) -> dict[str, bytes]:
-    """The records of series among all keys."""
+    """Return the records of series among all keys."""
     return {key: value for key, value in items.items() if key.startswith(keys.SERIES)}

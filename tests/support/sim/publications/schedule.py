@@ -1,4 +1,4 @@
-"""One seeded run of published weights: faults of every kind, which then stop."""
+"""One seeded run of published weights: faults of every kind, then a time without faults."""
 
 import random
 import traceback
@@ -29,7 +29,7 @@ CALM_S = 400.0
 
 
 class Faults:
-    """Drawn from a seed of their own."""
+    """Faults, drawn from a separate seed."""
 
     def __init__(self, world: PublicationWorld, seed: int, only: Sequence[str]) -> None:
         self._world = world
@@ -38,7 +38,7 @@ class Faults:
         self._operator = LoopProcess(world.clock, "operator")
 
     def close(self) -> None:
-        """End what an operator asks for."""
+        """End the operator's requests."""
         self._operator.close()
 
     def strike(self) -> None:
@@ -85,7 +85,7 @@ class Faults:
         self._world.clock.later(1.0 + self._for_s() / 4, self._world.next_generation)
 
     def _replace_trainer(self) -> None:
-        """The old generation goes on, and may be paused right away."""
+        """Start a generation while the old one continues, perhaps after a pause."""
         for each in self._world.current()[:-1]:
             if self._chance.random() < 0.5:
                 self._world.pause(each.process, self._for_s())
@@ -133,7 +133,7 @@ class Faults:
         )
 
     def _slow_trainer(self) -> None:
-        """An answer may come when nobody waits for it any more."""
+        """Delay a trainer's messages, so that an answer may arrive after its call has ended."""
         one, other = self._trainer().name, self._world.leader.process.name
         self._world.network.slow_down(one, other, 40.0)
         self._world.clock.later(
@@ -190,7 +190,7 @@ class Faults:
 
 
 def simulate_publications(seed: int, only: Sequence[str] = ()) -> PublicationWorld:
-    """Run a seed. Raises AssertionError, with the last lines of what happened."""
+    """Run one seed. Raises AssertionError with the end of the story."""
     chance = random.Random(f"schedule {seed}")
     world = PublicationWorld(
         seed,

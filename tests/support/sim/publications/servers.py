@@ -1,4 +1,4 @@
-"""Parameter servers as stores of segments: their own store and upkeep, over memory in name only."""
+"""Parameter servers as stores of segments: the real store and upkeep, without shared memory."""
 
 import asyncio
 import json
@@ -19,7 +19,7 @@ from shoal_server.parameters.weights.store import Position, SegmentOrigin, Segme
 from shoal_server.parameters.weights.upkeep import WeightUpkeep
 
 LISTED_FOR_S = 5.0
-"""Time for which a server that etcd does not hear stays listed."""
+"""Time for which a server stays listed without contact to etcd."""
 BEAT_S = 1.0
 CALL_S = 3.0
 
@@ -73,7 +73,7 @@ class SimServer:
             await asyncio.sleep(BEAT_S)
 
     def look_listed(self) -> None:
-        """End the registration of a server that etcd does not hear. Called by the world."""
+        """End the registration if the server has had no contact to etcd for LISTED_FOR_S."""
         if self.etcd.clock.now_s - self.heard_s > LISTED_FOR_S:
             self.unlist()
 
@@ -87,15 +87,15 @@ class SimServer:
     def call(
         self, caller: LoopProcess, make: Callable[[], Any], timeout_s: float
     ) -> Awaitable[Any]:
-        """A call of another process to this one."""
+        """Call this server from another process."""
         return remote(self.etcd.network, caller, self.process, make, timeout_s)
 
-    # --- what it answers ---
+    # --- calls that the server answers ---
 
     async def put(
         self, series: str, segment: SimSegment, origin: SegmentOrigin, chain: list[str]
     ) -> list[str]:
-        """Take a segment, and pass it on; the servers that have it."""
+        """Store a segment, and pass it on along the chain. Returns the servers that have it."""
         self.store.admit(series, segment.digest, origin)
         await asyncio.sleep(self.etcd.clock.random.random() * 0.3)
         self.store.admit(series, segment.digest, origin)
@@ -104,7 +104,7 @@ class SimServer:
         if chain:
             peer = self._peers.get(chain[0])
             if peer is not None:
-                with suppress(Unavailable):  # the publisher sees who has it
+                with suppress(Unavailable):  # the reply lists the servers that have it
                     holders += await peer.call(
                         self.process,
                         lambda: peer.put(series, segment, origin, chain[1:]),
@@ -125,7 +125,7 @@ class SimServer:
 
 
 class SimHoldings:
-    """Memory of a server as its records and upkeep see it."""
+    """Holdings of a server, for its records and upkeep."""
 
     def __init__(self, server: SimServer) -> None:
         self._server = server
@@ -151,7 +151,7 @@ class SimHoldings:
 
 
 class SimDirectory:
-    """Addresses of servers: their ids."""
+    """Directory of servers, whose addresses are their ids."""
 
     def __init__(self, server: SimServer) -> None:
         self._server = server

@@ -19,7 +19,7 @@ from shoal_server.etcd.records import series as records
 JOB_SERIES = "rl/policy"
 SCRIPT_SERIES = "svc/ranker"
 ELECTED_WITHIN_S = 5.0
-"""Time after which a leader that etcd does not hear has a successor."""
+"""Time after which a leader without contact to etcd has a successor."""
 
 
 class PublicationWorld:
@@ -36,7 +36,7 @@ class PublicationWorld:
         self.servers: dict[str, SimServer] = {}
         """The newest process of each server."""
         self.publishers: list[SimPublisher] = []
-        """Every process that ever was a publisher."""
+        """Every process that was ever a publisher."""
         self.ledger = Ledger(self.clock, self._living, self._leases)
         self.etcd.on_write = self._recorded
         self._old_servers: list[SimServer] = []
@@ -64,7 +64,7 @@ class PublicationWorld:
         self.next_script()
         self._tick()
 
-    # --- what is looked at ---
+    # --- checks ---
 
     def note(self, what: str) -> None:
         self.story.append((self.clock.now_s, what))
@@ -82,7 +82,7 @@ class PublicationWorld:
         try:
             self._check_records()
         except AssertionError as error:
-            # The code that has written it is not to see that.
+            # Raised later: the code that wrote the record must not see the error.
             self.broken = self.broken or error
 
     def _check_records(self) -> None:
@@ -103,7 +103,7 @@ class PublicationWorld:
         return pb.Layout.FromString(zlib.decompress(items[key]))
 
     def is_faulty(self, publication: int, rank: int) -> bool:
-        """True if the rank is to hand in rows that are not its own."""
+        """True if the rank is to publish rows that are not its own."""
         return rank == 1 and publication % 7 == 3
 
     # --- processes ---
@@ -136,7 +136,7 @@ class PublicationWorld:
         return reader
 
     def next_generation(self) -> None:
-        """Start a generation. Replaced members may go on: nothing notifies them."""
+        """Start a generation. Replaced members may continue, as nothing notifies them."""
         self.generation += 1
         num_ranks = self.clock.random.choice([1, 2, 2, 3])
         self.note(f"generation {self.generation} of {num_ranks} ranks")
@@ -202,7 +202,7 @@ class PublicationWorld:
         self.coordinators[index] = fresh
 
     def depose(self, *, tells: bool) -> None:
-        """Another coordinator is elected; the old one may not notice for a while."""
+        """Elect another coordinator. The old one ends its term later if `tells`, else not."""
         others = [c for c in self.coordinators if c is not self.leader and c.process.alive]
         candidates = [c for c in others if self.etcd.reaches(c.process)] or [self.leader]
         old, term = self.leader, self.leader.num_terms
@@ -217,7 +217,7 @@ class PublicationWorld:
         coordinator.lead(self.etcd.elect())
 
     def _tick(self) -> None:
-        """End registrations and terms that etcd does not hear of. Runs every second."""
+        """End registrations and terms whose processes have no contact to etcd. Runs each second."""
         if self._is_closed:
             return
         for server in self.servers.values():
@@ -239,7 +239,7 @@ class PublicationWorld:
     # --- the end ---
 
     def calm(self) -> None:
-        """Stop all faults, and start what is missing."""
+        """Stop all faults, and start all missing processes."""
         self.note("all faults stop")
         self.network.mend_all()
         self.etcd.back_s = 0.0
@@ -279,7 +279,7 @@ class PublicationWorld:
         self.clock.run(self.clock.now_s + for_s)
 
     def unrest(self) -> str:
-        """Describe what is wrong once no fault acts any more; empty if all is well."""
+        """Describe what is not at rest yet after all faults have stopped; empty if nothing is."""
         for name in (JOB_SERIES, SCRIPT_SERIES):
             stored = self.ledger.series.get(name)
             if stored is None or not stored.head.kept:

@@ -1,4 +1,4 @@
-"""The coordinator's care for shards: the decisions that ship, between reading and writing etcd."""
+"""The coordinator's work on shards: the real decisions between simulated reads and writes."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ LOADED_WITHIN_S = 90.0
 
 
 class SimCoordinator:
-    """One process. A later one has seen nothing of what this one saw."""
+    """One process. A later process knows nothing of what this one observed."""
 
     def __init__(self, setting: Setting, name: str, copies: int) -> None:
         self.process = SimProcess(setting.clock, name)
@@ -37,13 +37,13 @@ class SimCoordinator:
         self._run = ""
         self._loads = AbandonedLoads()
         self._restoring = ""
-        """The run whose shards it has loaded just now."""
+        """The run of the job whose shards are being loaded; empty if none is."""
         self.process.act(0.01, self._look)
 
     # --- restoring ---
 
     def restore(self, snapshot: Mapping[Key, tuple[Update, ...]]) -> None:
-        """Make all servers drop the job, and the present ones load a snapshot of it."""
+        """Begin another run of the job, whose shards the listed servers load from a snapshot."""
 
         def begin() -> None:
             servers = [
@@ -92,7 +92,7 @@ class SimCoordinator:
                         )
                     )
 
-            # Not before the record names it, as it knows.
+            # Late enough that the server knows the record that names it.
             setting.clock.later(0.5 + setting.network.delay_s(self.process.name, name), arrive)
 
         for key, server in chosen.items():

@@ -1,4 +1,4 @@
-"""The shards of one process: applying, replaying, images, and its journal."""
+"""The shards of one server process: applied pushes, replayed updates, images, and its journal."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -32,7 +32,7 @@ class ServerCopies:
         self._chance = setting.chance
         self.found: dict[Key, Copy] = {}
         self.images: dict[int, Image] = {}
-        """Images in transfer to others."""
+        """Images in transfer to other servers."""
         self._arriving: dict[tuple[Key, int], ArrivingImage] = {}
         self._arriving_lanes: dict[tuple[Key, int], Lane] = {}
         self._flushing: set[Key] = set()
@@ -80,8 +80,8 @@ class ServerCopies:
         tell: Callable[[], None],
         is_wanted: Callable[[], bool],
     ) -> None:
-        """Load the shard from a snapshot, if it is this server's to load by then, and somebody
-        waits for it still."""
+        """Load the shard from a snapshot, unless at the end of loading it is no longer this
+        server's, or no longer wanted."""
 
         def loaded() -> None:
             record = self._server.registration.records.get(key)
@@ -102,7 +102,7 @@ class ServerCopies:
         self._server.process.act(self._takes_s(long=True), loaded)
 
     def create(self, key: Key, update: Update, record: ShardAssignment | None) -> None:
-        """First values, if the shard has none as far as is known here."""
+        """Set initial values if the shard has none, as far as this server knows."""
         if (
             record is None
             or record.primary != self._server.me
@@ -196,7 +196,7 @@ class ServerCopies:
             if self._setting.copies_fail and self._chance.random() < self._setting.copies_fail:
                 self._server.post(ev.CopyFailed(copy.key), copy)
 
-        # Many of them may wait for each other.
+        # Long for a few only, as many replays may wait for each other.
         is_long = self._chance.random() < 0.1
         copy.lane.put(self._takes_s(long=is_long, longest_s=LONG_REPLAY_S), apply)
 
@@ -241,7 +241,7 @@ class ServerCopies:
         place = effect.key, effect.image
         image = self._arriving.get(place)
         if image is None:
-            return  # It had no room, and that is being told.
+            return  # There was no memory for the image, and the failure is being reported.
         image.chunks[effect.index] = data
 
         def stored() -> None:
@@ -271,7 +271,7 @@ class ServerCopies:
         self._setting.ledger.follows(self._server.me, copy)
 
     def is_restoring(self, key: Key) -> bool:
-        """True if an image has arrived whole, and is still being made into a copy."""
+        """True if a complete image is being restored."""
         return any(
             place[0] == key and image.num_stored == image.num_chunks and not image.is_restored
             for place, image in self._arriving.items()
@@ -305,8 +305,8 @@ class ServerCopies:
         self._server.process.act(self._chance.random() * FLUSH_S, flush)
 
     def let_journal_go(self, key: Key, record: ShardAssignment) -> None:
-        """Drop the journal of a shard whose record names another disk or none, unless the shard is
-        led here."""
+        """Drop the journal of a shard whose record names another disk or none, unless this server
+        leads the shard."""
         disk, copy = self._server.disk, self.found.get(key)
         leads = copy is not None and copy.leads
         if not may_be_put_on_disk(record, self._server.me) and not leads:

@@ -1,7 +1,7 @@
-"""Invariants of replication under any fault: raises AssertionError for a violation.
+"""Invariants of replication under any fault. A violation raises AssertionError.
 
-A row of updates is named by its length and by the last link of its chain (`shard.chained`), so that
-"this copy has all that was acknowledged" is one comparison.
+A sequence of updates is identified by its length and the last link of its hash chain
+(`shard.chained`), so that "this copy has all acknowledged updates" is one comparison.
 """
 
 from collections import defaultdict
@@ -16,24 +16,25 @@ from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
 
 Row = tuple[int, int]
-"""Length and last link."""
+"""Length and last link of a sequence of updates."""
 EMPTY: Row = (0, NOTHING)
 
 
 @dataclass(eq=False)
 class Promise:
-    """Contents of one shard that somebody outside knows to exist."""
+    """Contents of one shard that clients may rely on."""
 
     replicated: Row = EMPTY
     durable: Row = EMPTY
     opened: Row = EMPTY
-    """Its first values, once any client may have read them."""
+    """The shard's initial values, once a client may have read them."""
     loaded: Row = EMPTY
-    """First values that its primary loaded from a snapshot, before any client could read them."""
+    """Values that the primary loaded from a snapshot, before a client could read them."""
 
 
 class Ledger:
-    """`find` gives the copy that a process has of a shard, if it lives and has one."""
+    """Record of all promises. `find` returns a process's copy of a shard, if it runs and has
+    one."""
 
     def __init__(
         self,
@@ -47,22 +48,22 @@ class Ledger:
         self._disks = disks
         self._find = find
         self.run = "1"
-        """Run of the job, as etcd has it."""
+        """Run of the job, as stored in etcd."""
         self._promises: defaultdict[tuple[str, Key], Promise] = defaultdict(Promise)
         self._led: dict[tuple[str, Key, int], list[int]] = {}
         """Chain of the primary of a shard in an epoch of a run, so far."""
         self._acknowledged_by: dict[tuple[str, Key, int], Holder] = {}
         self._chunks_taken: dict[tuple[Holder, int], int] = {}
         self.may_be_dead: Callable[[Holder], bool] = lambda holder: True
-        """True if the holder has been away for long enough, or is dead."""
+        """True if the holder is dead, or away for so long that it counts as dead."""
         self.is_fenced: Callable[[Holder], bool] = lambda holder: False
         """True if others may consider the holder dead by now."""
         self.unread: Callable[[Holder, Copy], Mapping[int, Update]] = lambda holder, copy: {}
-        """Updates by version, for a copy, that its process has not read yet."""
+        """Returns received updates of a copy, by version, that its process has not read yet."""
         self.num_acknowledged = 0
 
     def _promise(self, key: Key) -> Promise:
-        """Promise of the shard in the present run."""
+        """Return the promise of the shard in the current run."""
         return self._promises[self.run, key]
 
     # --- the record ---
@@ -82,7 +83,7 @@ class Ledger:
     def _given_away(
         self, key: Key, old: ShardAssignment, new: ShardAssignment, promise: Promise
     ) -> None:
-        """Check an assignment to a server that was none of its holders: they must be gone."""
+        """Check an assignment to a server that held no copy: all holders must be gone."""
         for holder in (old.primary, *old.backups):
             has_it = self._find(holder, key) is not None
             assert not has_it or self.may_be_dead(holder), f"{key}: {holder} lives; {old} to {new}"
@@ -91,14 +92,14 @@ class Ledger:
             assert new.primary.server_id == old.on_disk, f"{key}: {new.primary} has nothing of it"
             disk = self._disks.get(old.on_disk)
             kept = disk.shards.get(key) if disk is not None else None
-            # Else it was written late, by a process that ended before its disk was lost.
+            # None if the record was written late, by a process whose disk was lost since.
             on_disk = (kept.epoch, len(kept.updates)) if kept is not None else None
             assert on_disk is None or on_disk >= (old.disk_epoch, old.disk_version), (
                 f"{key}: {new.primary} leads an older copy of its disk, {on_disk}; {old}"
             )
 
     def given_up(self, key: Key) -> None:
-        """An operator accepted that the shard is lost."""
+        """Record that an operator accepted the loss of the shard."""
         self._promises[self.run, key] = Promise()
 
     def disk_lost(self, server_id: str) -> None:
@@ -107,7 +108,7 @@ class Ledger:
             if record.on_disk == server_id:
                 self._promise(key).durable = EMPTY
 
-    # --- what is promised ---
+    # --- promises ---
 
     def opened(self, copy: Copy) -> None:
         promise, row = self._promises[copy.run, copy.key], (1, copy.chain[1])
@@ -117,7 +118,7 @@ class Ledger:
         self.check(copy.key)
 
     def loaded(self, copy: Copy) -> None:
-        """Record first values from a snapshot, their only source."""
+        """Record values that were loaded from a snapshot."""
         promise = self._promises[copy.run, copy.key]
         assert promise.opened == EMPTY, f"{copy.key} had values, and is loaded"
         promise.opened, promise.loaded = (1, copy.chain[1]), (copy.version, copy.chain[-1])
@@ -147,11 +148,11 @@ class Ledger:
         return max(before, row)
 
     def check(self, key: Key) -> None:
-        """Check that any possible next primary has all that was promised, in order."""
+        """Check that every possible next primary has all promised updates, in order."""
         record, promise = self._records.get(key), self._promise(key)
         if record is None:
             return
-        # Who is named for a lost shard leads nothing, and lets go of what it was to join with.
+        # The holders of a lost shard lead nothing, and drop the copies they were to join with.
         holders = () if record.content is ShardContent.LOST else (record.primary, *record.backups)
         for holder in holders:
             copy = self._find(holder, key)
@@ -170,7 +171,7 @@ class Ledger:
             )
 
     def _will_have(self, holder: Holder, copy: Copy, version: int, link: int) -> bool:
-        """True if the copy has that row, or will once it has read what is in its memory."""
+        """True if the copy has this row, or will have it once the received updates are read."""
         if copy.has(version, link):
             return True
         chain = copy.chain[-1]
@@ -181,7 +182,7 @@ class Ledger:
             chain = chained(chain, unread[number])
         return version > copy.version and chain == link
 
-    # --- what servers do to their copies ---
+    # --- copies of servers ---
 
     def leads(self, who: Holder, copy: Copy) -> None:
         key = copy.key
@@ -195,7 +196,7 @@ class Ledger:
         self._led[copy.run, copy.key, copy.epoch] = list(copy.chain)
 
     def follows(self, who: Holder, copy: Copy) -> None:
-        """Check that it is a copy of that epoch up to its version."""
+        """Check that the copy equals the primary's of its epoch, up to the copy's version."""
         assert not copy.leads, f"{who} leads {copy.key}, and something is installed on it"
         chain = self._led.get((copy.run, copy.key, copy.epoch))
         assert chain is not None, f"nobody led {copy.key} in epoch {copy.epoch}"

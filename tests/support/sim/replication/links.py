@@ -1,7 +1,7 @@
-"""Connections between servers: in order each way, until one end or the network breaks them.
+"""Connections between servers, in order in each direction, until an end or the network breaks them.
 
-Those between servers on one machine lose nothing that was sent before one end was closed: it lies
-in the memory of the other end's process, which reads it to its end, as the server that ships does.
+A connection between servers on one machine loses no message that was sent before an end was closed:
+messages are in the memory of the receiving process, which reads all of them, as a real server does.
 """
 
 from collections import deque
@@ -16,17 +16,17 @@ SILENCE_S = 2.0
 
 
 LATE_S = 1.5
-"""The most that a process which is busy reads later than usual."""
+"""Longest delay of a read by a busy process."""
 
 
 @dataclass(frozen=True, slots=True)
 class HangUp:
-    """The other end closed it, or its process is gone."""
+    """Message that the other end has closed the link, or that its process has ended."""
 
 
 @dataclass(eq=False)
 class End:
-    """One end, as its process has it."""
+    """One end of a link, in its process."""
 
     process: SimProcess
     receive: Callable[[object], None]
@@ -41,7 +41,7 @@ class End:
 
 
 class Link:
-    """A link. The opener has the first end."""
+    """A link; its first end is the opener's."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Link:
         return self.ends[1] if end is self.ends[0] else self.ends[0]
 
     def send(self, end: End, message: object) -> bool:
-        """Send; True if the message is now in the memory of the other end's process."""
+        """Send a message; True if it is already in the memory of the other end's process."""
         other = self.other(end)
         if not end.is_open or not other.takes:
             return False
@@ -85,8 +85,7 @@ class Link:
         self._break(end)
 
     def close(self, end: End) -> None:
-        """Close the end. Messages in transit to the other end arrive, or the last of them do
-        not."""
+        """Close the end. The last messages in transit to the other end may be lost."""
         if not end.is_open:
             return
         end.is_open = False
@@ -116,7 +115,7 @@ class Link:
             end.process.do(lambda: self._deliver(end))
 
     def _deliver(self, end: End) -> None:
-        """The first of what has come: each arrival delivers one, whichever arrival it is."""
+        """Deliver the first message that has arrived; each arrival delivers one, in order."""
         if not end.coming or not end.is_open:
             return
         message = end.coming.popleft()
@@ -139,7 +138,7 @@ class Link:
     # --- silence ---
 
     def troubled(self) -> None:
-        """An end is paused, or the network is cut: the ends look after each other for a while."""
+        """Watch the ends for silence, as an end is paused or the network is cut."""
         if self._watched:
             return
         self._watched = True
@@ -159,7 +158,7 @@ class Link:
             self.troubled()
 
     def _silent_s(self, end: End) -> float:
-        """Time for which nothing may have reached that end."""
+        """Return the time for which no message can have reached this end."""
         names = [each.process.name for each in self.ends]
         since_s = [None if self.is_local else self._network.cut_since_s(*names)]
         since_s.append(self.other(end).process.paused_since_s)
@@ -167,7 +166,7 @@ class Link:
         return max((self._clock.now_s - each for each in begun_s), default=0.0)
 
     def mended(self) -> None:
-        """Deliver what the network held back."""
+        """Deliver the messages that the cut network has held back."""
         for end in self.ends:
             for _ in range(len(end.coming)):
                 delay_s = self._clock.random.random() * 0.2

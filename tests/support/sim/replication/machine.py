@@ -1,4 +1,4 @@
-"""Processes that a seed pauses, wakes and kills, each with a clock of its own, and a network."""
+"""Processes that can be paused, woken and killed, each with its own clock, and a network."""
 
 from collections import deque
 from collections.abc import Callable
@@ -13,7 +13,7 @@ Act = Callable[[], None]
 
 
 class SimProcess:
-    """Process with one thread. What becomes due while it is paused happens once it is woken, in any
+    """Process with one thread. Actions that become due during a pause are run after it, in random
     order."""
 
     def __init__(self, clock: Clock, name: str) -> None:
@@ -28,11 +28,12 @@ class SimProcess:
 
     @property
     def now_s(self) -> float:
-        """Time of its own monotonic clock."""
+        """Time by the process's own monotonic clock."""
         return self._offset_s + self._rate * (self.clock.now_s - self._began_s)
 
     def in_s(self, local_s: float) -> float:
-        """Time, by the clock of the world, until its own clock shows that time."""
+        """Return the time, by the simulation's clock, until the process's clock shows
+        `local_s`."""
         return max(0.0, (local_s - self.now_s) / self._rate)
 
     def act(self, delay_s: float, what: Act) -> None:
@@ -63,7 +64,7 @@ class SimProcess:
 
 
 class Lane:
-    """A thread of a process: one piece of work after the other, each of which takes its time."""
+    """A thread of a process, which executes work in order; each piece takes its time."""
 
     def __init__(self, process: SimProcess) -> None:
         self._process = process
@@ -83,7 +84,7 @@ class Lane:
 
 
 class Network:
-    """Network in which all messages between two names arrive, or none."""
+    """Network between named processes: each pair is connected, cut off, or slow."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

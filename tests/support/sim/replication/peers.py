@@ -1,4 +1,4 @@
-"""Links of one process to the other servers, their messages, and if a peer answers."""
+"""Links of one process to other servers, their messages, and probes of peers."""
 
 from collections.abc import Callable, Mapping
 from math import inf
@@ -34,7 +34,7 @@ class ServerPeers:
         self._server = server
         self._setting = setting
         self._opened: dict[tuple[Holder, int], tuple[Link, End]] = {}
-        """Links opened here, by the peer and the number."""
+        """Links opened by this process, by peer and number."""
         self._accepted: dict[tuple[Holder, int], tuple[Link, End]] = {}
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.OpenLink: self._open,
@@ -53,12 +53,12 @@ class ServerPeers:
             link.process_died(end)
 
     def _find(self, peer: Holder) -> "SimServer | None":
-        """The process, if it can be reached by what etcd says of its server."""
+        """Return the peer's process if it runs, else None."""
         server = self._setting.servers.get(peer)
         return server if server is not None and server.process.alive else None
 
     def _is_replaced(self, peer: Holder) -> bool:
-        """True if etcd lists another process under its id."""
+        """True if etcd lists another process under the peer's id."""
         value = self._setting.store.listed().get(peer.server_id)
         listed = value and parse(keys.server(peer.server_id), value).holder
         return bool(listed) and listed != peer
@@ -162,13 +162,13 @@ class ServerPeers:
         copies.incoming = None
 
     def read_to_end(self, peer: Holder, before: float = inf) -> None:
-        """Take nothing more of it, and all that it has sent, by links of lower numbers."""
+        """Read all that the peer has sent over links of lower numbers, and close these links."""
         for (caller, number), (link, end) in list(self._accepted.items()):
             if caller == peer and number < before:
                 link.read_to_end(end)
 
     def unread(self, key: Key, epoch: int) -> Mapping[int, Any]:
-        """Updates by version that are in this process's memory, and have not been read."""
+        """Return updates, by version, that are in this process's memory and not read yet."""
         return {
             message[0].version: message[1]
             for link, end in self._accepted.values()
@@ -184,10 +184,10 @@ class ServerPeers:
 
     def _answer(self, effect: fx.SendReply) -> None:
         found = self._accepted.get((effect.peer, effect.link))
-        if found is not None:  # Else its caller has left.
+        if found is not None:  # Otherwise the caller has left.
             found[0].send(found[1], effect.reply)
 
-    # --- whether it lives ---
+    # --- probes ---
 
     def _probe(self, effect: fx.ProbePeer) -> None:
         peer, setting = effect.peer, self._setting

@@ -1,4 +1,4 @@
-"""A server in etcd: its key under a lease, the records that it knows, and changing them."""
+"""A server's registration in etcd: its key under a lease, and its view and changes of records."""
 
 import json
 from collections.abc import Callable
@@ -25,7 +25,7 @@ CLAIM_EACH_S = 0.5
 
 
 async def read_servers(memory: MemoryStore) -> Servers:
-    """Servers that etcd lists."""
+    """Read the servers that etcd lists, and those that have ended."""
     items = (await memory.range(keys.SERVERS)).items
     found = [parse(item.key, item.value) for item in items]
     return Servers(
@@ -52,7 +52,7 @@ class ServerRegistration:
     # --- the key ---
 
     def register(self) -> None:
-        """Register until it succeeds; if another process keeps the id for long, this one ends."""
+        """Register, retrying until it succeeds. If another process keeps the id for long, die."""
 
         async def grant(memory: MemoryStore) -> LeaseId:
             left_s = await memory.keep_alive(self._lease)
@@ -70,7 +70,7 @@ class ServerRegistration:
             if await memory.keep_alive(lease) <= 0.0:
                 return False
             result = await memory.transact([absent(key)], [Put(key, value, lease)], [Get(key)])
-            # Ours already, if the answer to an earlier attempt was lost.
+            # The key may be this process's already, if an earlier answer was lost.
             if not result.succeeded and all(item.lease != lease for item in result.reads[0]):
                 return False
             for ended in server.ended:
@@ -131,7 +131,7 @@ class ServerRegistration:
         self.client.ask(work, answered, lambda _: self._process.act(self._ttl_s / 3, self._renew))
 
     def end(self, ended: Callable[[], None]) -> None:
-        """Say that this process is about to end, and take its key away."""
+        """Record that this process ends, and delete its key."""
         key = keys.server(self._server.me.server_id)
 
         async def work(memory: MemoryStore) -> None:
@@ -148,7 +148,7 @@ class ServerRegistration:
 
         async def work(memory: MemoryStore) -> None:
             item = await memory.get(key)
-            # Else it says so when it registers, and never in the place of another process.
+            # Otherwise it is announced at registration; another process's key is not changed.
             if item is not None and item.lease == self._lease:
                 await memory.put(key, self._value(), self._lease)
 
@@ -172,7 +172,7 @@ class ServerRegistration:
     # --- records ---
 
     def note(self, item: KeyValue) -> bool:
-        """True if the item is news."""
+        """Store an item; True if it is newer than the known one."""
         return self.note_stored(key_of(item.key), decode(item))
 
     def note_stored(self, key: Key, stored: Stored) -> bool:
@@ -183,7 +183,7 @@ class ServerRegistration:
         return True
 
     def run_of(self, key: Key) -> str:
-        """Run of the job, as far as known here."""
+        """Return the run of the job, as far as known here; empty if unknown."""
         stored = self._stored.get(key)
         return stored.run if stored is not None else ""
 
@@ -198,8 +198,8 @@ class ServerRegistration:
         known: Callable[[Key, ShardAssignment], None],
         finished: Callable[[], None],
     ) -> None:
-        """Write until the record is as intended. A write with an unknown outcome, made or yet to be
-        made, is voided: the present record is written once more."""
+        """Write until the record is as intended. After a write with an unknown outcome the current
+        record is written once more, so that the former cannot be executed later."""
 
         run = self.run_of(key)
 
@@ -211,7 +211,7 @@ class ServerRegistration:
 
             def answered(made: bool, stands: Stored | None) -> None:
                 if stands is None:
-                    # The job was begun anew.
+                    # Another run of the job has begun.
                     finished()
                 elif made:
                     end(stands)

@@ -1,4 +1,4 @@
-"""One seeded run of replication: faults of every kind, which then stop."""
+"""One seeded run of replication: faults of every kind, then a time without faults."""
 
 import random
 import traceback
@@ -22,12 +22,12 @@ FAULTS = (
     + ["snapshot", "restore", "kill restorer", "kill loader"]
 )
 FAILING = [*FAULTS, *["copies fail", "kill what failed"] * 5, *["joiner behind"] * 3]
-"""Faults of every fifth seed."""
+"""Faults of one in five seeds."""
 STORY_LINES = 250
 
 
 class Faults:
-    """Drawn from a seed of their own."""
+    """Faults, drawn from a separate seed."""
 
     def __init__(self, world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
         self._world = world
@@ -79,7 +79,7 @@ class Faults:
         self._world.clock.later(self._for_s(), lambda: self._start(server.me.server_id))
 
     def _replace(self, server: SimServer) -> None:
-        """Cut the server off from all but workers, and start another process with its id and
+        """Cut the server off from all but workers, and start another process with the same id and
         disk."""
         world, old = self._world, server.process.name
         for_s = self._for_s() + 3.0
@@ -110,19 +110,19 @@ class Faults:
         self._world.cut(server.process.name, ETCD, self._for_s())
 
     def _old_pair(self, server: SimServer) -> None:
-        """Cut all holders of one shard off from etcd, and from nothing else."""
+        """Cut all holders of one shard off from etcd alone."""
         for_s = self._for_s()
         for holder in self._holders():
             self._world.cut(holder, ETCD, for_s)
 
     def _holders(self) -> list[str]:
-        """Holders of one shard, the primary first."""
+        """Return the holders of a random shard, the primary first."""
         record = self._world.store.records[self._chance.choice(self._world.keys)]
         return [f"{holder.server_id}#{holder.incarnation}" for holder in record.holders]
 
     def _away_twice(self, server: SimServer) -> None:
-        """Cut all holders of one shard off from etcd, twice with a break; the coordinator is paused
-        meanwhile."""
+        """Cut all holders of one shard off from etcd twice, with a pause of the coordinator in
+        between."""
         world, holders = self._world, self._holders()
         lease_s = world.setting.lease_ttl_s
         seen_s, paused_s = lease_s + 1.5, world.setting.limits.dead_after_s + 1.0
@@ -137,8 +137,9 @@ class Faults:
         world.clock.later(again_s, lambda: cut(lease_s + 3.0))
 
     def _deposed_unheard(self, server: SimServer) -> None:
-        """Cut a primary off from all but workers while its backup takes over. A coordinator that
-        does not know of that gives it shards again before it has learnt of it."""
+        """Cut a primary off from all but workers while its backup takes over. Then a new
+        coordinator, which does not know this, gives it shards before it learns of its
+        succession."""
         world, (primary, *others) = self._world, self._holders()
         for_s = SILENCE_S + 2.0 + self._chance.random()
         for name in (ETCD, *others):
@@ -147,8 +148,8 @@ class Faults:
         world.clock.later(replaced_s, lambda: world.replace_coordinator(kill=True))
 
     def _kill_sender(self, server: SimServer) -> None:
-        """Kill a primary whose last backup lags; as soon as the backup restores an image, kill the
-        image's sender too."""
+        """Kill a primary whose last backup lags. As soon as the backup restores an image, kill the
+        sender of the image too."""
         world, (primary, *backups) = self._world, self._holders()
         world.setting.slow_s = 6.0
         if backups and self._chance.random() < 0.5:
@@ -172,8 +173,8 @@ class Faults:
         world.clock.later(12.0, lambda: setattr(world.setting, "slow_s", 0.0))
 
     def _joiner_behind(self, server: SimServer) -> None:
-        """Cut a joiner off from etcd, twice, while it is sent a shard, so that the record no longer
-        names it. Its primary learns of that earlier, later, or not at all."""
+        """Cut a joiner off from etcd while it receives a shard, so that the record no longer names
+        it. Its primary, cut off too, learns of that earlier, later, or not at all."""
         world, (_, *backups) = self._world, self._holders()
         world.setting.slow_s = 20.0
         give_up_s = world.clock.now_s + 12.0
@@ -197,7 +198,7 @@ class Faults:
         world, lease_s = self._world, self._world.setting.lease_ttl_s
         one, other = (f"{each.server_id}#{each.incarnation}" for each in (joiner, primary))
         world.cut(one, ETCD, lease_s + 2.0)
-        # Its own lease outlasts the joiner's.
+        # The primary's lease ends after the joiner's.
         for_s = 3.0 + 4.0 * self._chance.random()
         world.clock.later(lease_s - 1.0, lambda: world.cut(other, ETCD, for_s))
 
@@ -240,14 +241,15 @@ class Faults:
         self._world.clock.later(self._for_s(), lambda: setattr(setting, "slow_s", 0.0))
 
     def _copies_fail(self, server: SimServer) -> None:
-        """Updates cannot be applied to copies, or leave something else there."""
+        """Make updates of copies fail, or leave a wrong result."""
         setting = self._world.setting
         setting.copies_fail = self._chance.choice([0.05, 0.3, 1.0])
         setting.note("world", f"of updates to copies, {setting.copies_fail} fail")
         self._world.clock.later(self._for_s(), lambda: setattr(setting, "copies_fail", 0.0))
 
     def _kill_what_failed(self, server: SimServer) -> None:
-        """A primary ends while its copies fail, and cannot say first that it goes on without."""
+        """Kill a primary while its copies fail, before it can record that it continues without
+        them."""
         world, (primary, *_) = self._world, self._holders()
         self._copies_fail(server)
         world.cut(primary, ETCD, 3.0)
@@ -299,7 +301,7 @@ class Faults:
         self._world.restore()
 
     def _kill_restorer(self, server: SimServer) -> None:
-        """The coordinator ends while servers load what it restores."""
+        """Kill the coordinator while servers load the snapshot that it restores."""
         world = self._world
         world.setting.slow_s = 60.0
         world.restore()
@@ -308,7 +310,7 @@ class Faults:
         world.clock.later(after_s + 1.0, lambda: setattr(world.setting, "slow_s", 0.0))
 
     def _kill_loader(self, server: SimServer) -> None:
-        """A server ends while it loads a shard from a snapshot."""
+        """Kill a server while it loads a shard from a snapshot."""
 
         def kill() -> None:
             self._world.kill(server)
@@ -342,7 +344,7 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
     world.calm(accepts_loss=chance.random() < 0.5)
     away_s = max(0.0, world.store.back_s - world.clock.now_s)
     world.run(away_s)
-    # To load a snapshot, to settle and to restore an image may take a minute each.
+    # Loading a snapshot, a decision on assignments and restoring an image may take a minute each.
     bound_s = 5 * world.setting.limits.dead_after_s + 3 * SLOWEST_S
     rested = world.run(bound_s, until=lambda: not world.unrest())
     assert rested, f"not at rest: {world.unrest()}"
@@ -350,14 +352,14 @@ def _run(world: ReplicationWorld, seed: int, only: Sequence[str]) -> None:
         worker.pushes = False
     answered = world.run(40.0, until=lambda: not world.unanswered())
     assert answered, f"not answered: {world.unanswered()}"
-    # Loads may still be evened out.
+    # Shards may still move to even out the load.
     world.run(1.0)
     rested = world.run(20.0 + 2 * SLOWEST_S, until=lambda: not world.unrest())
     assert rested, f"at rest no longer: {world.unrest()}"
 
 
 def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorld:
-    """Run one seed, in which all kinds of faults strike, or only these.
+    """Run one seed, with faults of all kinds or of the kinds in `only`.
 
     Raises AssertionError, or Unforeseen, with the story.
     """
@@ -383,6 +385,6 @@ def simulate_replication(seed: int, only: Sequence[str] = ()) -> ReplicationWorl
 
 
 def told(world: ReplicationWorld) -> str:
-    """Story in order: what servers received and did, and the faults that struck them."""
+    """Return the end of the story: events and actions of servers, and faults, in order."""
     lines = world.setting.story[-STORY_LINES:]
     return "\n".join(f"{at_s:9.4f} {who:>14} {what}" for at_s, who, what in lines)

@@ -1,4 +1,4 @@
-"""One process of a parameter server: the core that ships, and around it a shell in virtual time."""
+"""One process of a parameter server: the real replication core in a shell in virtual time."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -30,7 +30,7 @@ class SimServer:
     def __init__(
         self, setting: Setting, me: Holder, disk: Disk | None, ended: frozenset[Holder]
     ) -> None:
-        """`ended`: earlier processes of this server that are known to be gone."""
+        """`ended`: earlier processes of this server that are known to have ended."""
         self.setting = setting
         self.me = me
         self.process = SimProcess(setting.clock, f"{me.server_id}#{me.incarnation}")
@@ -40,15 +40,16 @@ class SimServer:
         self.recovered = dict(disk.shards) if disk is not None else {}
         """Contents of the disk when the process began."""
         self.has_lost_disk = False
-        """Another process took it."""
+        """True if another process has taken the disk."""
         self.copies = ServerCopies(self, setting)
         self.peers = ServerPeers(self, setting)
         self.registration = ServerRegistration(self, setting)
         self.waiting: dict[Any, tuple[Key, int, int, AckLevel, Answer]] = {}
-        """By token: the awaited version, its epoch and its level of safety."""
+        """Key, epoch, version, level and answer of each acknowledgement that is awaited, by
+        token."""
         self.ended = ended
         self.is_ending = False
-        """True if it has announced its end: it acknowledges nothing any more."""
+        """True once the process has announced its end; it then acknowledges nothing."""
         self._disowning = Disowning(me, setting.limits)
         self._records = self.registration.records
         self._wakes_at_s = float("inf")
@@ -102,8 +103,8 @@ class SimServer:
         self.process.act(self.process.in_s(wakes_s) + 1e-6, wake)
 
     def post(self, event: ev.Event, of: Copy | None = None) -> None:
-        """Post from another thread; events are handled in the order of posts. `of`: the copy that
-        posts it. Events of a copy that is gone are discarded."""
+        """Submit an event from another thread; events are handled in order. `of`: the copy that it
+        is about. Events of a copy that is gone are discarded."""
         if not self._posted and self.setting.chance.random() < 0.8:
             self.tell(event)
             return
@@ -131,7 +132,8 @@ class SimServer:
         level: AckLevel,
         answer: Answer,
     ) -> None:
-        """`update`: None for a pull. `run`: of the job, that the worker goes by."""
+        """Handle a push, or a pull if `update` is None. `run`: the run of the job that the worker
+        belongs to."""
         copy = self.copies.found.get(key)
         is_other = run != self.registration.run_of(key)
         if is_other or copy is None or not copy.takes_pushes or copy.epoch != epoch:
@@ -161,13 +163,13 @@ class SimServer:
         self.post(ev.AckRequested(token, copy.key, epoch, version, level), copy)
 
     def disk_taken(self) -> None:
-        """Another process has it from here on."""
+        """Lose the disk to another process."""
         if self.disk is not None:
             self.has_lost_disk, self.disk = True, None
             self.process.act(0.0, self.disk_failed)
 
     def disk_failed(self) -> None:
-        """Stop the journals of shards that are led here."""
+        """Stop the journals of all shards that this server leads."""
         for key, copy in list(self.copies.found.items()):
             if copy.leads:
                 self.post(ev.DiskFailed(key))
@@ -177,7 +179,7 @@ class SimServer:
             self.copies.create(key, update, self._records.get(key))
 
     def leave(self, within_s: float) -> None:
-        """End in order: once nothing is here any more, or when that takes too long."""
+        """End in order, once the server holds nothing any more, or after `within_s`."""
         if not self.is_ending:
             self.registration.announce_leaving(leaving=True)
             self._look_whether_empty(self.process.now_s + within_s)
@@ -214,7 +216,7 @@ class SimServer:
             self._known(*self.registration.newest(item))
 
     def registered(self) -> None:
-        """Handle the registration: only now does the disk's content count, or its lack."""
+        """Drop journals that are not needed; before the registration it is not known which."""
         for key, assignment in list(self._records.items()):
             self.copies.let_journal_go(key, assignment)
 
@@ -224,8 +226,8 @@ class SimServer:
             self.copies.let_journal_go(key, assignment)
 
     def _missing(self) -> list[Key]:
-        """Shards that the records place on its disk, but that are missing there. None if its disk
-        is lost."""
+        """Return the shards that are missing on this server's disk according to the records; none
+        if the disk was lost."""
         if not self.registration.was_registered or self.has_lost_disk:
             return []
         return [key for key, record in self._records.items() if self._is_missing(key, record)]
@@ -235,7 +237,7 @@ class SimServer:
         return record.on_disk == self.me.server_id and not is_on_disk
 
     def _disown(self, key: Key) -> None:
-        """Have the record say that it is not on this server's disk."""
+        """Write into the record that the shard is not on this server's disk."""
 
         def disowned(record: ShardAssignment) -> ShardAssignment:
             is_missing = self._is_missing(key, record)
@@ -267,8 +269,8 @@ class SimServer:
         )
 
     def _look_at_servers(self) -> None:
-        """Look at the servers after a restart, while its journal has shards that others may have
-        too, or lacks shards that it should have."""
+        """List the servers again and again after a restart, while the journal has shards that
+        others may have too, or lacks shards that it should have."""
 
         asked_s = self.process.now_s
 

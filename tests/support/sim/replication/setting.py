@@ -32,7 +32,7 @@ class Setting:
     lease_ttl_s: float = 2.0
     """Lease of a server's registration: it may exceed the silence that others accept."""
     servers: dict[Holder, "SimServer"] = field(default_factory=dict)
-    """Every process that ever was a server."""
+    """All server processes so far, ended ones included."""
     disks: dict[str, Disk] = field(default_factory=dict)
     """Disks by server id, without lost ones."""
     full: set[str] = field(default_factory=set)

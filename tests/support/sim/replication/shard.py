@@ -1,4 +1,4 @@
-"""A server's copy of a shard: the updates in the order in which they were applied."""
+"""A server's copy of a shard: its updates in order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,20 +9,20 @@ from support.sim.replication.machine import Lane
 from shoal_server.core.replication.protocol.messages import Key
 
 Update = tuple[int, int]
-"""The sender and the number of its push to the shard. First values have no sender: -1."""
+"""The sender, and the number of its push. Initial values have a negative sender."""
 
 NOTHING = 0
 
 
 @cache
 def chained(before: int, update: Update) -> int:
-    """Names a whole row of updates by its last one and all before it."""
+    """Hash a sequence of updates: the hash of all before the last one, and the last."""
     return hash((before, update))
 
 
 @dataclass(eq=False)
 class Copy:
-    """Copy in memory. It includes what was received and is not applied yet."""
+    """Copy in memory, including updates that were received and are not applied yet."""
 
     key: Key
     run: str
@@ -31,13 +31,13 @@ class Copy:
     lane: Lane
     updates: list[Update] = field(default_factory=list)
     chain: list[int] = field(default_factory=lambda: [NOTHING])
-    """Links of the chain by version."""
+    """Links of the hash chain, by version."""
     sessions: dict[Update, int] = field(default_factory=dict)
     """The version that each update made."""
     num_applied: int = 0
     """Number of updates applied; the others were received, and wait to be replayed."""
     log: dict[int, Update] = field(default_factory=dict)
-    """Updates by version, kept for those who lack them."""
+    """Updates by version, kept for backups that lack them."""
     leads: bool = False
     is_open: bool = False
     is_stopped: bool = False
@@ -54,7 +54,7 @@ class Copy:
         return self.leads and self.is_open and not self.is_stopped and not self.is_dropped
 
     def add(self, update: Update) -> int:
-        """Add one more in memory; raises AssertionError for one that is there."""
+        """Add an update, and return its version. Raises AssertionError for a duplicate."""
         assert update not in self.sessions, f"{self.key}: {update} is applied twice"
         self.updates.append(update)
         self.chain.append(chained(self.chain[-1], update))
@@ -63,7 +63,7 @@ class Copy:
         return len(self.updates)
 
     def has(self, version: int, link: int) -> bool:
-        """True if it has that row of updates, and maybe more."""
+        """True if the copy begins with the sequence of this length and last link."""
         return version < len(self.chain) and self.chain[version] == link
 
     def fill(self, updates: Sequence[Update]) -> None:
@@ -75,7 +75,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """Image as a primary cut it."""
+    """An image that a primary has cut."""
 
     key: Key
     updates: tuple[Update, ...]
@@ -113,10 +113,10 @@ class OnDiskCopy:
 
 @dataclass(eq=False)
 class Disk:
-    """Outlives the processes of its server."""
+    """A server's disk, which outlives its processes."""
 
     server_id: str
     shards: dict[Key, OnDiskCopy] = field(default_factory=dict)
     saved: dict[Key, OnDiskCopy] = field(default_factory=dict)
-    """State when somebody last copied the disk."""
+    """Contents when the disk was last copied."""
     fails: bool = False

@@ -1,4 +1,4 @@
-"""etcd in virtual time, as servers and coordinators reach it: real transactions on real records."""
+"""etcd in virtual time for servers and coordinators, with real transactions on real records."""
 
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
@@ -19,16 +19,16 @@ from shoal_server.etcd.records import assignments as records
 ETCD = "etcd"
 TIMEOUT_S = 1.0
 LATE_NEWS_S = 0.3
-"""Longest delay of a record that a watch has missed after the one before."""
+"""Longest delay of each record when a watch receives those that it missed."""
 LOST_ANSWERS = 0.01
 LATE_WRITES = 0.1
-"""The part of all requests that find etcd away, or cut off, and are carried out a little later."""
+"""Fraction of the requests which find etcd unreachable that are still executed later."""
 
 T = TypeVar("T")
 
 
 class Stored(NamedTuple):
-    """A record as it was read, and the run of the job that it is of."""
+    """A record as it was read, with its revision and its run of the job."""
 
     assignment: ShardAssignment
     revision: Revision
@@ -56,7 +56,7 @@ def decode(item: KeyValue) -> Stored:
 
 
 class SimStore:
-    """Contents of etcd, its watchers, and the test's view."""
+    """Contents of etcd, its watches, and the test's view of the records."""
 
     def __init__(self, clock: Clock, network: Network) -> None:
         self.clock = clock
@@ -65,11 +65,11 @@ class SimStore:
         self.back_s = 0.0
         self.loses_answers = True
         self.replays_history = False
-        """True if a watch that was cut off receives all that it missed, record by record."""
+        """True if a watch that was cut off receives all missed records, one by one."""
         self.run = "1"
         """Run of the job."""
         self.records: dict[Key, ShardAssignment] = {}
-        """Present records."""
+        """The current records."""
         self.listed_until_s: dict[Holder, float] = {}
         """Expiry of the lease of each server that ever registered."""
         self.on_record: Callable[[Key, ShardAssignment | None, ShardAssignment], None] = (
@@ -87,7 +87,7 @@ class SimStore:
         self.carry_out(lambda memory: memory.put(path(key, self.run), value))
 
     def begin_anew(self, fresh: Mapping[Key, ShardAssignment]) -> None:
-        """Another run of the job, with these records in place of all others."""
+        """Begin another run of the job, with these records in place of all others."""
         self.run = str(int(self.run) + 1)
         self.records.clear()
         puts = [
@@ -102,7 +102,7 @@ class SimStore:
         self.carry_out(work)
 
     def carry_out(self, work: Callable[[MemoryStore], Coroutine[Any, Any, T]]) -> T:
-        """Do it now, and notify all watchers."""
+        """Execute the request now, and notify all watches."""
         outcome = done(work(self.memory))
         found = done(self.memory.range(keys.ASSIGNMENTS))
         changed = [item for item in found.items if item.mod_revision > self._revision]
@@ -119,12 +119,12 @@ class SimStore:
         return outcome
 
     def listed(self) -> Mapping[str, bytes]:
-        """Servers by id, and what they say of themselves."""
+        """Return the records of the registered servers, by server id."""
         found = done(self.memory.range(keys.SERVERS))
         return {item.key.removeprefix(keys.SERVERS): item.value for item in found.items}
 
     def watch(self, process: SimProcess, note: Callable[[KeyValue], None]) -> "RecordWatch":
-        """Send a process every present record, and every newer one."""
+        """Send a process every current record, and every newer one."""
         watch = RecordWatch(self, process, note)
         self._watches.append(watch)
         watch.reconnect()
@@ -137,8 +137,8 @@ class SimStore:
 
 
 class RecordWatch:
-    """Watch with delays, in order. After a cut it receives the present records, or all that it
-    missed."""
+    """Watch with delays, in order. After a cut it delivers the current records, or all missed
+    ones."""
 
     def __init__(
         self, store: SimStore, process: SimProcess, note: Callable[[KeyValue], None]
@@ -150,7 +150,7 @@ class RecordWatch:
         self._last_s = 0.0
         self._is_broken = True
         self._missed: list[list[KeyValue]] | None = None
-        """None: it has not received the present records yet."""
+        """Records missed during a cut; None: the current records are to be read."""
 
     def tell(self, items: list[KeyValue], *, late_s: float = 0.0) -> None:
         if self._is_broken:
@@ -178,7 +178,7 @@ class RecordWatch:
             self._note(item)
 
     def mended(self) -> None:
-        """Reconnect if it was cut off: it receives what it missed."""
+        """Reconnect if the watch was cut off."""
         if self._is_broken:
             self.reconnect()
 
@@ -215,8 +215,8 @@ class StoreClient:
         answered: Callable[[T], None],
         failed: Callable[[bool], None],
     ) -> None:
-        """Ask etcd; calls one of `answered` and `failed`. `failed` gets whether the request may
-        have been carried out, or may be yet."""
+        """Send a request, and call either `answered` or `failed`. `failed` gets True if the request
+        may have been executed, or may be later."""
         store, process = self._store, self._process
         chance = store.clock.random
 
@@ -258,7 +258,7 @@ class StoreClient:
         answered: Callable[[bool, Stored | None], None],
         failed: Callable[[bool], None],
     ) -> None:
-        """Compare-and-swap; answers with its success and the present record."""
+        """Compare and swap; answers if it succeeded, and with the current record."""
 
         async def work(memory: MemoryStore) -> tuple[bool, Stored | None]:
             at = path(key, known.run)
@@ -284,7 +284,7 @@ class StoreClient:
 
 
 def done(work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of a coroutine that waits for nothing."""
+    """Run a coroutine that waits for nothing, and return its result."""
     try:
         work.send(None)
     except StopIteration as stop:

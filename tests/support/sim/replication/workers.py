@@ -1,4 +1,4 @@
-"""Workers: each pushes to every shard, one push after the other, again until it is answered."""
+"""Workers, each of which pushes to and pulls from every shard, repeating calls until answered."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ class Call:
 
     key: Key
     run: str
-    """Run of the job whose values it was computed on."""
+    """Run of the job in which the call was begun."""
     update: Update | None
     level: AckLevel
     attempt: int = 0
-    """Answers to earlier ones come too late."""
+    """Number of the current attempt; negative answers to earlier attempts are ignored."""
 
 
 class SimWorker:
@@ -40,7 +40,7 @@ class SimWorker:
         self.name = f"w{number}"
         self.pushes = True
         self.open: dict[Key, Call] = {}
-        """Calls that wait for an answer, by shard."""
+        """Unanswered calls, by shard."""
         self.timeout_s = TIMEOUT_S
         self.num_answered = 0
         self._setting = setting
@@ -67,13 +67,12 @@ class SimWorker:
         self._send(self.open[key])
 
     def _send(self, call: Call) -> None:
-        """Send to the present primary according to a process that can reach etcd; else retry a
-        little later."""
+        """Send the call to the current primary according to etcd; if there is none, retry later."""
         setting, chance = self._setting, self._setting.chance
         call.attempt += 1
         attempt = call.attempt
         if call.run != setting.store.run:
-            # It hears so, and joins the new run.
+            # The worker learns of the new run, and joins it.
             del self.open[call.key]
             self._next(call.key)
             return
@@ -110,7 +109,7 @@ class SimWorker:
             self._carry(server.process.name, server.process.do, arrive)
             if chance.random() < 0.02 and call.update is not None:
                 late = (self._number, next(self._tokens))
-                # Sent twice; the other one comes much later.
+                # Sent twice; the duplicate arrives much later.
                 setting.clock.later(
                     chance.random() * 5.0,
                     lambda: server.process.do(
@@ -130,7 +129,7 @@ class SimWorker:
         self._later(call, attempt, RETRY_S)
 
     def _wait(self, call: Call, attempt: int, server: "SimServer", left_s: float) -> None:
-        """Wait for an answer, for this long; the end of the answering process is noticed."""
+        """Send again after `left_s` without an answer, or once the server's process has ended."""
 
         def look() -> None:
             if call.attempt != attempt:

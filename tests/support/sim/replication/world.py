@@ -65,7 +65,7 @@ class ReplicationWorld:
         self.current: dict[str, SimServer] = {}
         """The newest process of each server."""
         self.snapshot: dict[Key, tuple[Update, ...]] = {}
-        """Snapshot of every shard, or of none."""
+        """The newest snapshot, of every shard; empty if none was taken."""
         self._journals = journals
         self._num_starts = 0
         self._num_coordinators = 0
@@ -80,7 +80,7 @@ class ReplicationWorld:
             SimWorker(self.setting, number, self.keys, think_s) for number in range(num_workers)
         ]
 
-    # --- what checks ask ---
+    # --- queries of checks ---
 
     def _copy_of(self, holder: Holder, key: Key) -> Copy | None:
         server = self.setting.servers.get(holder)
@@ -88,13 +88,13 @@ class ReplicationWorld:
         return server.copies.found.get(key) if server is not None and alive else None
 
     def _away_s(self, holder: Holder) -> float:
-        """Time for which etcd has not listed that process."""
+        """Return the time for which etcd has not listed the process."""
         listed_until_s = self.store.listed_until_s.get(holder, 0.0)
         return max(0.0, self.clock.now_s - listed_until_s)
 
     def _may_be_dead(self, holder: Holder) -> bool:
         server = self.setting.servers[holder]
-        # A clock that is 1 % fast.
+        # Some slack for clocks that run 1 % fast.
         return (not server.process.alive or server.is_ending) or (
             self._away_s(holder) >= 0.98 * self.setting.limits.dead_after_s
         )
@@ -112,7 +112,7 @@ class ReplicationWorld:
 
     @property
     def living(self) -> list[SimServer]:
-        """The newest process of each server, and older ones if it has ended before them."""
+        """The newest running process of each server."""
         newest = {
             holder.server_id: server
             for holder, server in self.setting.servers.items()
@@ -121,8 +121,8 @@ class ReplicationWorld:
         return [server for _, server in sorted(newest.items())]
 
     def start(self, server_id: str, *, is_replacement: bool = False) -> SimServer:
-        """A new process of that server, with its disk. `is_replacement`: the last one may live, on
-        a machine that cannot be reached, from which the disk was taken."""
+        """Start a new process of the server, with its disk. `is_replacement`: the last process may
+        still run, on an unreachable machine whose disk was moved."""
         self._num_starts += 1
         before = self.current.get(server_id)
         ended: set[Holder] = set()
@@ -150,7 +150,7 @@ class ReplicationWorld:
         server.die()
 
     def wipe(self, server_id: str) -> None:
-        """Lose its disk; the next process has an empty one."""
+        """Lose the server's disk; its next process has an empty one."""
         self.setting.note(server_id, "loses its disk")
         disk = self.setting.disks.pop(server_id, None)
         if disk is not None:
@@ -158,14 +158,14 @@ class ReplicationWorld:
         self.ledger.disk_lost(server_id)
 
     def save_disk(self, server_id: str) -> None:
-        """Copy its disk."""
+        """Copy the server's disk, for `roll_back`."""
         disk = self.setting.disks.get(server_id)
         if disk is not None:
             self.setting.note(server_id, "has its disk copied")
             disk.saved = dict(disk.shards)
 
     def roll_back(self, server_id: str) -> None:
-        """The copy of its disk takes the place of the disk, and the next process finds it."""
+        """Replace the server's disk by its older copy, for its next process."""
         disk = self.setting.disks.get(server_id)
         if disk is not None and disk.saved:
             self.setting.note(server_id, "gets an older copy of its disk")
@@ -173,7 +173,7 @@ class ReplicationWorld:
             self.ledger.disk_lost(server_id)
 
     def begin_anew(self) -> None:
-        """Delete all that etcd has of the job, and place it once more."""
+        """Delete the job's records in etcd, and place its shards again."""
         self.setting.note("operator", "begins the job anew")
         present = [server.me for server in self.living]
         fresh = {}
@@ -183,7 +183,7 @@ class ReplicationWorld:
         self.store.begin_anew(fresh)
 
     def take_snapshot(self) -> None:
-        """Take a snapshot of what each primary has applied, if every shard is led."""
+        """Take a snapshot of each primary's applied updates, if every shard has a primary."""
         copies = {key: self._copy_of(self.store.records[key].primary, key) for key in self.keys}
         led = {key: c for key, c in copies.items() if c is not None and c.takes_pushes}
         if len(led) == len(self.keys):
@@ -191,7 +191,7 @@ class ReplicationWorld:
             self.snapshot = {key: tuple(c.updates[: c.num_applied]) for key, c in led.items()}
 
     def restore(self) -> None:
-        """The newest snapshot takes the place of what there is."""
+        """Restore the job from the newest snapshot."""
         if not self.snapshot:
             self.take_snapshot()
         if self.snapshot:
@@ -245,7 +245,7 @@ class ReplicationWorld:
         return SimCoordinator(self.setting, f"coordinator#{self._num_coordinators}", self.copies)
 
     def replace_coordinator(self, *, kill: bool) -> None:
-        """The old one may go on for a while: it does not know yet."""
+        """Start a new coordinator. The old one is killed, or runs on until it notices."""
         self.setting.note(self.coordinator.process.name, "is replaced")
         old = self.coordinator.process
         if kill:
@@ -257,7 +257,7 @@ class ReplicationWorld:
     # --- the end ---
 
     def calm(self, *, accepts_loss: bool) -> None:
-        """Stop all faults; start every server again."""
+        """Stop all faults, and restart every server that has ended."""
         self.setting.note("world", "all faults stop")
         self.store.loses_answers = False
         self.network.mend_all()
@@ -272,7 +272,7 @@ class ReplicationWorld:
             disk.fails = False
         for server in list(self.setting.servers.values()):
             if server.has_lost_disk and server.process.alive:
-                # An operator sees to it.
+                # An operator restarts it.
                 self.kill(server)
         for server_id in sorted(self.current.keys() - {s.me.server_id for s in self.living}):
             self.start(server_id)
@@ -300,7 +300,7 @@ class ReplicationWorld:
         return until is None or until()
 
     def unrest(self) -> str:
-        """Describe what is wrong once no fault acts any more; empty if all is well."""
+        """Describe what is not at rest yet after all faults have stopped; empty if nothing is."""
         living = [s.me for s in self.setting.servers.values() if s.process.alive]
         if len(living) > len(self.living):
             return f"one of {living} has not noticed that another process has its id"
