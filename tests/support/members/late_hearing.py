@@ -39,7 +39,7 @@ def hear_late(strategy: Strategy) -> None:
     """Delay the receipt of the others' messages for the present step until the cut."""
     anyhow: Any = strategy
     words, is_cut = anyhow._agreement._words, threading.Event()
-    hear, cut = words.hear, anyhow.cut
+    hear, cut = words.receive_values, anyhow.cut
 
     def cut_and_tell(generation: int) -> None:
         cut(generation)
@@ -49,4 +49,4 @@ def hear_late(strategy: Strategy) -> None:
         assert is_cut.wait(LIMIT_S), "nobody has left"
         return hear()
 
-    anyhow.cut, words.hear = cut_and_tell, hear_behind_the_cut
+    anyhow.cut, words.receive_values = cut_and_tell, hear_behind_the_cut
