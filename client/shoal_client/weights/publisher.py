@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 TIMEOUT_S = 600.0
 OVERLOADED_S = 10.0
-"""How long a publication that finds no room is tried again: readers may end leases meanwhile."""
+"""Time for which an overloaded publication is retried: readers may end leases meanwhile."""
 CALL_S = 10.0
 PART_S = 30.0
 """A call that hands in a part waits as long for the other ranks, and is then repeated."""

@@ -39,7 +39,7 @@ AT_ONCE = 4
 """Segments that are fetched at the same time."""
 
 Ranges = Mapping[int, Sequence[tuple[int, int]]]
-"""By index of a segment: the parts of it that are wanted, as (first byte, byte behind the last)."""
+"""Wanted parts by index of the segment, as (first byte, byte after the last)."""
 
 
 ApplyDifference = Callable[[memoryview, memoryview, memoryview], None]

@@ -1,4 +1,4 @@
-"""Checkpoints in the background: the trainer waits only for a copy into host memory."""
+"""Checkpoints in the background: the trainer waits only for the copy into host memory."""
 
 import os
 import threading
@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 
 LIMIT_S = 1800.0
-"""Default time limit of a checkpoint: storage that takes longer is considered lost."""
+"""Default time limit of a checkpoint: storage that takes longer counts as lost."""
 
 
 def _any(name: str) -> bool:
@@ -32,9 +32,10 @@ def _any(name: str) -> bool:
 class Checkpoints:
     """Writer of checkpoints into one directory, one at a time, on a thread of its own.
 
-    Each rank of a job has one, with the same settings; it is kept over all generations. The
-    directory must be on storage that all ranks share; it may be a URL of a bucket, such as
-    `s3://bucket/prefix`. Memory: one copy of what this rank writes, and of one chunk (64 MiB).
+    Each rank of a job has a `Checkpoints` with the same settings, for all generations. The
+    directory must be on storage that all ranks share; it may be the URL of a bucket, such as
+    `s3://bucket/prefix`. Memory: one copy of the shards that this rank writes, and of one chunk
+    (64 MiB).
     """
 
     def __init__(
@@ -48,7 +49,7 @@ class Checkpoints:
         """Set up checkpoints every `every_steps` steps. `keep`: the number of complete checkpoints
         to keep; older ones are deleted once a newer one is complete. A checkpoint that takes longer
         than `limit_s` seconds has failed. Raises InvalidSpec for `every_steps` or `keep` below one,
-        a `limit_s` not above zero, and a URL where checkpoints cannot be stored.
+        a `limit_s` not above zero, and an unsupported URL.
         """
         every_steps, keep = as_index("every_steps", every_steps), as_index("keep", keep)
         limit_s = as_number("limit_s", limit_s)
@@ -70,7 +71,7 @@ class Checkpoints:
         self.written_step: int | None = None
         """Step of the newest checkpoint that was written. Any thread."""
 
-    # --- what a strategy calls: see `shoal.checkpoint.interface` ---
+    # --- called by a strategy: see `shoal.checkpoint.interface` ---
 
     def probe(self) -> None:
         storage.check(self.directory)
@@ -94,7 +95,7 @@ class Checkpoints:
     def leave(self) -> None:
         self._peers = ALONE
 
-    # --- what a script calls, too ---
+    # --- called by scripts, too ---
 
     def due(self, step: int) -> bool:
         """True if a checkpoint is to be written after `step` committed steps."""
@@ -110,12 +111,13 @@ class Checkpoints:
         peers: Peers | None = None,
         writes: Callable[[str], bool] = _any,
     ) -> None:
-        """Write a checkpoint of this rank's state shard in the background; it may change on return.
+        """Write a checkpoint of this rank's state shard in the background. The shard's tensors may
+        change on return.
 
-        `peers`: the ranks that write it together; None: those joined with `join`, if any. Called
-        on all ranks after the same step. Waits while the previous checkpoint is being written: at
-        most one is in progress. A shard for whose name `writes` is False is not copied, and is left
-        to other ranks; a shard that several ranks offer is written once.
+        Call it on all ranks after the same step. First waits for the previous checkpoint: at most
+        one is in progress. `peers`: the ranks that write together; None: those joined with `join`,
+        if any. A shard for whose name `writes` returns False is not copied: another rank must write
+        it. A shard that several ranks offer is written once.
 
         Raises the error of the previous checkpoint, on every rank at the same step:
         CheckpointFailed (disk full, no permission) with path and errno, or InvalidSpec if the ranks
@@ -124,7 +126,7 @@ class Checkpoints:
         """
         self._finish()
         shards = {name: shard for name, shard in state_shard.shards.items() if writes(name)}
-        # Other ranks must write the declined shards; if none does, the write fails.
+        # Other ranks must write the shards that this one does not: else the write fails.
         elsewhere = (state_shard.elsewhere | state_shard.shards.keys()) - shards.keys()
         own = replace(state_shard, shards=shards, elsewhere=elsewhere).copied()
         self._thread = threading.Thread(
@@ -187,7 +189,7 @@ class Checkpoints:
             if first:
                 self._retire(state_shard.step)
         except GenerationBroken as error:
-            # Others may have completed it.
+            # Other ranks may have completed the checkpoint: the next write must not refuse it.
             self._continues = True
             log.warning("checkpoint_given_up", path=str(path), reason=str(error))
         except InvalidSpec as error:
@@ -200,7 +202,7 @@ class Checkpoints:
         try:
             storage.retire(self.directory, step, self.keep)
         except (OSError, InvalidSpec) as error:
-            # The new checkpoint is complete; the next one tries again to delete.
+            # The new checkpoint is complete; the next `_retire` tries again.
             log.warning("checkpoint_not_retired", path=str(self.directory), error=str(error))
 
 

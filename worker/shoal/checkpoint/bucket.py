@@ -2,11 +2,11 @@
 
     step-00000120/.metadata                      the index: written last, atomically
     step-00000120/<token>__0_0.distcp            a file that the index names
-    step-00000120/<token>.begun                  marks a draft, also one whose writer has died
+    step-00000120/<token>.begun                  marks a draft, even if its writer has died
 
-A folder is a checkpoint if it has an index; the files that the index names belong to it. A
-checkpoint that replaces another of the same step first writes its files beside the old ones, under
-names with its own token. It then overwrites the index, and removes the files that it does not name.
+A folder with an index is a checkpoint, which consists of the files that the index names. A
+checkpoint that replaces one of the same step writes its files beside the old ones, under names with
+its own token. Then the writer overwrites the index, and removes the files that it does not name.
 """
 
 import re
@@ -84,7 +84,7 @@ class BucketDraft(Draft):
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
-        # A file appears, whole, when it is closed: no synchronisation is necessary.
+        # A file appears as a whole when it is closed: nothing needs to be synchronised.
         writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
         try:
             return write_files(writer, rank, entries, prefix=self.name)
@@ -135,7 +135,7 @@ class BucketDraft(Draft):
 
 
 def _part_of(path: BucketPath) -> set[str]:
-    """Return the names of the files of a complete checkpoint."""
+    """Return the names of the files of a complete checkpoint, its index included."""
     index = read_index(path)
     places = [place for stored in index.tensors.values() for place in stored.chunks.values()]
     return {METADATA} | {file for file, _, _ in (*places, *index.objects.values())}

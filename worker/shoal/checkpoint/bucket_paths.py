@@ -1,4 +1,4 @@
-"""Locations of checkpoints by URL: paths in a bucket, reached by fsspec and used like pathlib's."""
+"""Locations of checkpoints by URL: paths in a bucket, with methods like pathlib's, by fsspec."""
 
 import os
 import re
@@ -18,12 +18,12 @@ from shoal_proto.names import BUCKET_KINDS
 _EXPECTED = "a directory, file:///directory, s3://bucket/prefix, gs://... or az://..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/")
 READ_AHEAD_BYTES = 16 * 1024 * 1024
-"""Block size of reads: the entries of a file are mostly read in sequence."""
+"""Block size of reads: entries of a file are mostly read in sequence."""
 
 
 @dataclass(frozen=True)
 class BucketPath:
-    """File or folder in a bucket. Every failure is raised as an OSError."""
+    """File or folder in a bucket. Errors of the storage are raised as OSError."""
 
     url: str
     """URL without a trailing slash."""
@@ -34,7 +34,7 @@ class BucketPath:
 
     @cached_property
     def key(self) -> str:
-        """Path in the notation of its file system."""
+        """Path in the notation of fsspec's file system."""
         return str(fsspec.core.url_to_fs(self.url)[1])
 
     @property
@@ -107,7 +107,7 @@ class BucketPath:
                         self.files.rm_file(key)
 
     def probe(self) -> None:
-        """Write, read and remove a file of this folder. Raises InvalidSpec if that fails."""
+        """Test the folder: write, read and remove a file. Raises InvalidSpec if that fails."""
         probe = self / f".probe-{secrets.token_hex(8)}"
         try:
             probe.write_bytes(b"shoal")

@@ -1,11 +1,12 @@
 """Checkpoints in directories: complete or absent, as each is written aside and then renamed.
 
     step-00000120                          a checkpoint
-    .step-00000120.<token>.partial         being written, or left behind by a writer that died,
-                                           or being deleted
+    .step-00000120.<token>.partial         being written or deleted, or a leftover of a writer that
+                                           has died
     .step-00000120.<token>.replaced        a checkpoint that another of the same step replaces
 
-A rename is atomic, so at each instant a checkpoint is whole under the first or the third name.
+A rename is atomic: while a checkpoint is replaced, there is always a complete one under the first
+or the third name.
 """
 
 import os
@@ -76,7 +77,8 @@ def publish(partial: Path, path: Path) -> None:
 
 
 def discard(path: Path) -> None:
-    """Delete a directory that may be a checkpoint; a rename first makes it none, atomically."""
+    """Delete a directory that may be a checkpoint. A rename to a partial one comes first, so that
+    no reader sees a checkpoint that is half deleted."""
     matched = _ASIDE.fullmatch(path.name)
     partial = path
     if not matched or matched[2] != "partial":
@@ -85,12 +87,13 @@ def discard(path: Path) -> None:
     try:
         shutil.rmtree(partial)
     except OSError as error:
-        # It is no longer a checkpoint, and the next `sweep` tries again.
+        # The directory is no longer a checkpoint; the next `sweep` tries again.
         log.warning("leftover_stays", path=str(partial), error=str(error))
 
 
 def sweep(path: Path, keep: Path) -> None:
-    """Remove the leftovers of dead writers of `path`, or of any step in its directory, but `keep`.
+    """Remove leftovers of dead writers, except `keep`: those of `path` and, if it is the checkpoint
+    of a step, of all steps in its directory. A replaced checkpoint without a successor is restored.
 
     The caller must know that no other writer is alive there.
     """
@@ -107,7 +110,7 @@ def sweep(path: Path, keep: Path) -> None:
 
 
 def synchronise(directory: Path) -> None:
-    """Make the names in the directory durable: they then survive a loss of power."""
+    """Make the names in the directory durable: they survive a loss of power then."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -120,7 +123,7 @@ def _name_aside(path: Path, kind: str) -> Path:
 
 
 def _aside(directory: Path) -> Iterator[tuple[str, str, Path]]:
-    """Yield (name of the checkpoint, kind, path) of each unpublished directory."""
+    """Yield (name of the checkpoint, kind, path) of each partial or replaced directory."""
     for path in _entries(directory):
         matched = _ASIDE.fullmatch(path.name)
         if matched:

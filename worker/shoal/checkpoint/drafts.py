@@ -1,4 +1,4 @@
-"""Drafts: checkpoints that are being written, and that no reader sees before they are published."""
+"""Drafts: checkpoints that are being written, invisible to readers until they are published."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -13,8 +13,8 @@ from shoal.checkpoint.reading import check_written
 
 
 class Draft(ABC):
-    """Draft of the checkpoint at a path. The first rank begins it, and sends its name to the other
-    ranks, which join it. Raises OSError as the system does, and InvalidSpec."""
+    """Draft of the checkpoint at a path. The first rank begins it and sends its name to the other
+    ranks, which join it. Methods raise OSError as the system does, and InvalidSpec."""
 
     @property
     @abstractmethod
@@ -31,25 +31,25 @@ class Draft(ABC):
 
     @abstractmethod
     def is_seen(self) -> bool:
-        """True if this rank sees the draft of the first one: they share the storage."""
+        """True if this rank sees the first rank's draft, and so shares its storage."""
 
     @abstractmethod
     def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
-        """Write the rank's file durably; return the place of each entry, in the same order."""
+        """Write the rank's file durably; return the place of each entry, in the given order."""
 
     @abstractmethod
     def size(self, file: str) -> int:
-        """Return the size of one of its files in bytes; -1 if there is none."""
+        """Return the size of a file of the draft in bytes; -1 if there is none."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Remove leftovers of dead writers. The caller must know that no other is alive there."""
+        """Remove leftovers of dead writers. The caller must know that no other writer is alive."""
 
     @abstractmethod
     def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
         """Publish the draft as the checkpoint, replacing an existing one.
 
-        Raises CheckpointFailed if a reader would refuse what was written.
+        Raises CheckpointFailed if a reader would refuse the written files.
         """
 
     @abstractmethod
@@ -58,7 +58,7 @@ class Draft(ABC):
 
 
 class LocalDraft(Draft):
-    """Draft in a directory of its own, which `publish` renames."""
+    """Draft in a directory of its own, which `publish` renames to the checkpoint."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

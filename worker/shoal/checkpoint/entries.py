@@ -1,4 +1,4 @@
-"""Entries of a checkpoint in DCP's terms: the files of the ranks, and the index of all entries."""
+"""Entries of a checkpoint in DCP's format: the files of the ranks, and the index of all entries."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ def _data(shape: tuple[int, ...], dtype: torch.dtype, chunk: Chunk) -> TensorWri
 
 
 class _GivenPlanner(DefaultSavePlanner):
-    """Planner for data that are given from the start."""
+    """DCP's planner for values that are given at construction."""
 
     def __init__(self, given: Mapping[MetadataIndex, object]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def write_files(
     prefix: str = "",
 ) -> list[Place]:
     """Write the rank's file, whose name begins with `prefix`; return the place of each entry, in
-    the same order."""
+    the given order."""
     if not entries:
         return []
     items = [entry.item for entry, _ in entries]
@@ -113,7 +113,7 @@ def index_of(stored: Iterable[tuple[CheckpointEntry, Place]]) -> bytes:
 
 
 def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
-    """Write `.metadata`, synchronised: DCP then sees a checkpoint."""
+    """Write `.metadata` durably; with it, the directory is a checkpoint for DCP."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, names.Path] = {}
     results: list[WriteResult] = []

@@ -1,7 +1,7 @@
 """Reader of `.metadata`, the index of a checkpoint, which DCP pickles.
 
-A pickle can run any code. This one is read by an unpickler that creates the classes of DCP's index
-and nothing else: at worst, a checkpoint from an untrusted source fails to load.
+A pickle can run any code. The unpickler here creates only the classes of DCP's index: at worst, a
+checkpoint from an untrusted source fails to load.
 """
 
 import enum
@@ -60,7 +60,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Return the member of this name of an enum, which must be one that `_MODULES` allows.
+    """Return the member of this name of an enum, whose class `_MODULES` must allow.
 
     Some releases of Python (3.11.0 to 3.11.3 among them) pickle a member as a call of `getattr`,
     others as a call of its class.
@@ -77,22 +77,23 @@ class IndexedTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: Mapping[Chunk, Place]
-    """Chunks as the index has them; it is not checked that they cover the tensor."""
+    """Places of the chunks in the index, which may not cover the whole tensor."""
 
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Contents of a checkpoint: places of its tensors' chunks and of its objects, by path."""
+    """Contents of a checkpoint: its tensors with their chunks, and the places of its objects."""
 
     tensors: Mapping[names.Path, IndexedTensor]
     objects: Mapping[names.Path, Place]
 
 
 def read_index(path: CheckpointPath, content: bytes | None = None) -> CheckpointIndex:
-    """Read the index of the checkpoint at `path`. `content`: the index of an unpublished one.
+    """Read the index of the checkpoint at `path`. `content`: the index itself, if it is not
+    published yet.
 
-    Raises InvalidSpec if there is no checkpoint or one of a later version of DCP, MalformedMessage
-    if its index is damaged or refers to bytes that the files do not have.
+    Raises InvalidSpec if there is no checkpoint, or if a later version of DCP wrote it;
+    MalformedMessage if the index is damaged or refers to bytes that the files do not have.
     """
     if content is None and size_of(path / METADATA) < 0:
         raise InvalidSpec(
@@ -145,7 +146,7 @@ def _path(metadata: Metadata, key: str) -> names.Path:
     paths = metadata.planner_data or {}
     if key in paths:
         return tuple(paths[key])
-    # Saved flat, with keys that only look like flattened paths.
+    # The state was saved flat, with keys that look like flattened paths.
     return tuple(key.split(".", 1))
 
 

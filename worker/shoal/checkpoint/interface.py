@@ -1,4 +1,4 @@
-"""Interface by which a strategy uses the checkpoints that a script asked for."""
+"""Interface by which a strategy uses a script's checkpoints."""
 
 from collections.abc import Callable, Collection
 from typing import Protocol
@@ -13,7 +13,7 @@ class CheckpointStore(Protocol):
     """Step of the newest checkpoint that was written. Any thread."""
 
     def probe(self) -> None:
-        """Raise InvalidSpec if checkpoints cannot be stored here; called before one is due."""
+        """Raise InvalidSpec if checkpoints cannot be stored; called before the first one is due."""
 
     def steps(self) -> Collection[int]:
         """Look up the steps of the complete checkpoints. Raises InvalidSpec if the storage cannot
@@ -29,11 +29,11 @@ class CheckpointStore(Protocol):
         """True if a checkpoint is to be written after `step` committed steps."""
 
     def join(self, world_size: int) -> None:
-        """Write together with all ranks of the default group from now on; alone if it has only
+        """Write later checkpoints together with all ranks of the default group, or alone if it has
         one rank. Collective."""
 
     def leave(self) -> None:
-        """Write alone from now on."""
+        """Write later checkpoints alone."""
 
     def offer(self, state_shard: StateShard, *, writes: Callable[[str], bool]) -> None:
         """Write a checkpoint of this rank's state shard in the background; see `Checkpoints`."""

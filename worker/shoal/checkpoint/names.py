@@ -57,16 +57,16 @@ def path_of(name: str) -> Path:
 
 
 def _places(dotted: str) -> Path:
-    """Split a dotted path as torch flattens a value with tensors: lists are indexed by number."""
+    """Split a dotted path into torch's flattened path, in which list indices are numbers."""
     key, *inner = dotted.split(".")
     return (key, *(int(each) if each.isdecimal() else each for each in inner))
 
 
 def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
     """Return the name of the shard at this path; None if the entry is not part of a state.
-    `slots`: values of the optimizer's state that the checkpoint stores as separate entries.
+    `slots`: plain values of the optimizer's state whose parts are entries of their own.
 
-    Raises InvalidSpec for an entry that torch can save and Shoal cannot hold.
+    Raises InvalidSpec for an entry that torch can save and that Shoal's state cannot hold.
     """
     match path:
         case ("model", *rest):
@@ -90,7 +90,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
 
 
 def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
-    """True for the path of a part of one of these values of the optimizer's state."""
+    """True for the path of an entry that is a part of one of the values in `slots`."""
     match path:
         case ("optim", "state", str(parameter), *rest) if len(rest) > 1:
             # A key may contain dots.
@@ -100,8 +100,8 @@ def is_inside(path: Path, slots: Mapping[str, Any]) -> bool:
 
 
 def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the plain values of the optimizer's state, by parameter: those in `slots`, and the
-    entries that are not parts of them.
+    """Return the plain values of the optimizer's state, by parameter: those in `slots`, and all
+    entries that are no parts of these.
 
     Raises InvalidSpec for an entry that a state cannot hold.
     """
@@ -137,7 +137,7 @@ def _no_place(path: Path, seen: str) -> InvalidSpec:
 
 
 def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
-    """Return the parts of a state that are not shards, as entries of a checkpoint."""
+    """Return a state's values, which are not shards, as entries of a checkpoint."""
     entries: dict[Path, object] = {}
     for index, group in enumerate(values.get("groups", [])):
         for setting, value in group.items():
@@ -164,11 +164,11 @@ def entries_of(step: int, values: Mapping[str, Any]) -> dict[Path, object]:
 
 
 def _inside(key: str, value: Json) -> dict[Path, object] | None:
-    """Return the parts of a value that torch flattens, without its tensors, by path; None for a
-    value that torch does not flatten."""
+    """Return the parts into which torch flattens a value, by path, without tensors; None if torch
+    does not flatten it."""
     if not isinstance(value, list | dict):
         return None
-    # Its tensors are shards: empty ones replace them here.
+    # Tensors within the value are shards of their own: empty tensors replace them here.
     native = put_together(value, defaultdict(lambda: torch.empty(0)))
     flat, paths = flatten_state_dict({key: native})
     if paths.keys() == {key}:
@@ -179,7 +179,7 @@ def _inside(key: str, value: Json) -> dict[Path, object] | None:
 def groups_of(entries: Mapping[Path, object]) -> list[Json]:
     """Return the optimizer's groups, from the entries under ("optim", "param_groups").
 
-    Raises InvalidSpec if they do not name parameters.
+    Raises InvalidSpec if the groups do not list their parameters by name.
     """
     groups: dict[int, dict[str, Json]] = {}
     for path, value in entries.items():

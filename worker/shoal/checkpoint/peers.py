@@ -1,9 +1,9 @@
 """Messages between the ranks that write one checkpoint: each rank gets the messages of all.
 
-Messages, and not files that the others look for. On a shared file system caches decide when the
-file of one machine appears on another, so a rank that waits for files has to poll and sleep; and a
-file does not show that its writer has died. A message that has arrived shows that its sender has
-written and synchronised what it reports.
+Ranks do not wait for each other's files instead: on a shared file system, caches decide when a file
+of one machine appears on another, so that ranks would have to poll; and a missing file does not
+show that its writer has died. A message is sent after its sender has written and synchronised the
+files that it reports.
 """
 
 from typing import Protocol
@@ -20,20 +20,20 @@ MAX_MESSAGE_BYTES = 256 * 1024 * 1024
 
 
 class Peers(Protocol):
-    """Ranks that hold one state, as seen by one of them."""
+    """The ranks that write a checkpoint together, from the side of one of them."""
 
     @property
     def rank(self) -> int: ...
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the messages of all ranks, by rank; all ranks call it, in the background.
+        """Return the messages of all ranks, by rank. Collective, on a background thread.
 
         Raises RuntimeError or GenerationBroken, in bounded time, if a peer is lost.
         """
 
 
 class SinglePeer:
-    """Single process that holds a whole state."""
+    """The only rank, which writes the whole checkpoint."""
 
     rank = 0
 
@@ -42,8 +42,8 @@ class SinglePeer:
 
 
 class GroupPeers:
-    """Ranks of a process group that nothing else uses: a checkpoint's collectives run concurrently
-    with the training's, and the order of the two differs from rank to rank."""
+    """Ranks of a process group that has no other use: a checkpoint's collectives run concurrently
+    with those of training, in an order that differs from rank to rank."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | None = None) -> None:
         """Use this group. `device`: the device of the group's tensors; default: the host (Gloo)."""
@@ -69,8 +69,8 @@ class GroupPeers:
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         gathered = [torch.empty_like(tensor) for _ in range(self._group.size())]
-        # The group's own method: to report an error, torch's function looks up the group, and fails
-        # to find one whose generation has ended.
+        # The group's own method: torch's function looks up the group to report an error, and would
+        # not find the group of a generation that has ended.
         work = self._group.allgather([gathered], [tensor])
         if self._connections is not None:
             self._connections.wait(work)

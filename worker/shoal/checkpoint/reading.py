@@ -1,5 +1,5 @@
 """Reader of the chunks of a checkpoint that one rank needs. The checkpoint may be of any world size
-and layout, or of plain torch. Each rank reads by itself, without communication."""
+and layout, or of plain torch. Ranks read independently, without communication."""
 
 import io
 import os
@@ -24,12 +24,12 @@ from shoal_proto.errors import CheckpointFailed, ChecksumMismatch, MalformedMess
 def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
     """Read the chunks that `needs` asks for into host memory, in the dtypes they were saved in.
 
-    Reads only the stored chunks that overlap them, one at a time. The step of a checkpoint of plain
-    torch is its entry `step`, beside `model` and `optim`; without one it is 0.
+    Reads only stored chunks that overlap the needed ones, one at a time. The step of a checkpoint
+    of plain torch is its entry `step`, beside `model` and `optim`; 0 without this entry.
 
     Raises InvalidSpec if there is no checkpoint, if a later version wrote it, or if it has an entry
-    that Shoal cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch if
-    bytes of it have changed.
+    that Shoal's state cannot hold; MalformedMessage if it is damaged or truncated; ChecksumMismatch
+    if its bytes have changed.
     """
     path = located(path)
     index = read_index(path)
@@ -40,10 +40,10 @@ def read(path: str | os.PathLike[str] | BucketPath, needs: Needs) -> StateShard:
 
 def check_written(path: CheckpointPath, index: bytes) -> None:
     """Raise CheckpointFailed if `read` would refuse the files written for the checkpoint at `path`,
-    whose index is not published yet.
+    with this index, which is not published yet.
 
-    Reads all objects and settings, and one tensor chunk of each dtype. The contents of the other
-    chunks are covered by their checksums.
+    Reads all objects and settings, and one tensor chunk of each dtype. Checksums cover the contents
+    of the other chunks.
     """
     try:
         with ExitStack() as stack:
@@ -157,7 +157,7 @@ class _Reader:
         return tensor
 
     def _object(self, place: Place) -> Any:
-        """Load what torch.save wrote there: only tensors and plain values, never code."""
+        """Load what torch.save wrote at this place: tensors and plain values only, never code."""
         file, offset, length = place
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
@@ -185,7 +185,7 @@ class _Reader:
         except Exception as error:  # damaged bytes make torch.load raise anything
             places = self._index.objects.items()
             keys = [names.key_of(path) for path, place in places if place[:2] == (file, offset)]
-            # Torch's message first explains, at length, how to disable the safe unpickler.
+            # torch's message begins with long advice to disable the safe unpickler.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(
                 f"the checkpoint {self._path} cannot be read",

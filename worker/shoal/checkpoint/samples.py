@@ -1,8 +1,8 @@
-"""Samples that the steps of a checkpoint were trained on, and whether a run continues with them.
+"""Check that a run continues a checkpoint with the same samples, in the same order.
 
 A step is a position in the order of samples, which follows from the fields here. With another batch
-size the same number of steps covers other samples: such a run continues at the next sample, and
-records the position at which the size changed.
+size the same number of steps covers other samples: such a run continues at the checkpoint's next
+sample, and records the position at which the size changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,33 +20,33 @@ log = structlog.get_logger(__name__)
 
 Held = TypeVar("Held", State, StateShard)
 SAMPLES = "samples"
-"""Key of the fields in a state's values."""
+"""Key of the fields about the samples in a state's values."""
 ORIGIN = "origin"
-"""Key of the `SamplePosition` at which batches took their present size, if the size has changed."""
+"""Key of the position from which batches have their present size, if the size has changed."""
 MUST_MATCH = ("dataset", "seed", "shuffle", "order")
-"""Fields that must match. The number of epochs need not: the order of one does not depend on it."""
+"""Fields that must match. The number of epochs need not: it does not change an epoch's order."""
 BATCH_SIZE = ("global_batch", "drop_last")
 
 
 class TrainedSamples:
-    """Samples that the steps of a run are trained on."""
+    """The samples that a run trains on, as recorded in its state."""
 
     def __init__(self, samples: Mapping[str, str], order: Order | None, *, moves: bool) -> None:
-        """Set up the record. `samples`: the fields, the same on all members; empty if the script
-        makes its own batches. `moves`: the run may continue a checkpoint of another batch size."""
+        """`samples`: the fields, the same on all members; empty if the script makes its own
+        batches. `moves`: True if the run may continue a checkpoint of another batch size."""
         self._samples = samples
         self._order = order
         self._moves = moves
         self.origin = SamplePosition()
-        """Position at which batches took their present size."""
+        """Position from which batches have their present size."""
 
     @property
     def are_known(self) -> bool:
-        """True if the session hands out the batches: then a script asks for the next."""
+        """True if the session hands out the batches."""
         return bool(self._samples)
 
     def added_to(self, state_shard: StateShard) -> StateShard:
-        """Return the state shard with the fields of its samples among its values."""
+        """Return the state shard with the fields and the position added to its values."""
         if not self._samples:
             return state_shard
         return self.carried(
@@ -54,19 +54,19 @@ class TrainedSamples:
         )
 
     def carried(self, held: Held) -> Held:
-        """Return the state with the position at which the batch size changed, if it did."""
+        """Return the state with the position added at which the batch size changed, if it did."""
         if self.origin == SamplePosition():
             return held
         return replace(held, values={**held.values, ORIGIN: list(astuple(self.origin))})
 
     def adopt(self, held: State | StateShard) -> None:
-        """Take over the position of the last change of batch size from a member's state."""
+        """Adopt the position of the last change of batch size from another member's state."""
         self.origin = _origin_of(held.values)
 
     def resume(self, path: str, state_shard: StateShard) -> None:
-        """Continue from a checkpoint, at its sample.
+        """Continue from a checkpoint, at its next sample.
 
-        Raises InvalidSpec if it was written with other samples.
+        Raises InvalidSpec if the checkpoint was written with other samples.
         """
         must_match = MUST_MATCH if self._moves else (*MUST_MATCH, *BATCH_SIZE)
         check_samples(path, state_shard, self._samples, must_match)
@@ -88,7 +88,7 @@ class TrainedSamples:
         log.info("batch_size_changed", path=path, was=before["global_batch"], **vars(self.origin))
 
     def _warn_of_other_content(self, path: str, written: object) -> None:
-        # Not refused: corrected labels are other content too, and a reason to continue.
+        # Only a warning: a script may continue with corrected labels.
         before = written.get(CONTENT_FIELD) if isinstance(written, dict) else None
         now = self._samples.get(CONTENT_FIELD)
         if before and now and before != now:
@@ -113,8 +113,8 @@ def check_samples(
 ) -> None:
     """Raise InvalidSpec if the state read from `path` was written with other samples.
 
-    A checkpoint without the fields (of plain torch) cannot be compared, and neither can a run whose
-    script makes its own batches: then `samples` is empty.
+    A checkpoint of plain torch has no fields to compare, and neither has a run whose script makes
+    its own batches (`samples` is empty).
     """
     written: Any = state_shard.values.get(SAMPLES)
     if not isinstance(written, dict):

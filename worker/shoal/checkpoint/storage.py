@@ -36,7 +36,7 @@ def draft_of(path: CheckpointPath) -> Draft:
 
 
 def check(place: CheckpointPath) -> None:
-    """Raise InvalidSpec for a bucket that cannot store checkpoints; called before any is due."""
+    """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due."""
     if isinstance(place, BucketPath):
         place.probe()
 
@@ -44,7 +44,7 @@ def check(place: CheckpointPath) -> None:
 def refuse_later(place: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
-    A run that did not continue from the newest one would mix its checkpoints with another run's.
+    A run that does not continue from the newest checkpoint would mix its own with another run's.
     """
     last = max(complete(place), default=step)
     if last > step:
@@ -57,9 +57,9 @@ def refuse_later(place: CheckpointPath, step: int) -> None:
 
 
 def retire(place: CheckpointPath, step: int, keep: int) -> None:
-    """Delete complete checkpoints of up to this step, except the newest `keep`.
+    """Delete complete checkpoints of this step and earlier ones, except the newest `keep`.
 
-    Checkpoints of later steps belong to another run; they are neither counted nor deleted.
+    Checkpoints of later steps belong to another run, and are neither counted nor deleted.
     """
     found = complete(place)
     for old in sorted(own for own in found if own <= step)[:-keep]:

@@ -1,4 +1,5 @@
-"""Plan of which rank writes which part of a state; each rank computes it from what all hold."""
+"""Plan of the parts of a state that each rank writes. Pure: each rank computes it from the same
+outlines."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from shoal.state.shards import Chunk, StateShard
 from shoal_proto.errors import DtypeMismatch, InvalidSpec, ShapeMismatch
 
 CHUNK_BYTES = 64 * 1024 * 1024
-"""Limit of a chunk; larger ones are cut by rows, as a reader loads one whole chunk at a time."""
+"""Limit of a chunk. Larger ones are cut by rows, as a reader loads whole chunks, one at a time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +29,7 @@ def items_of(state_shard: StateShard) -> list[PlannedChunk]:
     return [
         PlannedChunk(name=name, shape=shard.shape, dtype=shard.tensor.dtype, chunk=shard.chunk)
         for name, shard in state_shard.shards.items()
-        # The values that a mark stands for are written as objects.
+        # The values that a mark stands for are objects of the checkpoint.
         if not is_mark(name)
     ]
 
@@ -61,12 +62,13 @@ def from_json(entries: Sequence[Any]) -> list[PlannedChunk]:
 def plan_writes(
     held: Sequence[Sequence[PlannedChunk]], known: Iterable[str] = ()
 ) -> list[list[PlannedChunk]]:
-    """Return the chunks that each rank writes, given what each holds: every element exactly once.
+    """Return the chunks that each rank writes, given the chunks that each holds: every element
+    exactly once.
 
     A chunk that several ranks hold is written by the lowest of them, so that a replicated state is
-    that of one rank, not a mixture. `known`: names of tensors that must be among those held.
-    Raises InvalidSpec if elements are missing or chunks overlap, and ShapeMismatch or DtypeMismatch
-    if ranks differ.
+    that of one rank, not a mixture. `known`: names of tensors that some rank must hold. Raises
+    InvalidSpec if elements are missing or chunks overlap, and ShapeMismatch or DtypeMismatch if
+    ranks differ.
     """
     first: dict[str, PlannedChunk] = {}
     chunks: dict[str, set[Chunk]] = {}
@@ -122,7 +124,7 @@ def _check_same(first: PlannedChunk, item: PlannedChunk, rank: int) -> None:
 
 
 def _check_whole(name: str, whole: Chunk, chunks: Sequence[Chunk]) -> None:
-    """Check that `chunks`, sorted by offsets, cover `whole` and do not overlap."""
+    """Raise InvalidSpec unless `chunks`, sorted by offsets, cover `whole` and do not overlap."""
     open_boxes: list[Chunk] = []
     for chunk in chunks:
         start = chunk.offsets[:1]

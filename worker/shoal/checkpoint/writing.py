@@ -1,12 +1,11 @@
-"""Writer of a checkpoint that the ranks of a group hold together; every rank calls `write`.
+"""Writer of a checkpoint of the state that the ranks of a group hold; every rank calls `write`.
 
-    first rank begins a draft                    -> gather: what each holds
+    first rank begins a draft                    -> gather: outlines of the ranks' shards
     every rank writes its share, durably         -> gather: the place of each entry
     first rank writes .metadata and publishes    -> gather: done
 
-DCP's own coordination sends pickled objects, and unpickles what peers send. Here ranks exchange
-JSON, from which each computes the same plan; the files are written by DCP's FileSystemWriter or
-FsspecWriter.
+DCP's own coordination unpickles objects that peers send. Here ranks exchange JSON, from which each
+computes the same plan. DCP's FileSystemWriter or FsspecWriter writes the files.
 """
 
 import errno
@@ -26,7 +25,7 @@ from shoal.state.shards import StateShard
 from shoal_proto.errors import CheckpointFailed, GenerationBroken, InvalidSpec, ShoalError
 
 FIRST = 0
-"""Rank that makes the directory, writes all that is not a shard, and publishes."""
+"""Rank that begins the draft, writes the entries that are not shards, and publishes."""
 
 _FIXES = {
     errno.ENOSPC: "Free space there, keep fewer checkpoints, or write elsewhere.",
@@ -45,11 +44,10 @@ def write(
 ) -> None:
     """Write the checkpoint at `path`; return, on every rank, once it is complete.
 
-    `state_shard` must not change meanwhile. An error on one rank is raised on all, and nothing of
-    this checkpoint is left: CheckpointFailed for a refusal of the system; InvalidSpec if the ranks
-    do not hold a whole state, or if checkpoints of later steps exist there and none of the ranks
-    `continues` their run. Raises GenerationBroken if a peer is lost: then the next writer removes
-    the leftovers.
+    `state_shard` must not change meanwhile. An error on one rank is raised on all, and the draft is
+    removed: CheckpointFailed for an error of the system; InvalidSpec if the ranks do not hold a
+    whole state, or if checkpoints of later steps exist and no rank `continues` their run. Raises
+    GenerationBroken if a peer is lost; the next writer removes the leftovers then.
     """
     writer = _Writer(located(path), state_shard, peers)
     try:
@@ -64,7 +62,7 @@ def write(
 
 
 class _Writer:
-    """Part of one rank in writing a checkpoint; the methods are called in order."""
+    """One rank's part in writing a checkpoint. Its methods are called in order."""
 
     def __init__(self, path: CheckpointPath, state_shard: StateShard, peers: Peers) -> None:
         self._path = path
@@ -77,7 +75,7 @@ class _Writer:
         """Entries that are not shards, on the first rank."""
 
     def open(self, continues: bool) -> list[list[PlannedChunk]]:
-        """Agree on a draft, and on the chunks that each rank writes."""
+        """Agree on a draft; return the chunks that each rank writes."""
 
         def act() -> Any:
             if self._first:
@@ -107,7 +105,7 @@ class _Writer:
         )
 
     def write_share(self, items: Sequence[PlannedChunk]) -> list[list[Place]]:
-        """Write this rank's part; return, for each rank, the place of each of its `_entries`."""
+        """Write this rank's share; return the places of each rank's `_entries`, by rank."""
 
         def act() -> Any:
             if self._first:
@@ -131,7 +129,7 @@ class _Writer:
         return shard.tensor.detach()[item.chunk.within(shard.chunk)]
 
     def _entries(self, items: Sequence[PlannedChunk], first: bool) -> list[CheckpointEntry]:
-        """Return the entries of a rank: its items and, if it is the first, the other values."""
+        """Return the entries that a rank writes: its items and, on the first rank, the values."""
         entries = [CheckpointEntry.of_item(item) for item in items]
         values = self._values.items() if first else ()
         return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
@@ -169,7 +167,8 @@ class _Writer:
             self._draft.discard()
 
     def _together(self, stage: str, act: Callable[[], Any]) -> list[Any]:
-        """Return the result of `act` on each rank; if it failed on one, raise its error on all."""
+        """Run `act` and return its results on all ranks; if it fails on one, raise its error on
+        all."""
         failure: ShoalError | None = None
         try:
             message: dict[str, Any] = {"done": act()}
@@ -209,14 +208,14 @@ class _Writer:
 
 
 def _from_system(error: BaseException | None) -> OSError | None:
-    """Return the underlying OSError. torch replaces it by its own error while it cleans up."""
+    """Return the underlying OSError, if any: torch raises its own error while it cleans up."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _check_files(draft: Draft, places: Sequence[Place]) -> None:
-    """Check that the first rank sees all files: otherwise ranks wrote to separate disks."""
+    """Raise InvalidSpec unless the first rank sees all files: ranks may write to separate disks."""
     ends: dict[str, int] = {}
     for file, offset, length in places:
         ends[file] = max(ends.get(file, 0), offset + length)

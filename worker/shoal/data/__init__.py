@@ -1,1 +1,1 @@
-"""Selection of a step's samples: the order that all members share, and leased ranges of it."""
+"""Selection of a step's samples: the order common to all members, and leased ranges of it."""

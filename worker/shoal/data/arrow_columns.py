@@ -1,8 +1,9 @@
 """Contents of the columns of Hugging Face's `datasets.Dataset`, read without loading a sample.
 
-A sample would be decoded, formatted and put through the script's transform. Its fingerprint would
-not do: it differs for the same samples if files differ in age or a function could not be pickled.
-Its Arrow table is memory, or a file in memory, of which single rows can be read.
+Loading a sample would decode and format it and run the script's transform. The data set's own
+fingerprint cannot be compared: for the same samples it differs if files differ in age, or if a
+function could not be pickled. Its Arrow table is in memory, or a memory-mapped file, and single
+rows of it can be read.
 """
 
 import sys
@@ -15,11 +16,11 @@ MAX_ELEMENTS = 4
 """Elements read of a list within a row."""
 MAX_DEPTH = 4
 _CHOSEN = "_indices"
-"""Attribute in which a data set keeps the rows of the table that it has; None: all of them."""
+"""Attribute with the rows of the table that are the data set's samples; None: all rows."""
 
 
 def is_arrow(dataset: object) -> bool:
-    """True if this is a data set whose rows can be read here."""
+    """True if this is a `datasets.Dataset` whose rows can be read."""
     library = sys.modules.get("datasets")
     kind = getattr(library, "Dataset", None)
     if not isinstance(kind, type) or not isinstance(dataset, kind):
@@ -28,7 +29,8 @@ def is_arrow(dataset: object) -> bool:
 
 
 def rows_taken(dataset: Any, places: Callable[[int], Sequence[int]]) -> list[int] | None:
-    """The rows of the table that its samples at `places` of so many are. None: all, in order."""
+    """The table rows of the samples at `places(number of samples)`. None: the samples are all rows,
+    in order."""
     taken = vars(dataset)[_CHOSEN]
     if taken is None or not len(taken):
         return None if taken is None else []
@@ -36,7 +38,7 @@ def rows_taken(dataset: Any, places: Callable[[int], Sequence[int]]) -> list[int
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:
-    """The name of each column, and its values in these rows: of long ones a part."""
+    """The name of each column, and its values in these rows; long values are cut."""
     table = dataset.data.fast_gather(rows)
     for name, column in zip(table.column_names, table.columns, strict=True):
         yield name, [_value(each, 0) for each in column]
@@ -54,7 +56,7 @@ def _value(scalar: Any, depth: int) -> object:
         inner = [] if depth >= MAX_DEPTH else values.slice(0, MAX_ELEMENTS)
         return [len(values), *(_value(each, depth + 1) for each in inner)]
     if hasattr(scalar, "value"):
-        # An extension type by its storage; a point in time by its number.
+        # An extension type has its storage here, a timestamp its number.
         stored = scalar.value
         return _value(stored, depth + 1) if hasattr(stored, "is_valid") else stored
     plain: object = scalar.as_py()

@@ -1,4 +1,4 @@
-"""Options of a script's batches, from keywords or from a DataLoader that it has already."""
+"""Options of a script's batches, from keywords or from the script's DataLoader."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
@@ -28,12 +28,12 @@ _MEANT = {
     " in docs/data.md.",
     "num_epochs": "epochs= says how many.",
 }
-"""Hints by keyword: the equivalent here of a keyword that a script may try."""
+"""Hints for keywords that scripts may try and that have another name here, by keyword."""
 
 
 class LoadingOptions(TypedDict, total=False):
-    """Options for loading samples: the DataLoader's own keywords. An option that is not given is
-    taken from the DataLoader that was given, else from the defaults of
+    """Options for loading samples: keywords of torch's DataLoader. An option that is not given has
+    the value of the script's DataLoader, if it gave one, else the default of
     `shoal.data.loading.Loading`."""
 
     num_workers: int
@@ -49,12 +49,13 @@ class LoadingOptions(TypedDict, total=False):
     drop_last: bool
     """Leave out the samples at an epoch's end that do not fill a global batch."""
     seed_samples: bool
-    """False: nothing is drawn at random for samples, or not by what is seeded for each."""
+    """Seed the generators for each sample; True by default. False is for a dataset that draws no
+    random numbers, or draws them from generators of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Made of all that was said. None: nothing was said of it."""
+    """The options that the script has given; None: not given."""
 
     global_batch_size: int | None = None
     epochs: int = 1
@@ -76,7 +77,7 @@ class BatchOptions:
         collate: Collate | None,
         options: LoadingOptions,
     ) -> "BatchOptions":
-        """Raises InvalidSpec for keywords that nothing is known of, or that contradict."""
+        """Raises InvalidSpec for unknown or contradictory keywords."""
         known = {field.name for field in fields(Loading)}
         unknown = sorted(options.keys() - known - LoadingOptions.__annotations__.keys())
         if unknown:
@@ -103,9 +104,11 @@ class BatchOptions:
         )
 
     def loader(self, dataset: "Dataset | DataLoader[Any]", *, together: bool = True) -> Loader:
-        """`together`: members take each batch together, and not each whole ones of its own.
+        """Make the loader. `together`: True if members share each batch, False if each takes whole
+        batches of its own.
 
-        Raises InvalidSpec for a dataset, a DataLoader or settings that cannot be kept exact.
+        Raises InvalidSpec if the dataset, the DataLoader or the options do not fix which samples
+        are in each step.
         """
         if isinstance(dataset, DataLoader):
             dataset_size(dataset.dataset)
@@ -129,20 +132,20 @@ class BatchOptions:
             order = Order(num_samples=num_samples, **order_options)
         loading = Loading(**self.loading)
         if isinstance(dataset, tuple):
-            # Its items are then samples, for code that loads them one by one.
+            # Items of the TensorDataset are samples, for code that loads them one by one.
             dataset = TensorDataset(*dataset)
         return Loader(
             dataset,
             order,
             self.collate,
-            # By default whole tensors are indexed in place.
+            # None: by default whole tensors are indexed in place.
             loading=None if loading == Loading() else loading,
             seed_samples=self.seed_samples,
         )
 
 
 def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
-    """Fields of the proposal that must be the same on all members."""
+    """Fields of the proposal about the samples, which must be the same on all members."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     told = {
         "global_batch": str(order.global_batch_size),
@@ -159,14 +162,14 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
 
 
 def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
-    """Fill options that the script did not give from the DataLoader's."""
+    """The options, with those that the script did not give taken from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
         raise _unkept("batch_sampler", seen, "batch_size=..., and no batch_sampler")
     sampler: Any = loader.sampler
     seed = None
     if isinstance(sampler, DistributedSampler):
-        # Its padding and its shares are the session's business; the rest is the script's wish.
+        # The session replaces its padding and its shares; shuffle and seed are the script's choice.
         shuffle, seed = sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
@@ -204,7 +207,7 @@ def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
     own = (field.name for field in fields(Loading) if hasattr(loader, field.name))
     found = {name: getattr(loader, name) for name in own}
     if not loader.num_workers:
-        # A DataLoader without processes has these as nobody has set them.
+        # Without processes, a DataLoader has torch's values for these, not the script's.
         del found["prefetch_factor"], found["persistent_workers"]
     return found
 

@@ -1,4 +1,4 @@
-"""Batches of a data set: one member's part of each step, in the order of `shoal.data.order`."""
+"""Batches of a data set: one member's share of each step, in the order of `shoal.data.order`."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
@@ -17,44 +17,44 @@ from shoal_proto.errors import InvalidSpec, SampleFailed
 MAX_SAMPLES_NAMED = 8
 """Number of samples named in the error for a batch that could not be made."""
 MAX_COLUMNS_IN_LIST = 8
-"""A longer list of tensors is one of samples."""
+"""Longest list of tensors that may be meant as columns; each tensor of a longer one is a sample."""
 
 Dataset = MapDataset | tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """One member's part of one step. `inputs, targets = batch` unpacks it; `batch["x"]` is a
-    part of samples that are dicts."""
+    """One member's share of one step. `inputs, targets = batch` unpacks it; if samples are dicts,
+    `batch["x"]` is their entry "x"."""
 
     inputs: Any
-    """All parts of a sample but the last, as a tuple if there are several; the whole sample if it
-    is no tuple, such as a dict."""
+    """All parts of the samples except the last, as a tuple if there are several. Samples that are
+    no tuples, such as dicts, are inputs as a whole."""
     targets: Any
-    """The last part. None if the dataset has one part only."""
+    """The last part of the samples; None if samples are no tuples, or have one part."""
     indices: list[int]
-    """The dataset's indices of these samples; empty if this member has no part in the step: see
+    """Indices of these samples in the dataset; empty if this member has no samples in the step: see
     `is_stand_in`."""
     weight: float
-    """The member's share of the global batch times the number of shares."""
+    """Size of this share relative to the mean size of all shares of the global batch."""
     step: int
-    """Optimizer steps before this one."""
+    """Number of optimizer steps before this one."""
     epoch: int
     first: int = 0
-    """Position in the global batch of the first of these samples."""
+    """Position of the first of these samples in the global batch."""
 
     @property
     def num_samples(self) -> int:
-        """Number of the step's samples in this batch, for a script's counts; 0 for a stand-in."""
+        """Number of the step's samples in this batch; 0 for a stand-in."""
         return len(self.indices)
 
     @property
     def is_stand_in(self) -> bool:
-        """True if this member, or this part, has no samples of the step: there are fewer samples
-        than members, or fewer in the share than parts.
+        """True if this batch has no samples of the step, because the step has fewer samples than
+        members, or the share fewer samples than parts.
 
-        `inputs` and `targets` then repeat another's sample, the first of the step or of the share:
-        members that compute together all need a forward pass. It has weight 0.
+        `inputs` and `targets` then repeat the first sample of the step or of the share, with
+        weight 0: members that compute together all need a forward pass.
         """
         return not self.indices
 
@@ -78,10 +78,10 @@ class Batch:
                 for part in batch.parts(4):
                     session.backward(loss_fn(model(part.inputs), part.targets))
 
-        Each part's loss is the mean over its samples; the session weights it, so that gradients are
-        those of the whole global batch. They are reduced once, in the last part. Parts differ by
-        one sample at most. If a share has fewer samples than there are parts, some parts are empty:
-        they still hold one sample, which gets weight 0.
+        Each part's loss is the mean over its samples. The session weights it, so that gradients are
+        those of the whole global batch; they are reduced once, in the last part. Parts differ in
+        size by at most one sample. If a share has fewer samples than parts, the remaining parts are
+        stand-ins: one sample with weight 0.
 
         Raises InvalidSpec outside a step, for fewer than one part or more than a global batch has
         samples, and if a part has no backward pass or more than one.
@@ -90,7 +90,7 @@ class Batch:
 
 
 class Loader:
-    """Makes batches of a dataset in a given order."""
+    """Loader of batches of a dataset, in a given order."""
 
     def __init__(
         self,
@@ -101,7 +101,8 @@ class Loader:
         loading: Loading | None = None,
         seed_samples: bool = True,
     ) -> None:
-        """`loading`: as a DataLoader would; None: by the trainer, whole tensors by their rows."""
+        """`loading`: options as in a DataLoader; None: the trainer loads, and indexes the rows of
+        whole tensors."""
         self._dataset = dataset
         self.order = order
         self._columns = None if collate or loading else _columns(dataset)
@@ -111,15 +112,15 @@ class Loader:
             self._samples = BatchLoader(samples, loading or Loading(), self._indices)
         self._epoch = -1
         self._origin = order.origin
-        """Origin of the order, or the last equal position that was given."""
+        """Origin of the order: the object last given, so that `begin_at` compares by identity."""
 
     @property
     def num_columns(self) -> int | None:
-        """Number of tensors that batches are rows of; None if samples are collated."""
+        """Number of tensors whose rows are the samples; None if samples are collated."""
         return None if self._columns is None else len(self._columns)
 
     def begin_at(self, origin: SamplePosition) -> None:
-        """The first batches of this size are those from here on. Free to call again."""
+        """Set the position from which batches have the present size. Cheap if it is unchanged."""
         now = self._origin
         if origin is not now:
             if origin != now:
@@ -127,18 +128,18 @@ class Loader:
             self._origin = origin
 
     def start(self) -> None:
-        """Start the loading processes, if there are any, before connections exist that they would
-        inherit."""
+        """Start the loading processes, if there are any. Call it before connections exist: the
+        processes would inherit them."""
         if self._samples is not None:
             self._samples.start()
 
     def while_waiting(self, looks: Callable[[float], None]) -> None:
-        """Call this again and again while a batch does not come: see `BatchLoader.looks`."""
+        """Set the function to call repeatedly while a batch is late: see `BatchLoader.looks`."""
         if self._samples is not None:
             self._samples.looks = looks
 
     def close(self) -> None:
-        """End the processes that load. May be called twice."""
+        """End the loading processes. May be called twice."""
         if self._samples is not None:
             self._samples.close()
 
@@ -178,9 +179,10 @@ class Loader:
         *,
         after: Callable[[], Iterator[Span]] = lambda: iter(()),
     ) -> Batch:
-        """The positions [start, stop) of an epoch's order, all of them this member's.
+        """The batch of the samples at positions [start, stop) of an epoch's order, all for this
+        member.
 
-        `after`: what is likely to be asked for next.
+        `after` yields the spans that are likely to be asked for next.
         """
         indices = self._indices(epoch, start, stop)
         inputs, targets = self._load(Span(epoch, start, stop), indices, after)
@@ -196,7 +198,7 @@ class Loader:
     def _load(
         self, span: Span, indices: Tensor, after: Callable[[], Iterator[Span]]
     ) -> tuple[Any, Any]:
-        """The samples of the span, which have these indices."""
+        """Inputs and targets of the span, whose samples have these indices."""
         if span.epoch != self._epoch:
             self._check_size()
             self._epoch = span.epoch
@@ -221,7 +223,7 @@ class Loader:
 
 
 def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> SampleFailed:
-    """Return the failure with its step and samples if it concerns all of them together."""
+    """Return the failure, with its step and samples if it names no single sample."""
     if "index" in failed.details:
         return failed
     named = ", ".join(map(str, indices[:MAX_SAMPLES_NAMED]))
@@ -241,22 +243,22 @@ def _not_collated(failed: SampleFailed, step: int, indices: Sequence[int]) -> Sa
 
 
 def _rows(column: Tensor, indices: Tensor) -> Tensor:
-    # Half of the time of the other; but it takes indices of the tensor's own device only.
+    # Twice as fast as indexing, but indices must be on the tensor's device.
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
 def _loaded(own: Span, start: int) -> Span:
-    """Samples to load for a share of the batch that begins at `start`.
+    """The span to load for a share of the batch that begins at `start`.
 
-    A model need not handle an empty batch. So a member without samples computes the batch's first
-    one, with weight 0. A sample from elsewhere might take a path through the model that none of the
-    batch takes, and give parameters on that path a gradient.
+    A model need not handle an empty batch: a member without samples loads the batch's first one,
+    which gets weight 0. A sample of another batch might take a path through the model that no
+    sample of this batch takes, and give parameters on that path a gradient.
     """
     return own if own.stop > own.start else Span(own.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:
-    """Number of samples. Raises InvalidSpec for what has no length or no items by index."""
+    """Number of samples. Raises InvalidSpec if the dataset has no length or no items by index."""
     columns = _columns(dataset)
     if columns is not None:
         return len(columns[0])
@@ -290,7 +292,7 @@ def dataset_size(dataset: Dataset) -> int:
 
 
 def describe(dataset: Dataset) -> str:
-    """Describe the data set; members compare this to see that they train on the same data."""
+    """Description of the data set, which members compare."""
     columns = _columns(dataset)
     if isinstance(dataset, Shards):
         return dataset.description
@@ -301,14 +303,14 @@ def describe(dataset: Dataset) -> str:
 
 
 def _is_iterable(dataset: object) -> bool:
-    """torch's IterableDataset inherits a `__getitem__` that raises."""
+    """True for torch's IterableDataset, whose inherited `__getitem__` raises."""
     return isinstance(dataset, IterableDataset)
 
 
 def _tensors_beside(dataset: Any) -> str | None:
-    """Describe the contents of a dict, or of a short list, that was meant as columns: tensors of
-    one length. As samples such tensors could not be collated if their dimensions differ in number;
-    and a dict of names has no item 0."""
+    """Describe the tensors of a dict or of a short list that was meant as columns; None for any
+    other dataset. A dict without the key 0 cannot be indexed by number. A list of tensors of the
+    same length with different numbers of dimensions could not be collated as samples."""
     if isinstance(dataset, Mapping) and 0 not in dataset:
         named: Mapping[Any, Any] = dataset
     elif isinstance(dataset, list) and len(dataset) <= MAX_COLUMNS_IN_LIST:
@@ -325,7 +327,8 @@ def _tensors_beside(dataset: Any) -> str | None:
 
 
 def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
-    """The dataset as whole tensors, if it is made of them: then a batch is one index operation."""
+    """The whole tensors of a dataset that consists of such, else None. A batch then takes one index
+    operation for each."""
     columns: Any = dataset.tensors if isinstance(dataset, TensorDataset) else dataset
     if not isinstance(columns, tuple) or not columns:
         return None
@@ -340,8 +343,8 @@ def _columns(dataset: Dataset) -> Sequence[Tensor] | None:
 
 
 def _split(parts: Any) -> tuple[Any, Any]:
-    """Split into (inputs, targets): the last part of a tuple is the target if it has more than one
-    part. A list is inputs as a whole, whatever its length, which may be that of the share."""
+    """Split into (inputs, targets): the last part of a tuple is the target, if there are several
+    parts. A list is always inputs as a whole: its length may be the number of samples."""
     if not isinstance(parts, tuple):
         return parts, None
     if len(parts) == 1:

@@ -1,16 +1,16 @@
-"""Digest of a data set's contents, so that members see that they train on the same samples.
+"""Digest of a data set's contents, so that members see if they train on the same samples.
 
-Each member makes its data set itself. With a split or sampler that is not seeded, members have data
-sets of the same type, size and dtypes with different samples. The digest covers few values at
-positions that depend on sizes alone. No data set is asked for an item: that may be slow, random, or
-have side effects. torch's and Hugging Face's data sets are read inside; of other classes, the
-public attributes that have one entry for each sample are read.
+Each member makes its data set itself. With a split or sampler that is not seeded, the members' data
+sets have the same type, size and dtypes but different samples.
 
-Of a path only the name counts: hosts may keep one data set in different folders, or spread over
-different disks.
+The digest covers a few values, at positions that depend on sizes alone. No data set is asked for an
+item: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
+data sets are read directly; of other classes, the public attributes with one entry for each sample.
 
-Floating-point values count by their magnitude only, in steps of about a factor e: the last bits of
-values that members compute on their own (a normalised column) may differ from host to host.
+Only the last part of a path counts: hosts may keep the same data set in different folders.
+
+Floating-point values count only by sign and magnitude, in steps of about a factor e: values that
+each member computes itself (a normalised column) may differ in the last bits between hosts.
 """
 
 import math
@@ -33,22 +33,22 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""Number of samples read in each data set that this one consists of."""
+"""Limit of the samples read in each data set that this one consists of."""
 NUM_EXACT, NUM_ROUGH = 16, 4
-"""Elements read of each sample's part: of integers, and of floating-point numbers."""
+"""Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
-"""Rows read of an Arrow table, and numbers read of the list of rows that are samples."""
+"""Limits for an Arrow data set: rows read of the table, entries read of the list of its rows."""
 NUM_INDICES = 1 << 12
-"""Indices read of a Subset: all if there are no more, else this many."""
+"""Limit of the indices read of a Subset."""
 MAX_TEXT = 4096
 MAX_PARTS = 64
-"""Parts read of a sample, or data sets read of a composite one."""
+"""Limit of the parts read of a sample, and of the data sets read of a composite one."""
 MAX_DEPTH = 8
 MAX_WORDS = 1 << 14
 SMALLEST = 1e-3
-"""Values far below are all alike: a zero on one host may be a rounding error on another."""
+"""Values far below this count as equal: a zero on one host may be a rounding error on another."""
 OFFSET = 0.371
-"""Keeps common values such as 0 or 1 away from the border between two steps."""
+"""Offset of the steps, which keeps common values such as 0 or 1 away from a border."""
 _INTEGERS = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint16, torch.uint32, torch.uint64),
@@ -57,23 +57,23 @@ Word = str | int
 
 
 class RoughNumber(int):
-    """A number that stands for all floating-point numbers of about a size."""
+    """Number of a step: stands for all floating-point numbers of about the same magnitude."""
 
     def __str__(self) -> str:
         return f"about {SMALLEST * math.sinh(int(self) + 0.5 - OFFSET):.2g}"
 
 
 def content_of(dataset: Dataset) -> str:
-    """Digest that is equal on all members with the same samples in the same order. Empty if the
-    contents are unknown without loading samples.
+    """Digest of the contents; empty if they cannot be read without loading samples.
 
-    Members with other samples have another digest, unless the data sets differ in few samples.
+    Members with the same samples in the same order have the same digest. Members with different
+    samples have different digests, unless only a few samples differ.
     """
     return _digest_of(_words_of(dataset))
 
 
 def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], dict[str, bytes]]:
-    """Fields that members compare if they have them, and listings of what their digests cover."""
+    """Optional fields of the proposal, and listings of the values that their digests cover."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
     listings = {"dataset": pack(samples.listing)} if isinstance(samples, Shards) else {}
     words = _words_of(samples)
@@ -94,8 +94,8 @@ def _digest_of(words: Sequence[Word]) -> str:
 
 
 def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
-    """Read a data set that holds its samples, or finds them in another. `size`: its number of
-    samples, if known."""
+    """Read a data set that holds its samples or wraps another one. `size`: its number of samples,
+    if known."""
     if depth > MAX_DEPTH or isinstance(dataset, Shards):
         return
     if isinstance(dataset, Subset):
@@ -124,8 +124,8 @@ def _are_tensors(dataset: object) -> bool:
 
 
 def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
-    """Read attributes of a script's own class: those with one entry per sample, or another data
-    set."""
+    """Read those attributes of a script's own class that have one entry for each sample, or that
+    are data sets."""
     for name, value in sorted(getattr(dataset, "__dict__", {}).items()):
         if name.startswith("_") and not _keeps_no_caches(dataset):
             continue
@@ -144,7 +144,8 @@ def _of_attributes(dataset: object, size: int, depth: int) -> Iterator[Word]:
 
 
 def _keeps_no_caches(dataset: object) -> bool:
-    """torchvision's own keep names of files and labels in attributes that begin with _, too."""
+    """True for torchvision's data sets: their attributes that begin with _ are not caches, but
+    names of files and labels."""
     return type(dataset).__module__.startswith("torchvision.datasets.")
 
 
@@ -161,7 +162,7 @@ def _of_arrow(dataset: Any) -> Iterator[Word]:
 
 
 def _is_being_filled(column: Any) -> bool:
-    """True if the column lacks entries, as a cache does for samples that were not loaded yet."""
+    """True if entries of the column are None, as in a cache of samples that are not loaded yet."""
     if not isinstance(column, list | tuple):
         return False
     return any(column[place] is None for place in _places(len(column), NUM_SAMPLES))
@@ -186,7 +187,7 @@ def _of_indices(indices: Any) -> Iterator[Word]:
 
 
 def _of_value(value: object, depth: int) -> Iterator[Word]:
-    """Read a sample, or a part of one. Of an unknown value only the type counts."""
+    """Read a sample or a part of one. Of a value of unknown type only the type's name counts."""
     if depth > MAX_DEPTH:
         return
     if isinstance(value, Tensor | np.ndarray):
@@ -211,7 +212,7 @@ def _of_scalar(value: object) -> Iterator[Word]:
     elif isinstance(value, complex):
         yield from (_rough(value.real), _rough(value.imag))
     elif isinstance(value, str | os.PathLike):
-        # Of a path the name: data may lie in different folders on different hosts.
+        # Only the last part of a path: folders may differ between hosts.
         path = value if isinstance(value, str) else os.fsdecode(value)
         yield path[-MAX_TEXT:].rsplit("/", 1)[-1]
     elif isinstance(value, bytes):
@@ -231,7 +232,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
     rows = _places(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
-    # Others in each row: some are the same in all samples, as an image's corners are.
+    # Other positions in each row: some elements, such as an image's corners, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
@@ -245,7 +246,7 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
 
 def _elements(array: "Tensor | np.ndarray[Any, Any]", places: Sequence[Sequence[int]]) -> list[Any]:
     """Return the elements at these positions, given by dimension."""
-    # Built with NumPy, which knows no default device.
+    # Made with NumPy: torch would put them on the script's default device.
     index = tuple(np.asarray(each, dtype=np.int64) for each in places)
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())

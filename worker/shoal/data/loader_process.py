@@ -1,8 +1,8 @@
-"""Preparation of a process that loads batches, before it loads.
+"""Preparation of a process that loads batches.
 
-The process is forked from a trainer as a rule, and inherits the trainer's connections and signal
-handler. Peers notice a trainer's death, or its cut of a group, by connections that end; so none may
-stay open here.
+The process is usually forked from the trainer, and inherits its connections and signal handlers.
+Peers notice that a trainer has died or has cut a group by closed connections, so the loading
+process must not hold them open.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 _SOCKET_PATH_BYTES = 107
 """The longest path that a socket may have on Linux (unix(7)); 103 on macOS."""
 _NAME_BYTES = len("/listener-01234567")
-"""Name that multiprocessing gives to a socket that carries tensors."""
+"""Length of the name that multiprocessing gives to a socket for tensors."""
 _SHORT = ("/tmp", "/var/tmp", "/dev/shm")
 
 
@@ -38,31 +38,31 @@ class LoaderInit:
     def __init__(
         self, dataset: Any, then: Callable[[int], None] | None, sockets: frozenset[str]
     ) -> None:
-        """`sockets` may stay open: `open_sockets` before the trainer had peers. `then` is the
-        script's own function."""
+        """`sockets`: those that may stay open, found by `open_sockets` before the trainer had
+        peers. `then`: the script's own `worker_init_fn`."""
         self._dataset = dataset
         self._then = then
         self._sockets = sockets
 
     def __call__(self, worker_id: int) -> None:
         _end_with(multiprocessing.parent_process())
-        # A session's handler asks for a drain; this process is none of the job's members.
+        # The inherited handler would drain the trainer's member.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _close_sockets_but(self._sockets)
         answer_unsent(_unsent)
-        # A worker_init_fn looks there for its own dataset.
+        # The script's worker_init_fn expects its own dataset in torch's worker info.
         set_dataset_of_worker(self._dataset)
         if self._then is not None:
             self._then(worker_id)
 
 
 def _end_with(trainer: multiprocessing.process.BaseProcess | None) -> None:
-    """End this process when the trainer ends, for whatever reason. torch's own loading processes
-    check their parent every five seconds; if a server forks them, that is not the trainer."""
+    """End this process as soon as the trainer ends, for any reason. torch's loading processes check
+    their parent only every five seconds, and with forkserver that is not the trainer."""
     assert trainer is not None, "what a DataLoader starts has a parent"
     if sys.platform == "linux" and trainer.pid == os.getppid():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Not enough alone: a process that is forked later holds the sentinel too.
+    # Beside prctl, as a process that is forked later holds the sentinel open.
     threading.Thread(target=_await_end, args=(trainer,), name="await-trainer", daemon=True).start()
 
 
@@ -72,7 +72,7 @@ def _await_end(trainer: multiprocessing.process.BaseProcess) -> None:
 
 
 def _unsent(loaded: Any, error: BaseException) -> Any:
-    """Replace a batch that `_Feed` has loaded but that cannot be sent, by the reason."""
+    """The report to send instead of a batch that `_Feed` has loaded and that cannot be sent."""
     if loaded is None:
         return None
     run, _, is_tuple = loaded
@@ -80,8 +80,8 @@ def _unsent(loaded: Any, error: BaseException) -> Any:
 
 
 def keep_socket_paths_short() -> None:
-    """Make multiprocessing use a directory with short enough paths for its sockets if TMPDIR's
-    would be too long. Called before loading processes start: they inherit the directory.
+    """Choose a directory for multiprocessing's sockets with short enough paths, if those under
+    TMPDIR would be too long. Called before loading processes start, which inherit the directory.
 
     Raises LoadingFailed if there is no such directory.
     """
@@ -93,7 +93,7 @@ def keep_socket_paths_short() -> None:
     short = (each for each in _SHORT if os.access(each, os.W_OK | os.X_OK))
     tempfile.tempdir = next(short, before)
     try:
-        # Made at the first call, and removed at the process's end.
+        # The first call makes the directory; multiprocessing removes it when the process ends.
         found = util.get_temp_dir()
     finally:
         tempfile.tempdir = before
@@ -107,7 +107,7 @@ def keep_socket_paths_short() -> None:
 
 
 def open_sockets() -> frozenset[str]:
-    """Names of this process' sockets, as the system lists them; none if it does not."""
+    """Names of this process's sockets in /proc; empty without /proc."""
     return frozenset(link for _, link in _descriptors() if link.startswith("socket:"))
 
 
@@ -126,7 +126,7 @@ def _descriptors() -> Iterator[tuple[int, str]]:
         try:
             yield int(descriptor.name), str(descriptor.readlink())
         except FileNotFoundError:
-            continue  # what listed them
+            continue  # The descriptor of the listing itself.
 
 
 def _is_network(descriptor: int) -> bool:

@@ -1,10 +1,11 @@
-"""Loads batches ahead of the trainer, in the processes of torch's DataLoader.
+"""Loading of batches ahead of the trainer, in the processes of torch's DataLoader.
 
-One DataLoader runs for a whole job. Its sampler is asked for the next batch whenever one is handed
-out, so so many batches as it prefetches are always on their way. When the trainer asks for another
-batch than those (a generation of another size, a step that is taken once more), what is on its way
-belongs to an earlier *run* of batches: the processes skip what they have not loaded of it, and the
-trainer drops the rest.
+One DataLoader runs for a whole job. Whenever it delivers a batch it asks its sampler for another
+one, so that a fixed number of batches is always requested ahead.
+
+If the trainer then asks for a batch that was not requested (a generation of another size, a step
+that is taken again), a new *run* of batches begins. Requests of the earlier run are void: the
+processes skip those that they have not loaded, and the trainer drops the others.
 """
 
 import os
@@ -39,11 +40,11 @@ from shoal_proto.numbers_given import convert_fields
 log = structlog.get_logger(__name__)
 
 TELLS_S = 2.0
-"""Time within which the end of a process is known after it ended."""
+"""Time within which the parent of a process that has ended knows about it."""
 LOOK_S = 1.0
-"""A trainer that waits for a batch looks so often at the processes that load it."""
+"""Interval at which a trainer that waits for a batch checks the loading processes."""
 WORK_SHARE = 0.001
-"""A process that uses less of a processor's time does no work: it only looks for orders."""
+"""Share of a processor's time below which a process is idle, and only polls for requests."""
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,22 @@ class Loading:
     num_workers: int = 0
     """Number of loading processes. 0: the trainer loads a batch when it needs one."""
     prefetch_factor: int | None = None
-    """Batches loaded ahead by each of them; None: 2."""
+    """Number of batches that each process loads ahead; None: 2."""
     pin_memory: bool = False
-    """Put batches in page-locked memory, from which they go to a GPU faster."""
+    """Put batches in page-locked memory, which is copied to a GPU faster."""
     persistent_workers: bool = True
-    """Keep the processes over all epochs. False: new ones each epoch, which see what the script has
-    changed in the dataset meanwhile."""
+    """Keep the processes over all epochs. False: start new ones in each epoch, which see the
+    script's changes of the dataset."""
     worker_init_fn: Callable[[int], None] | None = None
-    """Called in each process that loads, with its number, before it loads."""
+    """Called in each loading process, with its number, before it loads."""
     multiprocessing_context: Any = None
-    """"fork", "forkserver" or "spawn"; None: the system's own."""
+    """"fork", "forkserver" or "spawn"; None: the system's default."""
     timeout: float = 0
-    """Seconds that a batch may take; 0: any."""
+    """Limit of the seconds that a batch may take; 0: none."""
     silence_s: float = 600.0
-    """Seconds in which the processes may begin no sample and use no processor while the trainer
-    waits for a batch, before LoadingFailed; 0: any. It is for processes that will never deliver, as
-    in a deadlock: one that works, however slowly, is not silent."""
+    """Limit of the seconds in which the processes begin no sample and use no processor time while
+    the trainer waits for a batch; LoadingFailed is raised then. 0: none. For processes that will
+    never deliver, as in a deadlock: a process that works slowly is not silent."""
 
     def __post_init__(self) -> None:
         numbers = ("timeout", "silence_s")
@@ -111,7 +112,7 @@ class _Wanted:
 
 
 class _Feed(Dataset[Any]):
-    """The dataset of the DataLoader: batches for what is wanted."""
+    """The DataLoader's dataset, whose items are batches by request."""
 
     def __init__(self, samples: Samples, present_run: Tensor, num_begun: Tensor) -> None:
         self.samples = samples
@@ -119,7 +120,8 @@ class _Feed(Dataset[Any]):
         self._num_begun = num_begun
 
     def __getitem__(self, wanted: _Wanted | None) -> tuple[int, Any, bool] | None:
-        """The run, the batch, and if it is a tuple: pinned memory makes lists of tuples."""
+        """The run, the batch, and True if the batch is a tuple, as pinning turns tuples into
+        lists."""
         if wanted is None:
             return None
 
@@ -132,8 +134,8 @@ class _Feed(Dataset[Any]):
 
 
 class LoadingSigns:
-    """Time since loading processes last showed a sign of work: a sample begun, or processor time
-    used."""
+    """Time since the loading processes last gave a sign of work: began a sample, or used processor
+    time."""
 
     def __init__(self, processes: Sequence[int], num_begun: Tensor) -> None:
         self._processes = processes
@@ -157,8 +159,7 @@ class LoadingSigns:
 
 
 def _processor_s(process: int) -> float:
-    """Processor time of the process and of its children that have ended; 0 if the system does not
-    say."""
+    """Processor time of a process and its ended children, in seconds; 0 if it is unknown."""
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
@@ -167,14 +168,14 @@ def _processor_s(process: int) -> float:
 
 
 class _FetchWatch:
-    """Ends a fetch that hangs. A batch is fetched from the process that loaded it; if that process
-    hangs, the trainer's thread would wait for ever."""
+    """Ends a fetch that hangs. The trainer's thread fetches a batch from the process that loaded
+    it, and would wait for ever if that process hangs."""
 
     def __init__(
         self, is_over: Callable[[LoadingSigns], bool], signs: Callable[[], LoadingSigns]
     ) -> None:
-        """`is_over`: called each LOOK_S of a long fetch, on a separate thread. It makes the fetch
-        raise if the wait is to end."""
+        """`is_over`: called every LOOK_S of a long fetch, on a separate thread. Returns True if the
+        wait is to end, after it has made the fetch raise."""
         self._is_over, self._new_signs = is_over, signs
         self._num_begun = self._num_ended = 0
         self._closing = threading.Event()
@@ -203,36 +204,36 @@ class _FetchWatch:
 
 
 class _ProcessEnded(RuntimeError):
-    """A process that loads has ended: by a signal, as a rule."""
+    """A loading process has ended, usually by a signal."""
 
 
 class BatchLoader:
-    """Batches by span. All methods are the trainer's."""
+    """Loader of batches by span. Only the trainer's thread calls it."""
 
     def __init__(
         self, samples: Samples, loading: Loading, indices: Callable[[int, int, int], Tensor]
     ) -> None:
-        """`indices(epoch, start, stop)`: of the samples at these positions."""
+        """`indices(epoch, start, stop)` returns the indices of the samples at these positions."""
         self._samples = samples
         self._loading = loading
         self._indices = indices
         self._run = torch.zeros((), dtype=torch.int64)
         self._num_begun = torch.zeros((), dtype=torch.int64)
         self.looks: Callable[[float], None] = lambda silent_s: None
-        """Called again and again while a batch does not come, with the seconds for which no process
-        has given a sign; what it raises ends the wait."""
+        """Called repeatedly while a batch is late, with the seconds since a process last gave a
+        sign. An exception that it raises ends the wait."""
         self._upcoming: Iterator[Span] = iter(())
         self._asked: deque[Span] = deque()
-        """The spans of the present run that are on their way."""
+        """The spans of the present run that are requested and not yet delivered."""
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
         self._refusal: BaseException | None = None
-        """Why a fetch was ended by the watch."""
+        """The error for which the watch has ended a fetch."""
         self._epoch = -1
         self._sockets: frozenset[str] = frozenset()
 
     def start(self) -> None:
-        """Start the processes. Before the first batch, if nobody has called it."""
+        """Start the processes; the first batch starts them otherwise. May be called twice."""
         if self._iterator is not None:
             return
         self._sockets = self._sockets or open_sockets()
@@ -264,9 +265,9 @@ class BatchLoader:
     def take(self, span: Span, after: Callable[[], Iterator[Span]]) -> Any:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
-        If a loading process has ended, all are started anew, once for each batch. Raises
-        SampleFailed if a sample cannot be loaded, LoadingFailed if a process has ended once more or
-        takes too long.
+        If a loading process has ended, all processes are restarted, once for each batch. Raises
+        SampleFailed if a sample cannot be loaded, LoadingFailed if a process ends again or the
+        batch takes too long.
         """
         if span.epoch != self._epoch and not self._loading.persistent_workers:
             self.close()
@@ -322,8 +323,8 @@ class BatchLoader:
             self._look(signs)
 
     def _look(self, signs: LoadingSigns) -> None:
-        """Check a batch that has not arrived yet. Raises LoadingFailed if it took too long, and
-        what `looks` raises. The processes are killed then, since they may not react to a request.
+        """Check on a batch that has not arrived yet. Raises LoadingFailed if it takes too long, and
+        the errors of `looks`. Then kills the processes, as they may not react to requests.
         """
         try:
             self._check(signs)
@@ -345,7 +346,8 @@ class BatchLoader:
             )
 
     def _ends_fetch(self, signs: LoadingSigns) -> bool:
-        """See `_FetchWatch`. The end of the processes makes the fetch raise."""
+        """`is_over` of `_FetchWatch`: kills the processes if the wait is to end, so that the fetch
+        raises."""
         try:
             self._check(signs)
         except BaseException as error:  # noqa: BLE001 - raised by the fetch
@@ -355,7 +357,7 @@ class BatchLoader:
         return False
 
     def _delivered_soon(self) -> tuple[Any, bool]:
-        """Return what arrived within LOOK_S, and whether anything did."""
+        """Return the next item if it arrives within LOOK_S, and True if it did."""
         assert self._iterator is not None, "it was started"
         try:
             if ended := ended_processes_of(self._iterator):
@@ -369,9 +371,8 @@ class BatchLoader:
                 raise refusal from error
             if has_timed_out(error):
                 return None, False
-            # A dataset's own errors are not raised here: they arrive as a FailedSample. A batch is
-            # fetched from the process that loaded it, which may end in the middle of that. The
-            # connection shows this before the process's parent does.
+            # A dataset's own errors arrive as a FailedSample, and are not raised here. A process
+            # may end while its batch is fetched: the connection closes before the parent knows.
             within_s = 0.0 if isinstance(error, RuntimeError) else TELLS_S
             ended = ended_processes_of(self._iterator, within_s)
             self.close()
@@ -416,7 +417,7 @@ class BatchLoader:
             collate_fn=_as_it_is,
             num_workers=loading.num_workers,
             pin_memory=loading.pin_memory,
-            # Otherwise the processes' seed is drawn from the generator of the training.
+            # Otherwise the processes' seed would be drawn from the generator of the training.
             generator=torch.Generator().manual_seed(0),
             **more,
         )
@@ -426,7 +427,7 @@ class BatchLoader:
 
 
 class _Endless:
-    """The DataLoader's sampler."""
+    """The DataLoader's sampler, which never ends."""
 
     def __init__(self, make: Callable[[], Iterator[_Wanted | None]]) -> None:
         self._make = make

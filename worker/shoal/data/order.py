@@ -1,7 +1,7 @@
 """The order in which the samples of a job are trained on.
 
-The order is a function of seed and epoch alone, and the position in it is the committed step. The
-members of a generation decide only which of them computes what: with any number of members,
+The order is a function of seed and epoch alone, and the number of committed steps is the position
+in it. The members of a generation only divide each batch among them: with any number of members,
 changing at any time, each sample counts exactly once an epoch.
 """
 
@@ -16,16 +16,16 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
 CONTENT_FIELD = "dataset_content"
-"""Field of a proposal: the digest of some samples of the data set."""
+"""Field of a proposal with the digest of some of the data set's contents."""
 LARGEST_KEPT_ORDER = 1 << 20
 """Largest number of samples for which an array of all indices is made."""
 BLOCK = 8192
-"""Number of indices computed at a time beyond that."""
+"""Number of indices computed at a time for more samples than that."""
 
 
 @dataclass(frozen=True)
 class SamplePosition:
-    """Position in the samples of a job at which a step begins."""
+    """Position in a job's samples at which a step begins."""
 
     step: int = 0
     epoch: int = 0
@@ -43,10 +43,10 @@ class Order:
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
-    """Leave out the samples at an epoch's end that do not fill a batch; with shuffling these are
-    others in each epoch."""
+    """Leave out the samples at an epoch's end that do not fill a batch: with shuffling, other
+    samples in each epoch."""
     origin: SamplePosition = SamplePosition()
-    """Position of the first step with batches of this size; earlier steps had another size."""
+    """Position of the first step with batches of this size, if earlier steps had another size."""
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
@@ -66,8 +66,8 @@ class Order:
 
     @cached_property
     def rule(self) -> int:
-        """Number of the rule by which seed and epoch give an order. 1: torch's permutation, as
-        an array. 2, of more samples than that: a keyed permutation."""
+        """Number of the rule that makes an order from seed and epoch. 1: torch's permutation, kept
+        as an array. 2, for more than `LARGEST_KEPT_ORDER` samples: a keyed permutation."""
         return 2 if self.shuffle and self.num_samples > LARGEST_KEPT_ORDER else 1
 
     @property
@@ -77,8 +77,8 @@ class Order:
 
     @cached_property
     def steps_per_epoch(self) -> int:
-        """The last one is smaller if the batch size does not divide; with `drop_last` it is left
-        out."""
+        """Number of steps in an epoch. If the batch size does not divide the number of samples, the
+        last batch is smaller, or left out with `drop_last`."""
         whole, rest = divmod(self.num_samples, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
@@ -92,13 +92,14 @@ class Order:
 
     @cached_property
     def _first_steps(self) -> int:
-        """Steps in what is left of the origin's epoch."""
+        """Number of steps from the origin to the end of its epoch."""
         left = max(self.num_samples - self.origin.offset, 0)
         whole, rest = divmod(left, self.global_batch_size)
         return whole if self.drop_last or not rest else whole + 1
 
     def position(self, step: int) -> SamplePosition:
-        """Return where the step begins; after an epoch's last step, in the next epoch."""
+        """Return the position at which the step begins. Raises InvalidSpec for a step before the
+        origin."""
         since = step - self.origin.step
         if since < 0:
             raise InvalidSpec(
@@ -127,7 +128,7 @@ class Order:
         if not self.shuffle:
             return torch.arange(start, stop)
         if self.rule == 1:
-            # A quarter of the time of a slice.
+            # Takes a quarter of the time of a slice.
             order = _permutation(self.num_samples, self.seed, epoch)
             return order.narrow(0, start, stop - start)
         key = _mix(self.seed, epoch)
@@ -152,14 +153,14 @@ def _block(num_samples: int, seed: int, number: int) -> Tensor:
 
 
 def share(start: int, stop: int, rank: int, world_size: int) -> tuple[int, int]:
-    """The part of [start, stop) that is a rank's: contiguous, sizes differing by one at most."""
+    """A rank's share of [start, stop): contiguous; shares differ in size by at most one."""
     each, extra = divmod(stop - start, world_size)
     own_start = start + rank * each + min(rank, extra)
     return own_start, own_start + each + (1 if rank < extra else 0)
 
 
 def _mix(seed: int, epoch: int) -> int:
-    """Mix two numbers into one seed; neighbouring pairs give unrelated seeds (splitmix64)."""
+    """Mix two numbers into one seed, such that similar pairs give unrelated seeds (splitmix64)."""
     mixed = (seed * 0x9E3779B97F4A7C15 + epoch + 1) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & 0xFFFFFFFFFFFFFFFF
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & 0xFFFFFFFFFFFFFFFF

@@ -22,10 +22,11 @@ def of_step() -> PartsOfStep:
 
 
 def cut(values: Any, start: int, stop: int, size: int) -> Any:
-    """The samples [start, stop) of `values`, which hold `size` of them: tensors along their first
-    dimension, in tuples, lists and mappings of any depth, and lists of one item a sample.
+    """The samples [start, stop) of `values`, which hold `size` samples: tensors with the samples
+    along their first dimension, lists of one item a sample, and tuples, lists and mappings of
+    these.
 
-    Raises InvalidSpec for what does not say which part of it is which sample's.
+    Raises InvalidSpec for values that cannot be assigned to samples.
     """
     if values is None:
         return None
@@ -42,18 +43,18 @@ def cut(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def has_all_rows(values: Any, size: int) -> bool:
-    """True if this is a tensor with a row for each of `size` samples. Then `rows_of_fewer`, which
-    takes ten times as long, has nothing to find."""
+    """True if this is a tensor with a row for each of `size` samples. A quick check before
+    `rows_of_fewer`, which takes ten times as long."""
     return type(values) is Tensor and not values.is_nested and values.shape[:1] == (size,)
 
 
 def rows_of_fewer(values: Iterable[Any], size: int) -> int | None:
     """Number of samples in a batch from which a collate function left some out, such as unreadable
-    ones; None if it has all of `size`, or another form.
+    ones; None if the batch has all `size` samples, or if its number of samples is unclear.
 
-    In such a batch all tensors have a row for each remaining sample. The form is another one if a
-    tensor with the fewest dimensions has a later dimension of length `size`: the samples lie along
-    it.
+    In such a batch all tensors have the same number of rows, less than `size`. The number is
+    unclear if a tensor with the fewest dimensions has another dimension of length `size`: the
+    samples may be along that one.
     """
     shapes = [shape for each in values for shape in _shapes(each, size)]
     rows = {shape[0] for shape in shapes}
@@ -82,22 +83,23 @@ def _shapes(values: Any, size: int) -> Iterator[tuple[int, ...]]:
 
 
 class OnePerSample(tuple[Any, ...]):
-    """Output of a collate function, as far as it is known to hold one item a sample."""
+    """A tuple from a collate function that is known to hold one item a sample."""
 
 
 class ListPerSample(list[Any]):
-    """A list that is known to be the same."""
+    """A list from a collate function that is known to hold one item a sample."""
 
 
 class PerColumn(list[Any]):
-    """A list of which each item is known to hold something for each sample."""
+    """A list each of whose items is known to cover all samples."""
 
 
 def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
-    """Tell whether tuples and lists in a collated batch hold one item a sample, and mark them.
+    """Find out which tuples and lists in a collated batch hold one item a sample, and mark them.
 
-    With three images of three channels, `tuple(images)` looks like three tensors that have a row
-    for each sample. `of_one()`, the collated batch of a single sample, then has one image.
+    In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
+    row for each sample. The collated batch of a single sample, `of_one()`, decides: it has one
+    image.
     """
     if size < 2 or not _in_doubt(collated, size):
         return collated
@@ -133,7 +135,7 @@ def _told_apart(values: Any, one: Any, size: int) -> Any:
 
 
 def _are_columns(values: Any, size: int) -> bool:
-    """True if each of some items has something for each sample."""
+    """True if there are items, and each covers all samples."""
     return bool(values) and all(_is_column(value, size) for value in values)
 
 
@@ -159,7 +161,7 @@ def _cut_sequence(values: Any, start: int, stop: int, size: int) -> Any:
 
 
 def _is_column(value: Any, size: int) -> bool:
-    """True if a value has something for each sample."""
+    """True if a value covers all samples, or is None."""
     if isinstance(value, Tensor):
         return bool(value.ndim) and len(value) == size
     if isinstance(value, Mapping):

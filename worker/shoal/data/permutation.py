@@ -1,9 +1,9 @@
 """Permutation of n numbers that is computed on demand and never stored as a whole.
 
 A Feistel network over the bits of n - 1, whose keys follow from the seed, permutes the numbers
-below the next power of two. An output of n or above goes through it again until the output is below
-n (cycle walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"), twice in the
-mean at most.
+below the next power of two. An output of n or above is permuted again until it is below n (cycle
+walking: Black and Rogaway 2002, "Ciphers with arbitrary finite domains"): at most two passes on
+average.
 """
 
 from torch import Tensor
@@ -11,13 +11,13 @@ from torch import Tensor
 from shoal.randomness import mix
 
 ROUNDS = 8
-"""Four are enough for a pseudorandom permutation (Luby and Rackoff 1988) if the rounds' functions
-are random; these are cheap, so there are twice as many."""
+"""Number of rounds. Four make a pseudorandom permutation if the rounds' functions are pseudorandom
+(Luby and Rackoff 1988); the functions here are simpler, so there are eight."""
 _MULTIPLIERS = (0x5851F42D4C957F2D, 0x14057B7EF767814F)
 
 
 class KeyedPermutation:
-    """The permutation of range(size) that belongs to a key; the same on every machine."""
+    """The permutation of range(size) for a key; the same on every machine."""
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
@@ -39,7 +39,7 @@ class KeyedPermutation:
     def _once(self, numbers: Tensor) -> Tensor:
         low_mask, high_mask = (1 << self._low_bits) - 1, (1 << self._high_bits) - 1
         low, high = numbers & low_mask, numbers >> self._low_bits
-        # Each round changes one half by a function of the other alone: it can be undone.
+        # Each round changes one half by a function of the other alone, and so is invertible.
         for number, key in enumerate(self._keys):
             if number % 2:
                 low = low ^ (_scrambled(high, key) & low_mask)
@@ -49,7 +49,7 @@ class KeyedPermutation:
 
 
 def _scrambled(half: Tensor, key: int) -> Tensor:
-    """31 bits of each number and the key (two multiply-xorshift rounds; int64 wraps around)."""
+    """Mix each number with the key into 31 bits (two multiply-xorshift rounds; int64 wraps)."""
     mixed = (half ^ key) * _MULTIPLIERS[0]
     mixed = (mixed ^ ((mixed >> 32) & 0xFFFFFFFF)) * _MULTIPLIERS[1]
     return (mixed >> 33) & 0x7FFFFFFF

@@ -1,4 +1,4 @@
-"""Batches for members that train at their own pace, from ranges that the coordinator leases."""
+"""Leases of ranges of samples from the coordinator, for members that train at their own pace."""
 
 import threading
 import time
@@ -14,20 +14,24 @@ from shoal_proto.errors import JobFinished, RejoinError
 log = structlog.get_logger(__name__)
 
 ASK_AGAIN_S = 0.5
-"""Interval of requests while other members hold their share of the remaining samples."""
+"""Interval of requests while the coordinator has no range for this member, whose trainer still has
+samples."""
 TALK_EACH_S = 2.0
-"""Interval of requests without news: members may have joined that lack samples held here."""
+"""Longest time without a request: the answer says if this member must give back samples, for
+members that have joined."""
 MAX_HELD_RANGES = 96
-"""Number at which the trainer waits until some are acknowledged. Coordinators refuse 128."""
+"""Number of held ranges at which no more are requested until some are acknowledged. Coordinators
+refuse 128."""
 REPORT_WITHIN_S = 3.0
 LOOK_UP_EACH_S = 1.0
 
 
 class Leases:
-    """Yields ranges to train on until every sample of every epoch is done, by any member.
+    """Iterator over ranges to train on, until the members have trained on all samples of all
+    epochs.
 
-    A thread keeps a reserve of ranges and reports completed ones. Yields None now and then while
-    there is no range, because others are still at work or no coordinator answers.
+    A thread leases ranges ahead and reports completed ones. While there is no range, because others
+    still train on theirs or no coordinator answers, the iterator yields None now and then.
     """
 
     def __init__(self, samples: SampleClient, batch_size: int, *, round_batches: int = 1) -> None:
@@ -42,7 +46,7 @@ class Leases:
         self._given_back: list[SampleRange] = []
         self._is_waiting = False
         self._has_none = False
-        """The newest answer was that there is nothing for now."""
+        """True if the coordinator's last answer had no range."""
         self._is_exhausted = False
         self._is_closed = False
         self._error: Exception | None = None
@@ -65,8 +69,8 @@ class Leases:
         with self._changed:
             span = self._take()
             if span is None:
-                # No coordinator answers, maybe for long, or others are still at work: the trainer
-                # gets None now and then, to attend to other matters.
+                # May last long, if others still train or no coordinator answers. The trainer gets
+                # None now and then, so that it can follow changes of members meanwhile.
                 self._has_none = False
                 self._changed.wait_for(self._has_news, timeout=LOOK_UP_EACH_S)
                 span = self._take()
@@ -86,13 +90,14 @@ class Leases:
         return over or self._has_none or self._reserve.num_ready > 0
 
     def done(self, trained: SampleRange) -> None:
-        """The range counts: its step cannot be lost any more. Any thread."""
+        """Report the range as completed: its step can no longer be lost. Any thread."""
         with self._changed:
             self._done.append(trained)
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Report what is done and give the rest back. An unreachable coordinator is logged."""
+        """Report completed ranges and give back the others. If no coordinator answers in time, only
+        logs it."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
@@ -109,7 +114,7 @@ class Leases:
         except (*OUTLASTED, RejoinError, JobFinished) as error:
             log.warning("samples_not_reported", reason=str(error))
 
-    # --- on the thread that asks ---
+    # --- on the leasing thread ---
 
     def _lease(self) -> None:
         try:
@@ -121,8 +126,8 @@ class Leases:
                 self._changed.notify_all()
 
     def _is_due(self) -> bool:
-        """Wait until there is something to request or report, or for a moment; False if it is
-        over."""
+        """Wait until there is something to request or report, at most `TALK_EACH_S`; False if
+        leasing is over."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over or self._has_to_say, TALK_EACH_S)
             return not self._is_over
@@ -146,15 +151,15 @@ class Leases:
         with self._changed:
             self._booked(lease)
             if lease.range is None and self._wants_more:
-                # Others are still at work, or have their share of what is left.
+                # The other members hold the remaining samples, or this one its share of them.
                 self._changed.wait_for(
                     lambda: self._is_over or bool(self._done),
                     lease.retry_after_s if self._is_waiting else ASK_AGAIN_S,
                 )
 
     def _attempt(self) -> SampleLease:
-        """Lease once. Completed ranges go along with the first attempt, and are kept for the next
-        ones."""
+        """Request a lease once. The client sends completed ranges with this attempt, and again with
+        later ones if it fails."""
         with self._changed:
             done, self._done = self._done, []
             back, self._given_back = self._given_back, []

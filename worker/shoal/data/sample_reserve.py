@@ -1,8 +1,9 @@
-"""Samples that a member at its own pace holds ahead, to go on while no coordinator answers.
+"""Reserve of samples that an asynchronous member leases ahead, to train on while no coordinator
+answers.
 
-Pure: ranges and times are arguments. A member wants to hold as many samples as it trains on in
-`AHEAD_S` seconds at its pace. It asks for more once a quarter of them is used up, so it holds few
-ranges. It gives back what exceeds its share according to the coordinator.
+Pure: ranges and times are arguments. A member leases as many samples as it trains on in `AHEAD_S`
+seconds. It requests more once a quarter of them is used up, so that it holds few ranges. It gives
+back samples beyond the share that the coordinator allows it.
 """
 
 from collections import deque
@@ -12,17 +13,18 @@ from math import exp
 from shoal_client.progress.samples import SampleRange, joined, size_of, without
 
 AHEAD_S = 900.0
-"""A coordinator, or etcd under it, may be away for so long before members run out of samples."""
+"""Time for which members can train while no coordinator, or no etcd, answers."""
 REFILL_BELOW = 0.75
 PACE_WINDOW_S = 30.0
 MAX_LEASE_SAMPLES = 1 << 20
-"""Samples asked for at a time; a coordinator gives no more."""
+"""Limit of the samples in one request; coordinators lease no more at a time."""
 MAX_RANGES = 64
-"""Number of ranges beyond which no more are asked for. Coordinators refuse more than 128."""
+"""Number of ranges in the reserve at which no more are requested. Coordinators refuse more than
+128 held ranges."""
 
 
 class Pace:
-    """Samples a second, while there are some to train on: mostly of the last half minute."""
+    """Samples trained on per second, without times of waiting: mostly of the last half minute."""
 
     def __init__(self) -> None:
         self._num_samples = 0.0
@@ -35,15 +37,16 @@ class Pace:
 
     @property
     def samples_per_s(self) -> float:
-        """0 while it is not known."""
+        """The pace; 0 before the first batch."""
         return self._num_samples / self._busy_s if self._busy_s > 0.0 else 0.0
 
 
 class SampleReserve:
-    """The ranges that are leased and not begun, in order."""
+    """Ranges that are leased and not begun, in order."""
 
     def __init__(self, step_samples: int, num_samples: int, *, round_samples: int = 0) -> None:
-        """`round_samples`: trained on between two acknowledgements. `num_samples`: of the job."""
+        """`num_samples`: samples of the job. `round_samples`: samples that are trained on between
+        two acknowledgements."""
         self.step_samples = step_samples
         self._round_samples = max(round_samples, step_samples)
         self.pace = Pace()
@@ -53,28 +56,28 @@ class SampleReserve:
 
     @property
     def num_ready(self) -> int:
-        """Samples that are there to begin with."""
+        """Number of samples in the reserve."""
         return size_of(self._ready)
 
     @property
     def begins_per_s(self) -> int:
-        """Largest number of samples that are begun in a second, at the present pace."""
+        """Upper bound of the samples begun in a second, from the present pace."""
         return int(2 * self.pace.samples_per_s) + self.step_samples
 
     @property
     def _least(self) -> int:
-        """Samples trained on now, and as many after them."""
+        """Samples of two rounds: the present one and the next."""
         return 2 * self._round_samples
 
     @property
     def wanted(self) -> int:
-        """Number of samples to hold in all, in whole steps."""
+        """Number of samples to hold ahead, in whole steps."""
         wanted = int(self.pace.samples_per_s * AHEAD_S)
         return max(min(wanted - wanted % self.step_samples, self._num_samples), self._least)
 
     @property
     def lacking(self) -> int:
-        """Number of samples to ask for, in whole steps; 0 while there are enough."""
+        """Number of samples to request, in whole steps; 0 while there are enough."""
         full, ready = min(self.wanted, self._share), self.num_ready
         if len(self._ready) >= MAX_RANGES or (ready > 0 and ready >= REFILL_BELOW * full):
             return 0
@@ -82,7 +85,8 @@ class SampleReserve:
         return max(lacking - lacking % self.step_samples, self.step_samples)
 
     def take(self, num_samples: int) -> SampleRange | None:
-        """The next samples to train on, at most so many; None: there are none."""
+        """Remove and return the next samples to train on, at most `num_samples`; None if there are
+        none."""
         if not self._ready:
             return None
         first = self._ready.popleft()
@@ -92,7 +96,7 @@ class SampleReserve:
         return SampleRange(first.epoch, first.start, stop)
 
     def leased(self, span: SampleRange) -> None:
-        """More to train on."""
+        """Add a newly leased range."""
         self._ready = deque(joined([*self._ready, span]))
 
     def lost(self, ranges: Iterable[SampleRange]) -> None:
@@ -100,15 +104,15 @@ class SampleReserve:
         self._ready = deque(without(self._ready, ranges))
 
     def beyond_share(self, share: int, num_held: int) -> list[SampleRange]:
-        """Remove from the reserve, and return, the newest ranges to give back. `num_held` is what
-        it holds in all. `share` is the part of it that leaves the others theirs; 0 if that is not
-        known."""
+        """Remove and return the newest ranges, which are to be given back. `share`: the number of
+        samples that this member may hold, so that the others have theirs; 0 if unknown. `num_held`:
+        the number that it holds, begun ones included."""
         self._share = share or self._least
         surplus = min(num_held - self._share, self.num_ready)
         return self._taken_from_the_end(surplus - surplus % self.step_samples) if share else []
 
     def all(self) -> list[SampleRange]:
-        """Empty the reserve and return its ranges, for a member that ends."""
+        """Remove and return all ranges, when the member leaves."""
         ranges, self._ready = list(self._ready), deque()
         return ranges
 

@@ -1,8 +1,8 @@
-"""Loading of the samples of one batch, in a DataLoader's process or in the trainer's own.
+"""Loading of one batch's samples, in a process of the DataLoader or in the trainer.
 
-Random draws of a dataset for a sample (augmentation) follow from seed, epoch and the sample's
-index. They do not depend on the process that loads it, on the number of members, or on whether it
-is loaded once more.
+Random numbers that a dataset draws for a sample (augmentation) follow from seed, epoch and the
+sample's index. They do not depend on the loading process or the number of members, and are the same
+if the sample is loaded again.
 """
 
 import errno
@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], Any]
 
 _LARGEST_TRACE = 20_000
 _OF_THE_BATCH = 1 << 62
-"""Used instead of an index: no dataset has as many samples."""
+"""Added to an index to seed the collation: no dataset has so many samples."""
 
 
 REMEDY = (
@@ -41,11 +41,11 @@ _TORCH_LACKS = (
     *("can't allocate memory", "Cannot allocate memory", "No space left on device"),
     *("Too many open files", "out of memory", "unable to resize file", "can't start new thread"),
 )
-"""Messages of the RuntimeErrors by which torch and Python report that a resource ran out."""
+"""Parts of the messages of RuntimeErrors that report an exhausted resource."""
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """True if memory, shared memory, processes or descriptors ran out."""
+    """True if the error means that memory, shared memory, processes or descriptors ran out."""
     if isinstance(error, OSError):
         return error.errno in _LACKING
     told = isinstance(error, RuntimeError) and any(each in str(error) for each in _TORCH_LACKS)
@@ -60,17 +60,18 @@ class MapDataset(Protocol):
 
 @dataclass(frozen=True)
 class FailedSample:
-    """Report of a sample that could not be loaded."""
+    """Report of a sample that could not be loaded, or of a batch that could not be collated or
+    sent."""
 
     index: int | None
-    """None: the samples were loaded, but not collated into a batch."""
+    """Index of the sample; None: the samples were loaded, but not collated into a batch."""
     error: str
     trace: str
     may_pass: bool
     """True if a later attempt may succeed: storage or memory failed, not the dataset's code."""
     fix: str = "The traceback is of the dataset's own code."
     is_unsent: bool = False
-    """The batch was loaded, and could not be sent to the trainer."""
+    """True if the batch was loaded and could not be sent to the trainer."""
 
     @classmethod
     def of(cls, error: BaseException, index: int | None, *, is_unsent: bool = False) -> Self:
@@ -99,20 +100,20 @@ class FailedSample:
 
 
 class Samples:
-    """A dataset's samples by index, drawn from and collated."""
+    """Loader of a dataset's samples by index, with seeded random numbers, and collated."""
 
     def __init__(self, dataset: Any, collate: Collate, seed: int, *, seeded: bool = True) -> None:
-        """`seeded`: start the generators anew for each sample. Else a dataset that gives several
-        samples at once (`__getitems__`) is asked for all of a batch together."""
+        """`seeded`: seed the generators for each sample. If False, a dataset with `__getitems__`
+        loads all samples of a batch in one call."""
         self.dataset = dataset
         self._collate = collate
         self._seed = seed
         self._seeded = seeded
 
     def batch(self, epoch: int, indices: Sequence[int], go_on: Callable[[], bool]) -> Any:
-        """The collated samples; None once `go_on` answers that nobody wants them any more.
+        """The collated samples; None if `go_on` returns False meanwhile: the batch is void.
 
-        Never raises: what fails is a FailedSample, which can be sent from one process to another.
+        Returns a FailedSample instead of raising an Exception: it can be sent between processes.
         """
         index: int | None = None
         try:
@@ -135,13 +136,14 @@ class Samples:
         together = self._collate(items)
         if self._collate is not default_collate:
             return told_apart(together, len(items), lambda: self._alone(epoch, indices[0]))
-        # Torch's makes a list of tuples, and of lists: with what each part is of all samples.
+        # torch's default_collate turns tuples and lists into a list with one item for each part,
+        # which covers all samples.
         if type(together) is list and isinstance(items[0], tuple):
             return tuple(together)
         return PerColumn(together) if type(together) is list else together
 
     def _alone(self, epoch: int, index: int) -> Any:
-        """A batch of one sample, loaded anew: a collate function may have changed what it got."""
+        """A batch of one sample, loaded again: the collate function may have changed the first."""
         self._draw_for(epoch, index)
         return self._collate([self.dataset[index]])
 
@@ -160,7 +162,7 @@ def _seed_generators(number: int) -> None:
 
 @contextmanager
 def generators_kept() -> Iterator[None]:
-    """Restore the generators of the trainer's process after the block, in which it loads samples
+    """Context after which the random generators are as before, for a trainer that loads samples
     itself."""
     numpy_random: Any = sys.modules.get("numpy.random")
     torch_state, python_state = torch.default_generator.get_state(), random.getstate()

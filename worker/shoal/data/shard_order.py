@@ -1,17 +1,16 @@
-"""Order of samples that lie in shards, in which each member reads few shards.
+"""Order of samples in shards, by which each member reads few shards.
 
-An epoch concatenates the shards in an order of its own, and cuts the result, the line, into
-`columns` x `turns` streams of the same length. The j-th part of a batch comes from the j-th column,
-and batches take turns: with 4 columns and 2 turns,
+In each epoch the shards are concatenated in a new order. The result, the *line*, is shuffled in
+windows of `window` samples, and then cut into `columns` x `turns` streams of the same length. A
+batch consists of `columns` parts, each from another stream, and `turns` batches in a row use
+different streams. With 4 columns and 2 turns,
 
     batch 0:  0  1  2  3      batch 1:  4  5  6  7      batch 2:  0  1  2  3   ...
 
-where each number is a stream, which gives its next samples. So a member that has the first half of
-each batch reads half of the streams, and a process that loads every second batch half of those. The
-sample at a position depends on nothing but the position, whoever reads it. The rest at the end of
-the line, less than a batch, is the last batch.
-
-The line is shuffled beforehand, in windows of `window` samples.
+where each number is a stream, from which the next samples are taken. So a member that has the first
+half of each batch reads half of the streams, and a process that loads every second batch reads half
+of those. The sample at a position depends on the position alone, not on the member that reads it.
+The samples at the end of the line that do not fill a batch are the last batch.
 """
 
 from dataclasses import dataclass
@@ -25,15 +24,15 @@ from shoal.data.shards import Shards
 from shoal.randomness import mix
 
 _SHARDS_OF_EPOCH = 1 << 62
-"""Used instead of a window's number: no data set has as many."""
+"""Used instead of a window's number to seed the order of shards: no data set has so many."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardOrder(Order):
-    """Order over shards; pure, as every order. Unshuffled, samples follow one after the other."""
+    """Order of samples in shards. Pure. Without shuffling, samples keep the order of the shards."""
 
     lengths: tuple[int, ...]
-    """Samples of each shard."""
+    """Number of samples of each shard."""
     columns: int
     turns: int
     window: int
@@ -50,8 +49,8 @@ class ShardOrder(Order):
         drop_last: bool,
         together: bool,
     ) -> "ShardOrder":
-        """`together`: members take each batch together. Else each takes whole batches of a range
-        that follow one another, from one stream."""
+        """`together`: True if members share each batch. If False, each takes whole batches from a
+        range, and the line is one stream."""
         return cls(
             num_samples=len(shards),
             global_batch_size=global_batch_size,
@@ -71,8 +70,8 @@ class ShardOrder(Order):
 
     @property
     def name(self) -> str:
-        """Name with all options that decide the order. The batch size is one: batches of another
-        size are cut from other streams."""
+        """Name with all options that decide the order. The batch size is one of them, as it decides
+        how the line is cut into streams."""
         return (
             f"{self.rule}: {self.columns} columns, {self.turns} turns, window {self.window},"
             f" batches of {self.global_batch_size}"
@@ -87,11 +86,11 @@ class ShardOrder(Order):
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
         which = torch.bucketize(places, ends, right=True)
-        # From the place in the line to the index among the shards as they were given.
+        # From positions in the line to indices in the shards' given order.
         return places + (self._ends[shards] - ends)[which]
 
     def _in_line(self, positions: Tensor) -> Tensor:
-        """Return positions in the line of the samples at these positions of the epoch."""
+        """Return the positions in the line for these positions of the epoch."""
         size = self.global_batch_size
         each, extra = divmod(size, self.columns)
         sizes = each + (torch.arange(self.columns) < extra).long()
@@ -107,7 +106,7 @@ class ShardOrder(Order):
         return torch.where(batch < num_whole, found, positions)
 
     def _shuffled(self, places: Tensor, key: int) -> Tensor:
-        """The places that these change with, each within its window."""
+        """Permute positions in the line, each within its window."""
         windows = places // self.window
         shuffled = torch.empty_like(places)
         for window in sorted(set(windows.tolist())):

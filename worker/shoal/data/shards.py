@@ -1,8 +1,8 @@
-"""A data set in pieces that are read from their beginning: tar files, streams, iterable data sets.
+"""A data set in shards that are read from the beginning: tar files, streams, iterable data sets.
 
-Each piece, a *shard*, says how many samples it holds, so every sample has an index. It is found by
-reading its shard up to it. `shoal.data.shard_order` brings samples in an order in which that is a
-walk through each shard, and what was read is kept for as long as a walk may come back to it.
+The number of samples in each shard is given, so that every sample has an index. A sample is found
+by reading its shard up to it. In the order of `shoal.data.shard_order` each shard is read
+sequentially, with small steps back; samples are kept as long as such a step may need them.
 """
 
 import os
@@ -25,14 +25,14 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 
 Read = Callable[[Any], Iterable[Any]]
-"""The samples of one shard, from its first, the same ones in the same order each time."""
+"""Function that returns the samples of one shard, from the first, in the same order each time."""
 
 
 TARS = (".tar", ".tar.gz", ".tgz")
 
 
 def read_shard(shard: Any) -> Iterable[Any]:
-    """The samples of a tar file, by its path or URL, or of anything that can be iterated over.
+    """The samples of a tar file, given by its path or URL, or of an iterable.
 
     Raises InvalidSpec for another kind of file.
     """
@@ -51,8 +51,9 @@ def read_shard(shard: Any) -> Iterable[Any]:
 
 
 def tar_samples(url: str) -> Iterator[dict[str, Any]]:
-    """The samples of a tar file as WebDataset lays them out: files that follow one another with
-    the same name up to the first dot are one sample. Bytes by extension, the name as `__key__`."""
+    """The samples of a tar file in WebDataset's format: adjacent files with the same name up to the
+    first dot are one sample. A sample is a dict of bytes by extension, and the name as
+    `__key__`."""
     with _opened(url) as file, tarfile.open(fileobj=file, mode="r|*") as tar:
         sample: dict[str, Any] = {}
         for member in tar:
@@ -85,8 +86,8 @@ class Shards(Dataset[Any]):
         dataset = shoal.Shards(urls, lengths=lengths, decode=to_tensors)
         for batch in session.batches(dataset, global_batch_size=256, epochs=10, num_workers=4):
 
-    An epoch takes the shards in another order each, as `columns` times `turns` streams beside each
-    other, each shuffled through a buffer. A member reads the streams of its part of each batch.
+    Each epoch concatenates the shards in a new order, shuffles within windows, and cuts the result
+    into `columns` times `turns` streams. A member reads the streams of its part of each batch.
     """
 
     def __init__(
@@ -100,19 +101,20 @@ class Shards(Dataset[Any]):
         turns: int = 1,
         shuffle_buffer: int = 128,
     ) -> None:
-        """`lengths`: the number of samples of each shard, as `Shards.count` computes once; a shard
-        of another length is an error when its end is read. `read`: by default tar files are read in
-        WebDataset's format, and anything that is no path is iterated over. `decode` turns what was
-        read into what is collated. It is called for samples that are trained on, with their own
-        random numbers, not for samples that are skipped.
+        """`lengths`: number of samples of each shard, as `Shards.count` returns it. A wrong length
+        is an error when the shard's end is read. `read`: returns the samples of a shard; by default
+        tar files are read in WebDataset's format, and other objects are iterated over. `decode`:
+        converts a sample as read to the sample that is collated. It is called only for samples that
+        are trained on, not for skipped ones, and its random numbers are seeded by the sample.
 
-        `columns`: number of parts of a batch that come from separate streams: about the largest
-        number of members. `turns`: number of consecutive batches with separate streams:
-        `num_workers`, so that each process reads streams of its own. `shuffle_buffer`: samples that
-        each stream is shuffled among; a process keeps up to twice as many of each of its streams,
+        `columns`: number of streams in a batch; choose about the largest number of members.
+        `turns`: number of consecutive batches with different streams; choose `num_workers`, so that
+        each process reads streams of its own. `shuffle_buffer`: size of the windows in which
+        samples are shuffled. A process keeps up to twice as many samples of each of its streams,
         not decoded.
 
-        Raises InvalidSpec for no shards, or lengths that are not theirs.
+        Raises InvalidSpec for options out of range, and if there are no samples or not one length
+        for each shard.
         """
         self.shards, self.lengths = list(shards), [_checked("a length", n, 0) for n in lengths]
         if len(self.shards) != len(self.lengths):
@@ -133,15 +135,15 @@ class Shards(Dataset[Any]):
 
     @staticmethod
     def count(shards: Iterable[Any], read: Read = read_shard) -> list[int]:
-        """The number of samples in each shard, by reading all of it."""
+        """The number of samples in each shard, found by reading all shards."""
         return [sum(1 for _ in read(shard)) for shard in shards]
 
     def __len__(self) -> int:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Any:
-        """Return a sample by its index, counted from the first shard. Continues to read its shard,
-        or starts over for a sample before those that are kept."""
+        """Return a sample by its index, counted from the first shard. Reads its shard further, or
+        from the start for a sample that was read and is not kept."""
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         number = bisect_right(self._ends, index)
@@ -150,13 +152,13 @@ class Shards(Dataset[Any]):
 
     @property
     def description(self) -> str:
-        """Description that members compare to see that they train on the same shards."""
+        """Description of the shards, which members compare."""
         digest = blake2b(repr((self._names, self.lengths)).encode(), digest_size=8).hexdigest()
         return f"{len(self)} samples in {len(self.shards)} shards {digest}"
 
     @property
     def listing(self) -> Iterator[str]:
-        """Lines that the digest in `description` covers, one a shard."""
+        """Lines that `description` has a digest of, one for each shard."""
         for number, (name, length) in enumerate(zip(self._names, self.lengths, strict=True)):
             yield f"shard {number}: {f'{name!r} of ' if name else ''}{length} samples"
 
@@ -165,7 +167,7 @@ class Shards(Dataset[Any]):
         return [shard if isinstance(shard, str) else "" for shard in self.shards]
 
     def samples_of(self, number: int) -> Iterator[Any]:
-        """Samples of one shard, from its first."""
+        """The samples of one shard, from the first."""
         return iter(self._read(self.shards[number]))
 
     def named(self, number: int) -> str:
@@ -174,7 +176,7 @@ class Shards(Dataset[Any]):
 
 
 class _OpenShards:
-    """The shards that this process reads at present. Empty after a fork or after pickling."""
+    """The shards that this process is reading. Empty after a fork or after pickling."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
@@ -196,7 +198,7 @@ class _OpenShards:
             shard = _OpenShard(self._shards, number, self._keep)
             while len(self._open) >= self._largest:
                 self._open.popitem(last=False)
-        # Kept only if it was read without an error: the next attempt begins anew.
+        # The shard is kept only if this raises no error: else the next attempt starts over.
         sample = shard.sample(offset)
         self._open[number] = shard
         # A caller that changes the sample must not change the kept one.
@@ -204,14 +206,14 @@ class _OpenShards:
 
 
 class _OpenShard:
-    """One shard, read up to the last sample that was asked for."""
+    """One shard, read up to the highest sample that was requested."""
 
     def __init__(self, shards: Shards, number: int, keep: int) -> None:
         self._name, self._length = shards.named(number), shards.lengths[number]
         self._keep = keep
         self._num_read = 0
         self._kept: dict[int, Any] = {}
-        """Samples by offset, in their order: no more than `keep`."""
+        """Samples that were read last, by offset, in order: at most `keep`."""
         with hidden_worker_info(), generators_kept():
             self._samples = shards.samples_of(number)
 
@@ -220,8 +222,8 @@ class _OpenShard:
 
     def sample(self, offset: int) -> Any:
         if offset >= self._num_read:
-            # A reader that asks which of several processes it is in must read all the same; one
-            # that draws numbers must not change those that are drawn for samples.
+            # A reader that divides samples by torch's worker info must not do so here. Random
+            # numbers that it draws must not change those that are drawn for samples.
             with hidden_worker_info(), generators_kept():
                 self._read_to(offset)
         return self._kept[offset]

@@ -1,4 +1,4 @@
-"""Share sizes: with how many members a share has one sample, which BatchNorm cannot normalise."""
+"""Check that shares do not become too small for BatchNorm, which cannot normalise one value."""
 
 import math
 from collections.abc import Sequence
@@ -15,18 +15,18 @@ from shoal.torch_private.watching import before_calls
 log = structlog.get_logger(__name__)
 
 LEAST = 2
-"""Samples that a layer needs which has one value of each sample in a channel."""
+"""Number of samples that a layer needs if it has one value for each sample and channel."""
 
 
 class ShareSizes:
-    """The shares of a job's smallest batch, and whether a layer is known to need two samples.
+    """Sizes of the shares of a job's smallest batch, with a check if a layer needs two samples.
 
-    BatchNorm of images normalises one sample by its many places. So of layers in two and three
-    dimensions it is known in the first forward pass, by the sizes of what they are given.
+    BatchNorm of images can normalise one sample, over its many positions. So the first forward pass
+    shows if a layer needs two samples: by the sizes of its input.
     """
 
     def __init__(self, order: Order, most_members: int) -> None:
-        """`most_members`: as many as the job may have."""
+        """`most_members`: the largest number of members that the job may have."""
         rest = order.num_samples % order.global_batch_size
         self.smallest_batch = order.global_batch_size if order.drop_last or not rest else rest
         self._most_members = most_members
@@ -35,17 +35,18 @@ class ShareSizes:
 
     @property
     def _fitting(self) -> int:
-        """The most members whose shares of each batch have enough samples; 0: there is none."""
+        """The largest number of members with enough samples in every share; 0 if even one member
+        has too few."""
         return self.smallest_batch // LEAST
 
     def look_at(self, model: nn.Module) -> None:
-        """Warn, before a batch is loaded, of layers that mostly have one value of each sample."""
+        """Warn of layers that usually have one value for each sample, before a batch is loaded."""
         layers = (each for each in model.modules() if type(each) is nn.BatchNorm1d)
         if any(each.training for each in layers):
             self._warn()
 
     def look_at_sizes(self, size: Sequence[int]) -> None:
-        """A layer is about to normalise by the batch what has these sizes."""
+        """Check the sizes of an input that a layer is about to normalise over the batch."""
         samples = step_context.current().samples
         values = size[0] * math.prod(size[2:])
         if not self._needs_two and samples is not None and values == samples.count:
@@ -53,8 +54,9 @@ class ShareSizes:
             self._warn()
 
     def refuses(self, world_size: int) -> str:
-        """Why so many members cannot train each batch: what is expected. Empty: they can, or it is
-        not known that they cannot, or nobody could."""
+        """The expectation that this number of members does not meet, as some shares would be too
+        small; empty if all are large enough, if no layer is known to need two samples, or if even
+        one member would have too few."""
         if not self._needs_two or not 0 < self._fitting < world_size:
             return ""
         return (
@@ -78,7 +80,7 @@ class ShareSizes:
 
 
 def remedies_of_one_sample(*, syncs_batchnorm: bool) -> str:
-    """Remedies against a share of one sample, for a model with BatchNorm."""
+    """Advice against shares of one sample, for a model with BatchNorm."""
     synced = "sync_batchnorm=True in session.distribute, which normalises all members' samples"
     return (
         "Use drop_last=True in session.batches, if the last batch of an epoch is the small one; a"

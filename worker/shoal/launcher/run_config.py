@@ -65,13 +65,13 @@ class RestartOptions:
     """Time for workers to end, and rules for starting an ended worker again."""
 
     max_restarts: Annotated[int, Parameter(metavar="N")] = 3
-    """How often each worker is restarted."""
+    """Number of restarts allowed for each worker."""
     restart_on: Literal["signal", "failure"] = "signal"
     """signal: restart only workers that a signal killed (preemption, out of memory); failure: also
     those that exited with a code other than 0. A worker that the job refused is never restarted: it
     would be refused again."""
     grace_s: Annotated[float, Parameter(metavar="SECONDS")] = 45.0
-    """How long workers may take to finish their step and hand over after SIGTERM or Ctrl-C, before
+    """Seconds that workers have to finish their step and hand over after SIGTERM or Ctrl-C, before
     they are killed. The others need up to a quarter of the coordinator's --join-s to agree to
     continue without them."""
 
@@ -92,8 +92,8 @@ class OutputOptions:
     log_directory: Annotated[
         Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
     ] = None
-    """Where the newest 8 to 16 MiB of each worker's output are kept in files, for `shoal logs` on
-    this host. By default in a directory of yours within the system's for temporary files."""
+    """Directory of files with the newest 8 to 16 MiB of each worker's output, for `shoal logs` on
+    this host. By default a directory of yours in the system's directory for temporary files."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
     """Make workers, and the parts of a cluster that is started for the run, log everything they do:
     SHOAL_LOG_LEVEL=debug."""
@@ -110,7 +110,7 @@ class RunConfig:
     for the run."""
 
     script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
-    """What each worker runs: a script, or with -m a module, and its arguments."""
+    """Script that each worker runs, or with -m a module, and its arguments."""
     module: Annotated[bool, Parameter(name=["-m", "--module"])] = False
     """Run a module, not a script."""
     num_workers: Annotated[
@@ -143,7 +143,7 @@ class RunConfig:
     environment: Annotated[Mapping[str, str], _INTERNAL] = field(
         default_factory=lambda: dict(os.environ)
     )
-    """What the workers' environment is made from."""
+    """Environment from which that of the workers is made."""
 
     def __post_init__(self) -> None:
         if not self.job:

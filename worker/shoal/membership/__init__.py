@@ -1,1 +1,1 @@
-"""A member's place in its job: what it joins with, its generation, validators, leaving."""
+"""A member's membership in its job: join configuration, generation, validators, drain, health."""

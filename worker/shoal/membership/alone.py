@@ -1,8 +1,7 @@
 """A member that trains alone: no coordinator was named, so no member can join it.
 
-`LoneMember` replaces the `MemberSession` of a job with several members, so that a script is the
-same for both. Its one generation has one member, and it keeps no state that outlives the process:
-checkpoints do that.
+`LoneMember` replaces the `MemberSession` of a job with several members, so that the same script
+runs in both. It has one generation of one member. Only checkpoints outlive its process.
 """
 
 import math
@@ -35,7 +34,7 @@ WITH_SEVERAL = "Start it with `shoal run -n 3 SCRIPT`, which also starts a clust
 
 
 class LoneMember:
-    """The only member of a job that no coordinator knows. See `MemberSession` for each method."""
+    """The only member of a job without a coordinator. See `MemberSession` for each method."""
 
     def __init__(
         self, member: Member, judge: Callable[[pb.Prepare], Sequence[pb.Rejection]]
@@ -49,7 +48,7 @@ class LoneMember:
     # --- joining ---
 
     def join(self) -> None:
-        """Log that this member is alone."""
+        """Log that this member trains alone."""
         log.warning(
             "training_alone",
             job=self._member.spec.job,
@@ -160,7 +159,7 @@ class LoneMember:
         return False
 
     def await_break(self, generation: int, limit_s: float) -> bool:
-        """False: no member can be lost, so the failure is this process's own."""
+        """False: no other member can be lost, so the failure is this process's own."""
         return False
 
     def report_broken(self, error: str, *, own: bool = False, state_lost: bool = False) -> None:
@@ -186,13 +185,13 @@ class LoneMember:
         return True
 
     def successor(self) -> pb.GenerationRecord | None:
-        """None: the only generation does not change."""
+        """None: no generation follows."""
         return None
 
     def failed(self, error: ShoalError) -> None:
         """Do nothing: no launcher waits for the error."""
 
-    # --- how it stands ---
+    # --- state ---
 
     @property
     def coordinators(self) -> Coordinators:

@@ -16,14 +16,14 @@ from shoal_client.host.stop_orders import SAME_ORDER_S, StopOrders
 from shoal_proto.errors import MemberDrained
 
 EXIT_CODE = 128 + signal.SIGTERM
-"""The exit code of a process ended by SIGTERM. `shoal run` does not restart such a worker."""
+"""Exit code of a process that SIGTERM ends. `shoal run` does not restart such a worker."""
 
 
 class Drained(SystemExit):
-    """This member was asked to leave and is not needed any more: the script should end.
+    """Request to end the script: this member was asked to leave, and the others no longer need it.
 
-    Raised between two steps. A SystemExit: a script that does not catch it unwinds, and its
-    process exits with 143.
+    Raised between two steps. As a SystemExit, it ends a script that does not catch it, with exit
+    code 143.
     """
 
     def __init__(self, reason: str) -> None:
@@ -35,7 +35,7 @@ class Drained(SystemExit):
 
 
 class _AsDrained:
-    # A class of its own: each step goes through it, and a generator takes ten times as long.
+    # A class, as each step uses it and a generator takes ten times as long.
 
     def __enter__(self) -> None:
         pass
@@ -51,7 +51,7 @@ class _AsDrained:
 
 
 def drained() -> AbstractContextManager[None]:
-    """Raises Drained for the MemberDrained that ends a membership."""
+    """Context that raises Drained if MemberDrained ends its block."""
     return _AsDrained()
 
 
@@ -59,11 +59,13 @@ Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
 
 class DrainSignal:
-    """Handles a SIGTERM as a request to drain. A repetition within SAME_ORDER_S has no effect, even
-    while the script unwinds; a second SIGTERM after that ends the process, as by default.
+    """Handler of SIGTERM as a request to drain.
 
-    Only if the script does not handle it, and if handlers can be set: in the main thread. A process
-    that the script forks is no member, and the first SIGTERM ends it.
+    A repetition of the signal within SAME_ORDER_S has no effect, even while the script unwinds. A
+    second SIGTERM after that time ends the process, as by default.
+
+    Installed only in the main thread, and only if the script has no handler. In a process that the
+    script forks, the first SIGTERM ends the process, which is no member.
     """
 
     def __init__(self, drain: Callable[[str], None]) -> None:
@@ -72,7 +74,7 @@ class DrainSignal:
         self._orders = StopOrders()
         self._was_ordered = False
         self._next: Handler = signal.SIG_DFL
-        """The handler of the second order."""
+        """The handler for the second SIGTERM."""
 
     def install(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()
@@ -82,7 +84,7 @@ class DrainSignal:
 
     @contextmanager
     def while_joining(self) -> Iterator[None]:
-        """Handle the signal from now on, unless the block fails."""
+        """Install the handler; remove it if the block fails."""
         self.install()
         try:
             yield
@@ -91,8 +93,8 @@ class DrainSignal:
             raise
 
     def restore(self) -> None:
-        """Let the signal end the process again, unless another handler was set meanwhile. After an
-        order, the second one does so."""
+        """Set the default handler, unless another one was set meanwhile. After a first SIGTERM the
+        handler stays: it ignores repetitions, and the second one ends the process."""
         if self._is_in_place and self._installed and not self._was_ordered:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._installed = False
@@ -113,8 +115,8 @@ class DrainSignal:
             signal.raise_signal(number)
 
     def _stay_while_fresh(self) -> None:
-        """Keep a handler that the script sets now, or puts back, from seeing a repetition of the
-        order. The script sees its handler in place, and that one gets the second order."""
+        """Hide repetitions of the signal from a handler that the script sets or restores meanwhile.
+        The script sees its handler as installed; it receives the second SIGTERM."""
         set_before, get_before = signal.signal, signal.getsignal
 
         def set_behind(number: int, handler: Handler) -> Handler:
@@ -137,10 +139,10 @@ class DrainSignal:
             if signal.signal is set_behind:
                 signal.signal, signal.getsignal = set_before, get_before
             if self._is_in_place and self._next == signal.SIG_DFL:
-                # A handler in Python would wait for ever for a main thread that hangs.
+                # A handler in Python would never run if the main thread hangs.
                 _set_by_libc(signal.SIGTERM, None)
 
-        # The interpreter resets every Python handler to the default as it ends.
+        # At its end the interpreter resets Python's handlers to the default.
         atexit.register(self._ignore_repetitions)
         # threading.Thread takes locks, which the interrupted code may hold.
         _thread.start_new_thread(go, ())
@@ -157,18 +159,18 @@ _set_by_libc.restype = ctypes.c_void_p
 
 
 class _Forking(threading.local):
-    """State by thread, since any thread may fork."""
+    """State of a fork, by thread, as any thread may fork."""
 
     mask: set[signal.Signals | int] | None = None
-    """The signals blocked before, if this handler is in place."""
+    """The signals that were blocked before the fork; None if DrainSignal is not installed."""
 
 
 _forking = _Forking()
 
 
 def _hold_signal() -> None:
-    """Block the signal before a fork. In the child, a SIGTERM that arrived too early would count as
-    a request to drain, or be lost; a process pool that had sent it would wait for ever."""
+    """Block SIGTERM before a fork. In the child, a signal that arrives before `_be_no_member` would
+    be lost or handled as a request to drain: a process pool that sent it would wait for ever."""
     if isinstance(getattr(_get_handler(signal.SIGTERM), "__self__", None), DrainSignal):
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -180,7 +182,7 @@ def _let_signal_go() -> None:
 
 
 def _be_no_member() -> None:
-    """Reset the signal in a forked child: a pool ends its processes by SIGTERM and waits for it."""
+    """Reset the handler in a forked child: a process pool ends its processes by SIGTERM."""
     if _forking.mask is not None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _let_signal_go()
@@ -192,10 +194,10 @@ os.register_at_fork(
 
 
 def _is_free(handler: object) -> bool:
-    """True if the script does not handle the signal.
+    """True if the script has no handler of its own.
 
-    A script that keeps a handler aside and puts it back later, as Lightning's Trainer does, may put
-    back the handler of an earlier session.
+    A script that saves and restores handlers, as Lightning's Trainer does, may have restored the
+    one of an earlier session.
     """
     left_over = getattr(handler, "__self__", None)
     if isinstance(left_over, DrainSignal):

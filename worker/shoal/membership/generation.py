@@ -1,4 +1,4 @@
-"""The surroundings of a strategy: its job, and the generation that the member has entered."""
+"""The context of a strategy: its job, and the generation that the member has entered."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,36 +14,37 @@ from shoal_proto.v1.membership_pb2 import STATE_ACTION_KEEP, GenerationRecord, L
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """The surroundings of a strategy: job, coordinators, and the member's present identity."""
+    """The context of a strategy: job, coordinators, and the state of the membership."""
 
     job: str
     coordinators: Sequence[str]
     """host:port of every coordinator replica."""
     token: Callable[[], Token]
-    """The member's token with the generation it has entered. Cheap; any thread."""
+    """Returns the member's token, with the generation that it has entered. Cheap; any thread."""
     limits: Limits
-    """Every time limit in force, in seconds."""
+    """The job's time limits, in seconds."""
     held_until_s: Callable[[], float] = lambda: -math.inf
-    """The time until which no limit of a wait for others ran, by `time.monotonic`. Any thread."""
+    """Returns the time, by `time.monotonic`, until which limits of waits for other members were
+    suspended. Any thread."""
     is_away: Callable[[], bool] = lambda: False
-    """True if no coordinator is there at the moment. Any thread."""
+    """Returns True while no coordinator can be reached. Any thread."""
     leaves_unreplaced: Callable[[], bool] = lambda: False
-    """True if this member is to leave and no generation follows without it. Any thread."""
+    """Returns True if this member is to leave and no generation without it follows. Any thread."""
     ended: Callable[[], ShoalError | None] = lambda: None
-    """The error that ended the membership, if it has ended. Cheap; any thread."""
+    """Returns the error that ended the membership, if it has ended. Cheap; any thread."""
     stores: GenerationStores = field(default_factory=LoneStores)
-    """Stores in which the members of a generation meet. The strategy closes them."""
+    """Key-value stores by which the members of a generation connect. The strategy closes them."""
     report_status: Callable[[TrainerStatus], None] = lambda status: None
-    """Receives the trainer's status, for the heartbeats. Any thread."""
+    """Takes the trainer's status, which heartbeats carry. Any thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """An agreed roster in the view of one member."""
+    """A generation, from the side of one of its members."""
 
     record: GenerationRecord
     token: Token
-    """This member's token in the generation that is entered."""
+    """This member's token in the generation."""
 
     @cached_property
     def number(self) -> int:
@@ -76,7 +77,8 @@ class Generation:
 
 
 def receivers_of(generation: Generation) -> tuple[int, Sequence[int]]:
-    """Rank of the member whose state the generation starts from, and ranks that receive it."""
+    """The rank of the member whose state the generation starts from, and the ranks that receive
+    that state."""
     entries = generation.entries
     source_id = generation.record.roster.source_member_id or entries[0].member_id
     source = next(entry.rank for entry in entries if entry.member_id == source_id)

@@ -1,7 +1,7 @@
 """Health reports to the coordinator's status page, in the background.
 
-Reports inform people and decide nothing: a report that fails is counted and dropped, and training
-never waits for a report or fails because of one.
+Reports are for people, and no decision depends on them: a report that fails is counted and dropped,
+and training never waits for a report or fails because of one.
 """
 
 import json
@@ -37,10 +37,10 @@ _NOT_SENT = (
 
 
 class HealthReporter:
-    """Posts the newest health of one member every `interval_s`, from a thread of its own.
+    """Posts the newest health of one member every `interval_s`, on a thread of its own.
 
-    At most one report waits to be sent, and `update` changes it. The first update is sent at once,
-    later ones on the interval, the last one on `close`.
+    At most one report is waiting to be sent, and `update` changes it. The first update is sent at
+    once, later ones at the interval, the last one by `close`.
     """
 
     def __init__(
@@ -51,9 +51,8 @@ class HealthReporter:
         incarnation: str,
         interval_s: float = 1.0,
     ) -> None:
-        """`url` is the coordinator's base URL, or a function that gives the current one.
-
-        An empty URL means that there is no coordinator to report to for now.
+        """`url`: the coordinator's base URL, or a function that returns the current one; empty
+        while there is no coordinator to report to.
         """
         if not interval_s > 0:
             raise ValueError(f"interval_s is {interval_s}; expected more than 0")
@@ -90,8 +89,7 @@ class HealthReporter:
     def update(self, figures: HealthFigures) -> None:
         """Change the next report; figures that are None stay unchanged. Never blocks.
 
-        Convert tensors before: `float(loss)` waits for the device, so convert as often as you can
-        afford.
+        Convert tensors before the call, and not in each step: `float(loss)` waits for the device.
         """
         given = {
             name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
@@ -103,7 +101,7 @@ class HealthReporter:
             self._changed.notify()
 
     def close(self, timeout_s: float = REQUEST_WITHIN_S) -> None:
-        """Send what is unsent, for at most `timeout_s`, and end the thread."""
+        """Send the last report, for at most `timeout_s`, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -152,7 +150,7 @@ class HealthReporter:
             response = self._posted(connections, url, report)
             said = response.content.decode("utf-8", "replace")
             problem = "" if response.status < 300 else f"HTTP {response.status} {said}"
-            # The last report of a member that has left, or whose job has ended.
+            # The last report may arrive after the member has left or the job has ended.
             too_late = self._closed and response.status == NOT_FOUND
         except (*_NOT_SENT, ValueError) as error:
             problem, too_late = f"{type(error).__name__}: {error}", False
@@ -178,7 +176,7 @@ def _json(value: Any) -> Any:
 
 
 def _json_number(value: SupportsFloat) -> float | str:
-    """The number for JSON, which has no NaN or infinity: those are sent as text."""
+    """The number for JSON; NaN and infinities, which JSON lacks, are sent as text."""
     if isinstance(value, Integral):
         return int(value)
     number = float(value)

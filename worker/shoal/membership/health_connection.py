@@ -1,4 +1,4 @@
-"""HTTP connections of a process that may be forked at any time: see shoal_proto.forks.openssl."""
+"""HTTP connections of a process that may fork at any time: see shoal_proto.forks.openssl."""
 
 import contextlib
 import ssl
@@ -13,11 +13,11 @@ from shoal_proto.tls import identity
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 CONNECT_S = 2.0
-"""Limit for a caller without its own."""
+"""Limit of a TLS handshake, if the caller gives none."""
 
 
 class ForkableBackend(httpcore.NetworkBackend):
-    """Connects over TCP. TLS connections follow the rules of `NO_FORK`."""
+    """Network backend over TCP, whose TLS connections follow the rules of `NO_FORK`."""
 
     def __init__(self) -> None:
         self._plain = httpcore.SyncBackend()
@@ -34,8 +34,8 @@ class ForkableBackend(httpcore.NetworkBackend):
 
 
 class CoordinatorHttp:
-    """Posts JSON to a coordinator, without the environment's proxies. Connections use the present
-    certificate files. For one thread, from `with` on."""
+    """Client that posts JSON to a coordinator, with the present certificate files and without the
+    environment's proxies. One thread uses it, within `with`."""
 
     def __init__(self) -> None:
         self._context = _context()
@@ -48,7 +48,7 @@ class CoordinatorHttp:
         self._pool.close()
 
     def post(self, url: str, content: bytes, limits: Mapping[str, float]) -> httpcore.Response:
-        """The response of the coordinator. Raises as httpcore does."""
+        """Post to the coordinator; returns its response. Raises the errors of httpcore."""
         own = identity.own()
         if own is not None and (now := own.material.client) is not self._context:
             self._pool.close()
@@ -58,7 +58,7 @@ class CoordinatorHttp:
             url,
             headers={"host": urlsplit(url).netloc, "content-type": "application/json"},
             content=content,
-            # The answering certificate must be a coordinator's, whatever the address.
+            # The certificate must be a coordinator's, and need not name its address.
             extensions={"timeout": limits, "sni_hostname": COORDINATOR_NAME},
         )
 
@@ -73,13 +73,13 @@ def _context() -> ssl.SSLContext:
     own = identity.own()
     if own is not None:
         return own.material.client
-    # Without TLS no certificates are read: reading takes 30 ms.
+    # A context without certificates: reading the system's takes 30 ms, and TLS is off.
     with NO_FORK:
         return ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 
 
 class _Plain(httpcore.NetworkStream):
-    """A TCP connection, until it is secured."""
+    """A TCP connection, which `start_tls` secures."""
 
     def __init__(self, stream: httpcore.NetworkStream) -> None:
         self._stream = stream
@@ -111,7 +111,7 @@ class _Plain(httpcore.NetworkStream):
 
 
 class _Encrypted(httpcore.NetworkStream):
-    """A connection within TLS. It never blocks: `until_done` waits for the network."""
+    """A TLS connection with a non-blocking socket: `until_done` waits for the network."""
 
     def __init__(self, connection: ssl.SSLSocket) -> None:
         self._connection = connection
@@ -132,7 +132,7 @@ class _Encrypted(httpcore.NetworkStream):
 
     def get_extra_info(self, info: str) -> Any:
         if info == "is_readable":
-            # A server sends nothing unasked: data before the next request means that it closes.
+            # Between requests a server sends only the end of the connection.
             try:
                 self.read(1, timeout=0.0)
             except httpcore.ReadTimeout:
@@ -145,7 +145,7 @@ class _Encrypted(httpcore.NetworkStream):
 
 @contextlib.contextmanager
 def _errors(late: type[Exception], failed: type[Exception]) -> Iterator[None]:
-    """Raise the errors of a socket as those of httpcore."""
+    """Context that raises a socket's errors as httpcore's."""
     try:
         yield
     except TimeoutError as error:

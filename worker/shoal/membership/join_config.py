@@ -1,4 +1,4 @@
-"""Configuration of a member: `shoal.join`'s arguments, or the environment if they are absent."""
+"""Configuration of a member, from the arguments of `shoal.join` or else the environment."""
 
 import os
 import re
@@ -29,26 +29,27 @@ from shoal_proto.v1.membership_pb2 import JobSpec, MemberInfo
 log = structlog.get_logger(__name__)
 
 MAX_MEMBERS = 1024
-"""The upper bound of a job that states none."""
+"""Upper bound of the members of a job that gives none."""
 
 _NUM_RANKS = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
-"""Variables in which torchrun, Open MPI, MPICH and srun state the number of their processes."""
+"""Variables with the number of processes that torchrun, Open MPI, MPICH or srun has started."""
 _ADDRESS = re.compile(r"\[?[^\s,]+\]?:\d{1,5}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LauncherSettings:
-    """Values from `shoal run` for its workers; a process started otherwise has none."""
+    """Values that `shoal run` gives its workers; defaults in a process that it has not started."""
 
     shared_directory: str = ""
-    """The folder that the workers of this host's launcher share; empty: none."""
+    """Folder that the workers of this launcher share; empty: none."""
     beat_slot: str = ""
-    """Slot in which the launcher reads the member to beat for; empty: the member beats itself."""
+    """Address of the slot through which the launcher sends this member's heartbeats; empty: the
+    member sends them itself."""
     job: str = ""
-    """The job that the launcher runs workers for: a script may join others."""
+    """The job that the launcher runs workers for. A script may join another one."""
     admission_s: float = ADMISSION_S
     """Seconds that a coordinator may take to admit this member. A worker of `shoal run` has a day:
-    there was a coordinator at that address, and the job trains on while it is away."""
+    its launcher has reached a coordinator, and the job continues while the coordinator is away."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,38 +59,38 @@ class JoinConfig:
     job: str
     """Name of the job."""
     coordinators: tuple[str, ...]
-    """host:port of every coordinator replica. None: this process trains alone."""
+    """host:port of every coordinator replica. Empty: this process trains alone."""
     min_members: int = 1
-    """The job trains with no fewer members."""
+    """Smallest number of members with which the job trains."""
     max_members: int = MAX_MEMBERS
-    """The most members that train; further ones are standbys."""
+    """Largest number of members that train; further ones are on standby."""
     desired_members: int = 0
-    """The first generation forms as soon as this many members have joined. 0: `min_members`."""
+    """Number of members with which the first generation forms at once. 0: `min_members`."""
     member_id: str = ""
     """Name of this member in the job; empty: a generated one."""
     address: str = ""
-    """IP address at which other members reach this one; empty: the address that the coordinator
-    sees."""
+    """IP address at which other members reach this one; empty: the address of the interface that
+    leads to the coordinators."""
     check_peers: str = "auto"
-    """Whether members check, before a generation starts, that they can reach each other: "auto":
-    those on different hosts; "always"; "never"."""
+    """Members that check, before a generation starts, that they reach each other: "auto" (those on
+    different hosts), "always" (all) or "never" (none)."""
     backend: str = ""
-    """What carries collectives: "gloo", "nccl", "in-memory"; empty: NCCL for a model on CUDA,
-    otherwise Gloo."""
+    """Transport of collectives: "gloo", "nccl" or "in-memory"; empty: NCCL for a model on CUDA,
+    else Gloo."""
     reconfigure: bool = False
-    """Each generation takes the process group of the one before and reconfigures it with the
-    agreed members, as torch does from 2.14 on, instead of making a new one. On all members."""
+    """Reconfigure the process group of the last generation for the next one, instead of making a
+    new one. Needs torch 2.14 or newer; the same on all members."""
     local_rank: int = 0
-    """Place of this worker among those of its launcher on this host; its GPU is the one with this
-    number, if it sees several."""
+    """Index of this worker among those of its launcher on this host. If the worker sees several
+    GPUs, it uses the one with this index."""
     local_world_size: int = 1
-    """How many workers the launcher runs on this host."""
+    """Number of workers that the launcher runs on this host."""
     num_ranks: int = 1
-    """How many processes the launcher that started this one has started, where it says so."""
+    """Number of processes that torchrun, MPI or srun has started, if one of these has."""
     launcher: LauncherSettings = field(default_factory=LauncherSettings)
-    """What this host's launcher has for its workers."""
+    """Settings from `shoal run`."""
     secrets: MemberSecrets = field(default_factory=MemberSecrets)
-    """Of the job, and of the launcher."""
+    """Secrets of the job and of the launcher."""
 
     def __post_init__(self) -> None:
         convert_fields(self, indices=("min_members", "max_members", "desired_members"))
@@ -165,7 +166,7 @@ class JoinConfig:
                 pid=os.getpid(),
                 address=self.address or own_address(self.coordinators),
                 device="cuda" if torch.cuda.is_available() else "cpu",
-                # The CPUs of a host are one device.
+                # All CPUs of a host count as one device.
                 num_devices=torch.cuda.device_count() if torch.cuda.is_available() else 1,
                 torch_version=torch.__version__,
                 shoal_version=shoal_version(),
@@ -182,7 +183,8 @@ class JoinConfig:
 def read_config(
     given: Mapping[str, str | int | None], environment: Mapping[str, str]
 ) -> JoinConfig:
-    """The given arguments, and SHOAL_* from the environment for the others."""
+    """The configuration from the given arguments, with SHOAL_* of the environment for absent ones.
+    Raises InvalidSpec."""
 
     def text(name: str, variable: str) -> str:
         value = given.get(name)
@@ -232,7 +234,7 @@ def read_config(
 
 
 def _is_on(variable: str, text: str) -> bool:
-    """The value of such a variable. Raises InvalidSpec."""
+    """True for "1" or "true", False for "0", "false" or no text. Raises InvalidSpec for others."""
     if text.lower() not in ("", "0", "1", "false", "true"):
         raise InvalidSpec(f"bad {variable}", seen=repr(text[:40]), expected="1 or 0")
     return text.lower() in ("1", "true")
@@ -252,7 +254,8 @@ def _beat_slot(address: str) -> BeatSlot | None:
     try:
         slot = BeatSlot.open(address)
     except (OSError, InvalidSpec) as error:
-        # The variable reached another host, or another user: this member beats by itself.
+        # The variable was inherited on another host or by another user: this member sends its own
+        # heartbeats.
         log.info("beat_slot_not_used", address=address, reason=str(error))
         return None
     if not slot.lifeline.hold() and (holder := slot.lifeline.other_holder):

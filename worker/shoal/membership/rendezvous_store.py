@@ -1,7 +1,7 @@
-"""The store for `torch.distributed`: keys of one generation, held by the coordinator.
+"""A store for `torch.distributed`, whose keys the coordinator holds for one generation.
 
-No member has to open a port for it, and no member's host is needed for it to survive. Every call
-carries the fencing token, so no process outside the generation reads or writes its keys.
+No member opens a port for it, and it survives the loss of any member's host. Every call carries the
+fencing token, so that only members of the generation read or write its keys.
 """
 
 import threading
@@ -23,23 +23,24 @@ from shoal_proto.v1.rendezvous_pb2_grpc import RendezvousStub
 
 Value = str | bytes | Sequence[int]
 
-# The server itself answers a wait that timed out; the call's own deadline is this much later.
+# Margin of a call's deadline, within which the server answers that a wait has timed out.
 _GRACE_S = 1.0
 CALL_S = 300.0
-"""The longest that one call waits for a key."""
+"""Limit of one call's wait for a key."""
 MIN_SHARED_KEYS = 64
-"""Fewer keys at a time are read by each rank itself; more by one rank for all ranks of its host."""
+"""Number of keys from which one rank of a host reads them for all; each rank reads fewer itself."""
 HOST_WAIT_S = 10.0
-"""Limit of waiting for another rank that reads: after it this rank reads too."""
+"""Limit of the wait for another rank of the host that reads; then this rank reads itself."""
 
 
 class RendezvousStores:
-    """`GenerationStores` of a member of several, over one connection to the coordinators."""
+    """`GenerationStores` of a job with a cluster, over one connection to the coordinators."""
 
     is_shared = True
 
     def __init__(self, coordinators: Sequence[str], shared_directory: Path | None = None) -> None:
-        """`coordinators`: host:port of each. `shared_directory`: shared by this host's ranks."""
+        """`coordinators`: host:port of each. `shared_directory`: folder that this host's ranks
+        share."""
         self._coordinators = Coordinators(coordinators)
         self._shared_directory = shared_directory
 
@@ -54,10 +55,10 @@ class RendezvousStores:
 
 
 class RendezvousStore(Store):
-    """One generation's keys. Any method may be called from any thread.
+    """Store of one generation's keys. Any thread.
 
-    A key that is not set within the timeout raises DeadlineExceeded; after `abort`, every call in
-    progress and every later one raises GenerationBroken at once.
+    Raises DeadlineExceeded for a key that is not set within the timeout. After `abort`, calls in
+    progress and later ones raise GenerationBroken at once.
     """
 
     def __init__(
@@ -68,8 +69,8 @@ class RendezvousStore(Store):
         timeout_s: float,
         shared_directory: Path | None = None,
     ) -> None:
-        """`shared_directory`: shared by this host's ranks, of which one reads many values for all;
-        such keys are set once."""
+        """`shared_directory`: folder that this host's ranks share, so that one of them reads many
+        values for all. Such keys must be set only once."""
         super().__init__()
         self._ended = threading.Event()
         self._host: HostFiles | None = None
@@ -84,7 +85,7 @@ class RendezvousStore(Store):
         self._waited: dict[str, bytes] = {}
 
     def abort(self, reason: str) -> None:
-        """End every call, in progress and later. Any thread."""
+        """End all calls, those in progress and later ones. Any thread."""
         with self._lock:
             self._aborted = self._aborted or reason
             self._ended.set()
@@ -92,7 +93,7 @@ class RendezvousStore(Store):
         for call in under_way:
             call.cancel()
 
-    # --- called by torch, under the names of Python and, if they differ, of C++ ---
+    # --- called by torch: by Python's names and, if they differ, by those of C++ ---
 
     def set(self, key: str, value: Value) -> None:
         self._set([(key, value)], append=False)
@@ -104,8 +105,8 @@ class RendezvousStore(Store):
         self._set(list(zip(keys, values, strict=True)), append=False)
 
     def get(self, key: str) -> bytes:
-        # torch asks for each key twice, first to wait and then to read. The first answer serves
-        # both if nothing was called in between, so no order through the store is lost.
+        # torch requests each key twice, first to wait and then to read. The first answer serves
+        # for both if no call came between, as another call may depend on a newer value.
         with self._lock:
             value = self._waited.pop(key, None)
         return value if value is not None else self.multi_get([key])[0]
@@ -186,7 +187,7 @@ class RendezvousStore(Store):
         return unpack(reply.packed_values) if reply.packed_values else reply.values
 
     def _asked(self, keys: Sequence[str], timeout_s: float) -> pb.StoreReply:
-        # A coordinator limits the wait of one call.
+        # A coordinator limits the wait of one call: a longer one takes several calls.
         rest_s = max(timeout_s - CALL_S, 0.0)
         request = pb.StoreGetRequest(
             token=self._token, keys=keys, timeout_s=timeout_s - rest_s, takes_packed=True

@@ -1,4 +1,4 @@
-"""The key-value stores in which the members of a generation meet."""
+"""Key-value stores by which the members of a generation connect."""
 
 from typing import Protocol
 
@@ -7,24 +7,24 @@ from shoal_proto.v1.identity_pb2 import Token
 
 
 class GenerationStores(Protocol):
-    """Opens the stores of one member, a new one for each generation."""
+    """Factory of one member's stores, one for each generation."""
 
     is_shared: bool
-    """True if other members reach the same keys."""
+    """True if other members read and write the same keys."""
 
     def open(self, token: Token, timeout_s: float, *, once_a_host: bool = False) -> Store:
-        """The keys of the token's generation. A key that is not set within the timeout raises
-        DeadlineExceeded. `once_a_host`: many keys are read once for all ranks of a host."""
+        """Open the store of the token's generation, which raises DeadlineExceeded for a key that is
+        not set within the timeout. `once_a_host`: one rank reads many keys for all of its host."""
 
     def close(self) -> None:
         """Close the connection, if there is one. May be called twice."""
 
 
 class LoneStore(HashStore):
-    """The keys of a generation of one member: all are its own, so no call waits."""
+    """Store of a generation of one member, which sets all keys itself."""
 
     def abort(self, reason: str) -> None:
-        """Do nothing: no call ever waits."""
+        """Do nothing: no call of this store waits."""
 
 
 class LoneStores:

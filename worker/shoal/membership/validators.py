@@ -1,4 +1,4 @@
-"""A script's own conditions on a generation, whose verdict applies to all members.
+"""Validators: a script's own conditions on a generation, whose verdict applies to all members.
 
 @shoal.validator("scratch-space")
 def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
@@ -7,9 +7,9 @@ def enough_scratch(roster: shoal.Roster) -> shoal.Reject | None:
         return shoal.Reject(seen=f"{free} bytes", expected="10 GB", fix="Clear /scratch.")
     return None
 
-Each member runs its validators before each generation that it takes part in. If one rejects, no
-member starts, and all get a ProposalConflict that names the validator, the member and what it saw.
-All members of a job must have the same validators.
+Each member runs its validators before each generation that it takes part in. If a validator
+rejects, the generation does not form, and all members get a ProposalConflict that names the
+validator, the member and the value seen. All members of a job must have the same validators.
 """
 
 import threading
@@ -27,7 +27,7 @@ MAX_TEXT = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Reject:
-    """A rejection of a roster, with the text that every member sees."""
+    """Rejection of a roster by a validator. All members see its texts."""
 
     seen: str
     """The value that this member found."""
@@ -45,14 +45,14 @@ class RosterMember:
     rank: int
     host: str
     address: str
-    """The address at which others reach it."""
+    """IP address at which the other members reach this one."""
     state: str
-    """Origin of its training state: "initial", "keep", or "receive" from another member."""
+    """Origin of the member's training state: "initial", "keep", or "receive" from another."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Roster:
-    """A generation that is about to start, as shown to each of its members. Read-only."""
+    """A generation that is about to start, as its validators see it. Read-only."""
 
     generation: int
     members: tuple[RosterMember, ...]
@@ -60,12 +60,12 @@ class Roster:
     rank: int
     """This member's own rank."""
     step: int
-    """Optimizer steps of the state that all start from."""
+    """Number of steps of the state from which all members start."""
     planned: bool
-    """True if the generation before it still trains, and goes on if this one is rejected."""
+    """True if the previous generation still trains, and continues if this one is rejected."""
     synchronous: bool
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Values that all members agree on: strategy, schema, torch, global_batch ..."""
+    """Fields of the proposal, the same on all members: strategy, schema, torch, global_batch ..."""
 
     @property
     def world_size(self) -> int:
@@ -73,7 +73,7 @@ class Roster:
 
     @property
     def own(self) -> RosterMember:
-        """This member."""
+        """This member's entry."""
         return self.members[self.rank]
 
 
@@ -84,11 +84,11 @@ _registered: dict[str, Validator] = {}
 
 
 def validator(name: str) -> Callable[[V], V]:
-    """Decorates a function that every session of this process calls before each generation.
+    """Decorator of a function that every session of this process calls before each generation.
 
-    It runs on a background thread while the script trains on, and has a part of the coordinator's
-    time limit for agreeing (`prepare_s`): a function that raises or exceeds it rejects.
-    Raises InvalidSpec if another validator has the name.
+    The function runs on a background thread while the script trains. All validators together have
+    a part of the coordinator's time limit for agreement (`prepare_s`). A function that raises or
+    takes longer counts as a rejection. Raises InvalidSpec if another validator has the name.
     """
     if not is_name(name):
         raise InvalidSpec(
@@ -115,7 +115,8 @@ def validator(name: str) -> Callable[[V], V]:
 def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
     """The registered validators and a session's own, by name.
 
-    A function of the session's own that is not registered has the function's own name.
+    A function that is not registered has its `__name__`. Raises InvalidSpec if two validators have
+    the same name.
     """
     found = dict(_registered)
     registered = {id(function): name for name, function in _registered.items()}
@@ -134,7 +135,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
 
 
 class ValidatorSet:
-    """A session's validators, run on a thread of their own so that the answer is in time."""
+    """A session's validators, run on a separate thread so that a slow one delays no answer."""
 
     def __init__(self, validators: Mapping[str, Validator], member_id: str) -> None:
         self._validators = dict(sorted(validators.items()))
@@ -152,7 +153,7 @@ class ValidatorSet:
             return []
         late = self._running
         if late is not None and late.thread.is_alive():
-            # No further thread for each roster: the first of them may never end.
+            # No new thread while one is still at work: it may never end.
             seen = f"still at work on generation {late.roster.generation}"
             return [_rejection(late.name, Reject(seen=seen, expected="a verdict in time"))]
         run = self._running = _Run(self._validators, view(roster, self._member_id))
@@ -165,7 +166,7 @@ class ValidatorSet:
 
 
 class _Run:
-    """One roster, shown to all validators in sequence."""
+    """A run of all validators, in sequence, on one roster."""
 
     def __init__(self, validators: Mapping[str, Validator], roster: Roster) -> None:
         self.roster = roster
@@ -189,7 +190,7 @@ class _Run:
 
 
 def view(roster: pb.Roster, member_id: str) -> Roster:
-    """The roster in the form for validators."""
+    """The roster as validators see it."""
     entries = sorted(roster.entries, key=lambda entry: entry.rank)
     members = tuple(
         RosterMember(
@@ -219,6 +220,6 @@ def _rejection(name: str, reject: Reject) -> pb.Rejection:
 
 
 def _origin(function: Validator) -> str:
-    """The place of a function's definition: a module that is loaded again has the same."""
+    """Module and name of a function: the same if its module is loaded again."""
     module = getattr(function, "__module__", "")
     return f"{module}.{getattr(function, '__qualname__', repr(function))}"

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 
 class BatchSource(ABC):
-    """All batches of a member, from the job's present position to its last."""
+    """Source of one member's batches, from the job's present step to its last."""
 
     def __init__(
         self, controller: ElasticController, fields: dict[str, str], loader: Loader
@@ -31,11 +31,11 @@ class BatchSource(ABC):
         self._loader = loader
         self._num_attempts = 0
         self._is_trained = False
-        """True if a step on the last batch is committed."""
+        """True if a step on `batch` is committed."""
         self.batch: Batch | None = None
         """The batch that was handed out last."""
         self.all_trained = False
-        """True if every step of the job was taken, by this member or another."""
+        """True if the job's last step is committed: no batch is left for any member."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Batch]: ...
@@ -43,10 +43,11 @@ class BatchSource(ABC):
     @property
     @abstractmethod
     def num_steps(self) -> int | None:
-        """Number of each member's batches in the whole job; None if it depends on the others."""
+        """Number of this member's batches in the whole job; None if it depends on the others'
+        pace."""
 
     def attempted(self) -> None:
-        """Note that the batch is being trained on. Raises InvalidSpec if it already was."""
+        """Note that a step on the batch begins. Raises InvalidSpec if one is already committed."""
         if self._is_trained and self.batch is not None:
             raise InvalidSpec(
                 f"a second step on the batch of step {self.batch.step}",
@@ -63,20 +64,19 @@ class BatchSource(ABC):
         self._is_trained = True
 
     def acknowledged(self) -> Callable[[], None]:
-        """The function to call once the present batch's step cannot be lost any more."""
+        """The function to call once the step on the present batch can no longer be lost."""
         return _nothing
 
     def close(self) -> None:
-        """Return samples that were not trained on, and end the loading processes."""
+        """Return leased samples that were not trained on, and end the loading processes."""
         self._loader.close()
 
     def stop(self) -> bool:
-        """Note that the script has left its loop; True if it had announced this, for all members.
-
-        Returns once all of them have left theirs."""
+        """Note that the script has left its loop early. True if `session.stop` had announced this:
+        then returns once all members have left their loops. Else returns False at once."""
         return False
 
-    def left(self) -> None:  # noqa: B027 - what is left to do depends on no step that was reached
+    def left(self) -> None:  # noqa: B027 - does nothing by default
         """Note that the script has left its loop, or has come to its end."""
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -91,7 +91,7 @@ class BatchSource(ABC):
 
 
 class SynchronousBatches(BatchSource):
-    """Batches by committed step, which is the position: so a failed step's batch comes again."""
+    """Batches by number of committed steps: the batch of a failed step is handed out again."""
 
     @property
     def num_steps(self) -> int:
@@ -99,7 +99,7 @@ class SynchronousBatches(BatchSource):
 
     def __iter__(self) -> Iterator[Batch]:
         controller = self._controller
-        # Before there are peers, whose connections a loading process would inherit.
+        # Before connections to peers exist: a loading process would inherit them.
         self._loader.start()
         while True:
             try:
@@ -136,7 +136,7 @@ class SynchronousBatches(BatchSource):
 
     @property
     def _strategy(self) -> SynchronousStrategy:
-        # The strategy is synchronous; a check twice a step would cost more than all else here.
+        # No isinstance check: twice a step, it would cost more than the rest of this loop.
         return cast(SynchronousStrategy, self._controller.strategy)
 
     def _end(self) -> int:
@@ -166,7 +166,8 @@ class SynchronousBatches(BatchSource):
 
     def left(self) -> None:
         if self.batch is not None and not self.all_trained:
-            # A state that went back since, in a call within the loop, does not count as its end.
+            # From the batch, not from the strategy's step: a rollback in a call within the loop may
+            # have lowered that since.
             self._controller.call.end_step = self.batch.step + int(self._is_trained)
 
     def _offer(self, batch: Batch) -> Iterator[Batch]:
@@ -189,7 +190,7 @@ class SynchronousBatches(BatchSource):
 
 
 class LeasedBatches(BatchSource):
-    """Batches by sample lease from the coordinator; another member trains on a lost one's."""
+    """Batches by sample lease from the coordinator, which leases a lost member's samples again."""
 
     _leases: Leases | None = None
     _leased: SampleRange | None = None
@@ -227,7 +228,8 @@ class LeasedBatches(BatchSource):
         self.all_trained = True
 
     def _on(self, span: SampleRange) -> Iterator[Batch]:
-        """The batch of a range, offered again, with the same samples, if its step is refused."""
+        """Offer the batch of a range until a step on it is committed: again if a step was
+        refused."""
         strategy = self._controller.strategy
         step = strategy.step
         batch = self._loader.leased(
@@ -238,7 +240,8 @@ class LeasedBatches(BatchSource):
             yield from self._offer(batch)
 
     def _after(self, span: SampleRange) -> Iterator[Span]:
-        """The likely next spans: leases are of many batches in sequence."""
+        """The spans that are likely next, to load ahead: a lease covers many batches in
+        sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
@@ -261,8 +264,8 @@ class Batches(Iterator[Batch]):
     """The iterator of `session.batches`. `len()` is the number of steps of the whole job, for
     progress bars; an asynchronous job has none, since it depends on the other members.
 
-    When a loop over it is left, the script wants the model as trained so far: no later call
-    returns the result of an earlier step. A loop that is begun later continues from there."""
+    After the script has left a loop over it, no call returns the result of an earlier step: see
+    `CallBetweenSteps.end_step`. A later loop continues from the step where the first was left."""
 
     def __init__(self, source: BatchSource) -> None:
         self._source = source
@@ -270,7 +273,7 @@ class Batches(Iterator[Batch]):
         self._is_over = False
 
     def __iter__(self) -> Iterator[Batch]:
-        """Raises InvalidSpec if a loop over the batches has come to their end."""
+        """Raises InvalidSpec if an earlier loop has reached the last batch."""
         if self._is_over:
             raise one_loop("the batches of session.batches are over, and a second loop begins")
         try:
@@ -298,7 +301,7 @@ class Batches(Iterator[Batch]):
 
 
 def one_loop(what: str) -> InvalidSpec:
-    """The error for a script with a loop for each epoch: batches are those of all epochs."""
+    """The error for a script that loops once for each epoch: one loop covers all epochs."""
     return InvalidSpec(
         what,
         seen="one for each epoch, perhaps",

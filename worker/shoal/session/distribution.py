@@ -74,7 +74,7 @@ class DistributeOptions:
     place: LocalRank
     backend: str
     reconfigures: bool
-    """True if each generation takes the group of the one before, connected anew."""
+    """True if a generation reconfigures the process group of the last one instead of making one."""
     validators: ValidatorSet
     checkpoints: Checkpoints | None
     keyed_dropout: bool
@@ -87,19 +87,19 @@ class LongLivedObjects:
     """The objects of one session's process that Python's garbage collector skips.
 
     A full collection visits all objects: about 300,000 with torch imported, which takes 0.2 s. It
-    runs when many new objects have been made, and bringing a generation up makes many: so it ran
-    while all members waited for one another. Objects that exist before the first generation exist
-    as long as the session does, and need not be visited.
+    runs after many objects were made. Bringing up a generation makes many, so the collection would
+    run while all members wait for one another. Objects that exist before the first generation
+    live as long as the session, and need not be visited.
     """
 
     def __init__(self) -> None:
         self._is_frozen = False
 
     def freeze(self) -> None:
-        """Skip all present objects from here on. No effect if the script or another session of the
-        process has frozen objects, or if the collector is off."""
+        """Let the collector skip all present objects. No effect if the script or another session of
+        the process has frozen objects, or if the collector is off."""
         if gc.isenabled() and not gc.get_freeze_count():
-            # Garbage that the script has just made would stay until the session's end.
+            # Frozen garbage, such as what the script has just made, is not freed before `release`.
             gc.collect(1)
             gc.freeze()
             self._is_frozen = True
@@ -117,10 +117,10 @@ class Distribution:
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.fields: dict[str, str] = {}
-        """The proposal's fields: values that all members must have in common."""
+        """Fields of the proposal: values that must be the same on all members."""
         self.registered = RegisteredState()
         self.training: Training | None = None
-        """The models of each optimizer, if there are several optimizers."""
+        """The models of each optimizer; None if there is one model and one optimizer."""
         self._optimizer: Optimizer | None = None
         self._model: nn.Module | None = None
         self._guard: StepGuard | None = None
@@ -141,7 +141,7 @@ class Distribution:
                 distributed = self._distribute_all(model, optimizer, chosen, options, held)
                 self._held = held.pop_all()
         except BaseException:
-            # Nothing is distributed: the script may try again with something else.
+            # As before the call: the script may try again with another strategy or model.
             self.fields.clear()
             self.training = self._optimizer = self._guard = self._parameters = None
             self._controller.drop_strategy()
@@ -176,7 +176,8 @@ class Distribution:
         options: DistributeOptions,
         held: ExitStack,
     ) -> tuple[nn.Module, Optimizer]:
-        """Distribute; `held` collects the calls that undo each change after the session."""
+        """Distribute one model; `held` collects the calls that undo its changes after the
+        session."""
         refuse_wrapped(model)
         refuse_taken(model)
         give_own_memory(model)
@@ -236,7 +237,7 @@ class Distribution:
         chosen: Strategy,
         options: DistributeOptions,
     ) -> ScriptCalls | OwnCounts | None:
-        """The watch on the script's calls of schedulers and averages, if there is one."""
+        """The watch on the script's calls of schedulers and averages; None if none is needed."""
         if chosen.carries:
             return ScriptCalls([*optimizers, *models], self.registered, options.in_step)
         if chosen.schedule_option:
@@ -283,10 +284,10 @@ class Distribution:
         *,
         weight: object = None,
     ) -> SynchronousStrategy | None:
-        """Let the next call of the strategy be for these of several optimizers; returns the
-        strategy, or None if there is only one optimizer.
+        """Choose the optimizers that the strategy's next call is for, if there are several; returns
+        the strategy, or None if there is one optimizer.
 
-        Raises InvalidSpec if the choice is unclear, or for another session's optimizer.
+        Raises InvalidSpec if the choice is unclear, or for an optimizer of another session.
         """
         if self.training is None:
             if given is not None and given is not self._optimizer:
@@ -337,8 +338,8 @@ class Distribution:
             self._parameters.check(0)
 
     def note_samples(self, dataset: Any, order: Order) -> Mapping[str, str]:
-        """Set and return the fields that members compare of the samples. Warns of layers that may
-        not train in small shares."""
+        """Set and return the proposal's fields about the samples. Warns of layers that may not
+        train in small shares."""
         details, samples = self._controller.details, fields_of(dataset, order)
         self.fields |= samples
         details.optional_fields, listings = content_fields(dataset)
@@ -409,7 +410,7 @@ def _check_scales(strategy: Strategy, registered: RegisteredState) -> None:
 
 
 def _named(given: Any, alone: str) -> dict[str, Any]:
-    """Objects by name, or by index in the list; `alone` is the name of a single one."""
+    """The objects by name, or by index in the list; a single object has the name `alone`."""
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):
@@ -418,7 +419,7 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
 
 
 def _as_given(named: Mapping[str, Any], given: Any) -> Any:
-    """The objects in the same form as the script's own: a dict, a list or a single one."""
+    """The objects in the form in which the script gave its own: a dict, a list or one object."""
     if isinstance(given, Mapping):
         return dict(named)
     return list(named.values()) if isinstance(given, Sequence) else next(iter(named.values()))

@@ -1,4 +1,4 @@
-"""Control of a member's generations: forms them, changes them by plan, recovers from breaks."""
+"""Control of a member's generations: formation, planned changes, and recovery from breaks."""
 
 import time
 import traceback
@@ -44,30 +44,31 @@ from shoal_proto.v1.membership_pb2 import (
 log = structlog.get_logger(__name__)
 
 VALIDATION_SHARE = 0.5
-"""Of the time to accept or reject; a quarter is for checks of peers, the rest for messages."""
+"""Share of the time to accept or reject a roster (`limits.prepare_s`) that validators may use. A
+quarter of that time is for checks of peers, the rest for messages."""
 MAX_FIELD_CHARACTERS = 4096
-"""The limit of a value in a proposal: the settings of an optimizer of many groups have more."""
+"""Limit of a value in a proposal: the settings of an optimizer with many groups exceed it."""
 _WORTH_ANOTHER_TRY = (RuntimeError, MemoryError, OSError)
-"""Out of memory, a port, a device: errors that may not recur a second later."""
+"""Errors that may not recur a second later: no memory, no port, a busy device."""
 
 
 @dataclass
 class CallBetweenSteps:
-    """A call that all members make together, such as `session.evaluate`."""
+    """State of the calls that all members make together, such as `session.evaluate`."""
 
     may_be_made: bool = False
-    """True if the script has asked for a batch, or begun a step: a script that has only asked for
-    its rank need not be where the others are."""
+    """True if the script has asked for a batch, or begun a step. Before that, the members' scripts
+    may be at different points."""
     is_under_way: bool = False
-    """True while the script is in the call."""
+    """True while the script is in such a call."""
     has_too_few: bool = False
-    """True if the generation, formed for the call, has fewer members than a step needs."""
+    """True if the generation was formed for the call and has fewer members than a step needs."""
     end_step: int = 0
-    """The step at which the script's loop over the batches has ended: the state may not go back
-    before it, as no step can come again."""
+    """The step at which the script left its loop over the batches; 0 while it is in the loop. The
+    state may not be rolled back further: without the loop no step is taken again."""
 
     def check_end(self, call: str, step: int) -> None:
-        """Raise StateLost if the state went back to before the end of the script's loop."""
+        """Raise StateLost if the state was rolled back to before the end of the script's loop."""
         if step < self.end_step:
             raise StateLost(
                 f"{call} after the loop over the batches cannot be of the trained model",
@@ -81,21 +82,21 @@ class CallBetweenSteps:
 
 @dataclass
 class ProposalDetails:
-    """Further content of a member's proposal, from its model and its batches."""
+    """Content of a member's proposal beside its fields, from its model and its batches."""
 
     optional_fields: Mapping[str, str] = field(default_factory=dict)
-    """Values that must be the same on the members that state them."""
+    """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
-    """By field: the content that its value is a digest of."""
+    """The content whose digest is the field's value, by field."""
     shares: ShareSizes | None = None
     """Share sizes, if shares may be too small for a layer of the model."""
 
 
 class ElasticController:
-    """One member's membership and its strategy, kept in step with each other.
+    """Controller of one member: passes the generations of its membership on to its strategy.
 
-    All methods are the trainer's; only `_on_break`, `_judge`, `_find_unreachable` and
-    `_find_checkpoints` run on the membership's thread.
+    The trainer's thread calls all methods, except `_on_break`, `_judge`, `_find_unreachable` and
+    `_find_checkpoints`, which run on the membership's thread.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class ElasticController:
         self.generation: Generation | None = None
         self._strategy: Strategy | None = None
         self.on_entered: Callable[[], None] = lambda: None
-        """Called in each generation that the member has entered, before the script continues."""
+        """Called after each generation that the member has entered, before the script continues."""
         self.call = CallBetweenSteps()
         self.details = ProposalDetails()
         self._is_ready = False
@@ -130,8 +131,8 @@ class ElasticController:
         )
 
     def attend(self) -> None:
-        """Become a member. Raises the coordinator's refusal, Unavailable, or Drained if this
-        member was asked to leave before."""
+        """Join the job. Raises the coordinator's refusal, Unavailable, or Drained if this member
+        was asked to leave before it had joined."""
         with ExitStack() as refused:
             refused.callback(self.job_log.close)
             refused.callback(self._stop_listening)
@@ -147,7 +148,7 @@ class ElasticController:
         log.debug("job_joined", job=self.member.spec.job, member=self.member.member_id)
 
     def set_strategy(self, strategy: Strategy, validators: ValidatorSet) -> None:
-        """Train with this strategy from now on; these validators may reject rosters."""
+        """Set the strategy to train with, and the validators that may reject rosters."""
         if isinstance(self.membership, LoneMember):
             self.membership.check_strategy(strategy.name, synchronous=strategy.synchronous)
         self._validators, self._strategy = validators, strategy
@@ -173,12 +174,12 @@ class ElasticController:
         return RendezvousStores(addresses, self.member.shared_directory)
 
     def drop_strategy(self) -> None:
-        """Train with no strategy: its model was refused."""
+        """Remove the strategy, as it could not distribute the model."""
         self._strategy = None
 
     @property
     def has_proposed(self) -> bool:
-        """True if the others know what this member trains."""
+        """True if this member has sent its proposal."""
         return self._proposed
 
     @property
@@ -191,10 +192,10 @@ class ElasticController:
         return self._strategy
 
     def ensure_generation(self, fields: dict[str, str]) -> Generation:
-        """The generation in which the next step may begin, formed or changed if need be.
+        """The generation in which the next step may begin, formed or changed if needed.
 
         Waits as long as the job's limits allow, then raises with the reason for the wait. Raises
-        Drained once this member was asked to leave and is not needed any more.
+        Drained if this member was asked to leave and the others no longer need it.
         """
         try:
             with drained():
@@ -243,8 +244,8 @@ class ElasticController:
                 return generation
 
     def stand(self, fields: dict[str, str]) -> Generation:
-        """The generation that this member is in, or the next one if that is over: for calls
-        between two steps, where no planned change takes place.
+        """The present generation, or the next one if that has ended: for calls between two steps,
+        in which no planned change takes place.
 
         Waits and raises as `ensure_generation`.
         """
@@ -255,7 +256,7 @@ class ElasticController:
         return self.generation
 
     def _end_of_script(self, strategy: Strategy) -> None:
-        """Finish the last step: the script asks for the next, and is done with the last."""
+        """Finish the last step, as the script asks for the next one."""
         if strategy.checkpoint_due:
             # A job that resumes from the checkpoint does not take these steps again.
             self.job_log.flush()
@@ -267,8 +268,9 @@ class ElasticController:
             self._recover(error)
 
     def conclude(self) -> None:
-        """Finish the last step, as the script takes no further one: its later changes belong to
-        that step, as in a checkpoint that is due. Raises as a strategy's `between_steps`."""
+        """Finish the last step, as the script takes no other. Changes that the script made since
+        belong to that step, for example in a checkpoint that is due. Raises the errors of the
+        strategy's `between_steps`, except those that mean a lost peer."""
         if self._left or not self._is_ready:
             return
         try:
@@ -279,13 +281,13 @@ class ElasticController:
             log.debug("not_concluded", reason=str(error)[:300])
 
     def _hand_over_and_leave(self) -> None:
-        """Hand over to the next generation, which goes on without this member."""
+        """Hand over to the next generation, which trains without this member."""
         successor = self.membership.successor()
         if successor is not None:
             self._hand_over(successor)
 
     def _hand_over(self, successor: GenerationRecord) -> None:
-        """Leave state of members that are not in the next generation with members that are."""
+        """Copy the state of members that are not in the next generation to members that are."""
         assert self.generation is not None, "it stops here"
         self.job_log.flush()
         stay = {entry.member_id for entry in successor.roster.entries}
@@ -293,11 +295,11 @@ class ElasticController:
         try:
             self.strategy.hand_over(leaving=members - stay)
         except (RuntimeError, RetryError, RejoinError) as error:
-            # A member was lost just now: the next generation notices, and starts from less.
+            # A member was lost meanwhile: the next generation starts from the copies that exist.
             log.debug("hand_over_failed", reason=str(error)[:300])
 
     def is_break(self, error: BaseException) -> bool:
-        """True if an error in a step means a lost peer, not an error of the user's own code."""
+        """True if an error in a step means a lost peer, not an error in the script."""
         if self.generation is None or not self.strategy.synchronous:
             return False
         if isinstance(error, GenerationBroken):
@@ -305,15 +307,16 @@ class ElasticController:
         if isinstance(error, RuntimeError):
             is_broken = self.membership.is_broken(self.generation.number)
             return is_broken or self.strategy.is_failure(error)
-        # Any error may come from wrong values, for example that of a script's check of its loss.
+        # An aborted collective leaves wrong values, which may fail any check, such as the script's
+        # check of its loss.
         finds = isinstance(error, Exception) and not isinstance(error, ShoalError)
         return (finds or isinstance(error, MalformedMessage)) and self.strategy.has_leftovers()
 
     def recover(self, error: BaseException) -> None:
-        """Go back to the last committed step, after a peer was lost in the generation.
+        """Roll back to the last committed step, after a peer was lost in the generation.
 
-        Raises `error` again if no other member finds the generation broken, InvalidSpec if the
-        members' scripts wait in different places, and Drained as `ensure_generation`.
+        Raises `error` again if the generation is not found broken in time, InvalidSpec if the
+        members' scripts wait at different points, and Drained as `ensure_generation`.
         """
         try:
             with drained():
@@ -323,8 +326,9 @@ class ElasticController:
             raise
 
     def _keep_state(self) -> None:
-        """Write a checkpoint, if this member leaves and no generation goes on from the last step:
-        the first remaining member of the generation does so, if it holds the whole state."""
+        """Write a checkpoint if this member leaves and no generation continues from the last step.
+        Only the first member of the generation that is not lost writes, if it holds the whole
+        state."""
         generation = self.generation
         if generation is None or self._is_ready or not self.membership.leaves_unreplaced:
             return
@@ -340,7 +344,7 @@ class ElasticController:
             raise refusal from error
         self._is_ready = False
         started_s = time.perf_counter()
-        # First of all: a member that waits for this one notices by its connection.
+        # First of all: members that wait for this one notice as their connections close.
         strategy.cut(generation.number)
         strategy.abandon()
         self._await_break(generation.number, error)
@@ -366,9 +370,9 @@ class ElasticController:
         return next((n for n in range(1, least) if not self.strategy.refuses(n)), least)
 
     def pause(self, reason: str, limit_s: float) -> None:
-        """Let the others wait for something that the trainer does."""
+        """Let the others wait while this member's script does something else than train."""
         if self._strategy is not None and not self._strategy.synchronous:
-            # Members that wait for clocks must not wait for this member's.
+            # Otherwise members at their staleness bound would wait for this member's clock.
             self._strategy.rest()
         self.membership.pause(reason, limit_s)
 
@@ -420,12 +424,13 @@ class ElasticController:
     def _bring_up(self, record: GenerationRecord) -> None:
         """Enter an agreed generation. If that fails, report the step for the next one.
 
-        Raises errors that another attempt would only meet again.
+        Raises errors that would recur in another attempt.
         """
         strategy = self.strategy
         generation = Generation(record=record, token=self.membership.token)
         self._seen = generation.number
-        # If members receive state, a failure may be theirs, and this member's state is kept.
+        # A failure while others receive state may be theirs: this member, which has state, tries
+        # again rather than leave with it.
         gives = strategy.has_state and any(
             entry.state == STATE_ACTION_RECEIVE for entry in record.roster.entries
         )
@@ -446,15 +451,15 @@ class ElasticController:
         text = f"{type(error).__name__}: {error}"
         own = self._is_own(number, error)
         if own:
-            # Logged in any case, so that a person finds here what happened.
-            # Without the values of variables: tokens are among them.
+            # Logged even if another attempt follows. The trace has no values of variables, as
+            # tokens are among them.
             known = isinstance(error, ShoalError)
             trace = {} if known else {"trace": "".join(traceback.format_exception(error))}
             log.error("bring_up_failed", generation=number, reason=text[:300], **trace)
         if own and strategy.synchronous:
-            # First of all: the others go on without this member, and need not detect it.
+            # First of all: the others continue without this member and need not detect its failure.
             self.membership.report_broken(text, own=True, state_lost=lost)
-            # The frames hold objects of this attempt, whose memory the next may need.
+            # The frames hold objects of this attempt: the next one may need their memory.
             traceback.clear_frames(error.__traceback__)
         strategy.abandon()
         another_try = isinstance(error, _WORTH_ANOTHER_TRY) or (gives_state and not lost)
@@ -469,7 +474,7 @@ class ElasticController:
             log.debug("bring_up_broken", generation=number, reason=str(error)[:300])
 
     def _is_own(self, number: int, error: Exception) -> bool:
-        """True if a bring-up failed on this member itself, not because another one failed."""
+        """True if a bring-up failed on this member itself, not because another member failed."""
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
         if isinstance(error, RetryError | RejoinError) or self.membership.is_broken(number):
@@ -477,10 +482,11 @@ class ElasticController:
         return not self.strategy.is_failure(error)
 
     def _follow(self, generation: Generation) -> Generation:
-        """The newest generation of an asynchronous strategy, which trains on through changes."""
+        """The newest generation, entered if it is new: an asynchronous strategy trains through
+        changes."""
         token = self.membership.token
         if token.generation > generation.number:
-            # The membership's thread has it already, and the token has the new number.
+            # The membership's thread has the new record already, as the token has its number.
             record = self.membership.await_generation(above=generation.number, timeout_s=1.0)
             generation = Generation(record=record, token=token)
             self.strategy.enter(generation)
@@ -515,7 +521,7 @@ class ElasticController:
         expected = self._strategy.refuses(world_size) if self._strategy is not None else ""
         shares = self.details.shares
         if not expected and prepare.roster.planned and shares is not None:
-            # Members that train are not to blame: the newcomer is refused, and they go on.
+            # The share sizes refuse a planned change: the newcomer is refused, the others train on.
             expected = shares.refuses(world_size)
         if expected:
             return [Rejection(field="world_size", seen=str(world_size), expected=expected)]
@@ -538,7 +544,7 @@ class ElasticController:
         try:
             self._probe = ProbeListener(member.info.address, member.member_id, member.incarnation)
         except OSError as error:
-            # A host without a free port trains all the same; its peers do not check it.
+            # A host without a free port still trains, but its peers cannot check it.
             log.warning("no_probe_port", reason=str(error))
             return
         member.info.probe_port = self._probe.port
@@ -554,7 +560,7 @@ class ElasticController:
 
 
 def _shortened(value: str) -> str:
-    """The value for a proposal: of a long one its beginning, and a digest of all of it."""
+    """The value as proposed: a long one is cut to its beginning and a digest of the whole."""
     if len(value) <= MAX_FIELD_CHARACTERS:
         return value
     digest = sha256(value.encode()).hexdigest()

@@ -59,12 +59,12 @@ class Evaluation:
         strategy: Strategy,
         pausing: Callable[[], AbstractContextManager[None]],
     ) -> dict[str, Any]:
-        """The sums over all samples, the same on every member. If a member is lost meanwhile, its
-        part is lost too: the others discard their sums and begin again."""
+        """The sums over all samples, the same on every member. If a member is lost meanwhile, the
+        others discard their sums and begin again, with all samples divided among them."""
 
         def attempt(generation: Generation, group: dist.ProcessGroup) -> dict[str, Any]:
             index, count = strategy.data_share(generation)
-            # Shares take different times: a member that is done with its own waits.
+            # Shares take different times: the others wait for the slowest member.
             with pausing():
                 own = self._sums(index, count)
                 strategy.finish_passes()
@@ -83,7 +83,7 @@ class Evaluation:
         sums: dict[str, float | int | Tensor] = {}
         for step in range(order.num_steps):
             batch = loader.synchronous(step, index, count)
-            # Without a share of it too: forward passes may need all members.
+            # Also without samples in the batch: forward passes may need all members.
             found = named(self._measured(batch))
             if not batch.indices:
                 found = {name: _nothing_of(value) for name, value in found.items()}

@@ -34,23 +34,27 @@ def join(
     validators: Iterable[Validator] = (),
     trackers: Iterable[Tracker] = (),
 ) -> Session:
-    """A session of a job, to be used in a `with` statement; entering it joins.
+    """A session of a job, for a `with` statement; entering the block joins the job.
 
-    What is not given comes from the environment that `shoal run` sets: SHOAL_JOB,
-    SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS, SHOAL_MAX_MEMBERS,
-    SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS, SHOAL_CHECK_PEERS ("auto": members on
-    different hosts find out before each generation whether they reach each other; "always",
-    "never"), SHOAL_BACKEND ("gloo", "nccl", "in-memory"; by itself NCCL for a model on CUDA and
-    Gloo for all else), SHOAL_RECONFIGURE (1: each generation reconfigures the process group of the
-    one before instead of making a new one; torch 2.14 or newer, Gloo; on all members alike),
-    SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder of
-    `shoal certs`), which turn TLS on; for a cluster that this user has started on this machine they
-    are found. `validators` are the session's own, beside those that
-    `shoal.validator` registered. `trackers`: where `session.log` goes beside the status page, such
-    as `shoal.TensorBoard("runs")`, `shoal.WandB("project")` and `shoal.MLflow("file:mlruns")`.
+    An argument that is not given is read from the environment, which `shoal run` sets:
 
-    Raises InvalidSpec at once for what is missing or contradictory; entering raises Unavailable if
-    no coordinator answers, JobFinished, or what else the coordinator refuses with.
+    - SHOAL_JOB, SHOAL_COORDINATOR (comma-separated host:port), SHOAL_MIN_MEMBERS,
+      SHOAL_MAX_MEMBERS, SHOAL_DESIRED_MEMBERS, SHOAL_MEMBER_ID, SHOAL_ADDRESS.
+    - SHOAL_CHECK_PEERS: "auto" (before each generation, members on different hosts check that they
+      reach each other), "always" or "never".
+    - SHOAL_BACKEND: "gloo", "nccl" or "in-memory"; by default NCCL for a model on CUDA, else Gloo.
+    - SHOAL_RECONFIGURE: with 1, each generation reconfigures the process group of the last one
+      instead of making a new one. Needs torch 2.14 or newer and Gloo; the same on all members.
+    - SHOAL_TLS_CA, SHOAL_TLS_CERT and SHOAL_TLS_KEY, or SHOAL_TLS (a folder made by `shoal certs`):
+      turn TLS on. Not needed for a cluster that this user has started on this machine.
+
+    `validators` are the session's own, beside those that `shoal.validator` registered. `trackers`
+    receive what `session.log` logs, as the status page does: `shoal.TensorBoard("runs")`,
+    `shoal.WandB("project")` or `shoal.MLflow("file:mlruns")`.
+
+    Raises InvalidSpec at once if a value is missing or contradicts another. Entering the block
+    raises Unavailable if no coordinator answers, JobFinished, or another refusal of the
+    coordinator.
     """
     given = {
         "job": job,
@@ -73,14 +77,14 @@ def join(
 
 
 class _Certificate:
-    """The certificate of the last session in this process."""
+    """Holder of the certificate that the last session of this process set."""
 
     own: TlsIdentity | None = None
 
 
 def _use_certificate(files: TlsFiles | None) -> None:
-    """Connect with these files. Without any, drop those of an earlier session, of another cluster;
-    a certificate that the process has from elsewhere stays."""
+    """Connect with these files. With None, drop the certificate of an earlier session; one that the
+    process has from elsewhere stays."""
     if files is not None or identity.own() is _Certificate.own:
         identity.use(files)
         _Certificate.own = identity.own()
@@ -99,7 +103,7 @@ def _trackers(given: Iterable[Tracker]) -> tuple[Tracker, ...]:
 
 
 def _set_log_level(environment: Mapping[str, str]) -> None:
-    """Log from SHOAL_LOG_LEVEL on, by default one line a change, unless the script configures
+    """Set the log level to SHOAL_LOG_LEVEL, by default info, unless the script has configured
     structlog itself. Raises InvalidSpec for an unknown level."""
     name = environment.get("SHOAL_LOG_LEVEL") or "INFO"
     level = logging.getLevelNamesMapping().get(name.upper())
@@ -117,8 +121,8 @@ def _set_log_level(environment: Mapping[str, str]) -> None:
 
 
 def _check_not_imported_by_a_child() -> None:
-    """Raise InvalidSpec if a process that the trainer has spawned, say to load batches, runs the
-    script again: it would take the trainer's place in the job."""
+    """Raise InvalidSpec in a process that the trainer has spawned, say to load batches, and that
+    imports the script: it would join as the trainer's own member."""
     # multiprocessing sets this mark while such a process imports the main module.
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise InvalidSpec(

@@ -1,4 +1,4 @@
-"""End of a session's block: the membership ends, with a reason, and the script sees an error."""
+"""End of a session's block: ends the membership with a reason, and keeps the script's error."""
 
 from collections.abc import Callable
 from types import TracebackType
@@ -15,13 +15,13 @@ from shoal.session.step import reason_of, reason_of_end
 from shoal_proto.errors import ShoalError
 
 SILENT_DRAIN_S = 5.0
-"""A leaving member stops waiting for a batch if its loading processes are silent for so long."""
+"""Silence of the loading processes after which a leaving member stops waiting for a batch."""
 
 log = structlog.get_logger(__name__)
 
 
 class SessionEnd:
-    """Ends the membership of one session, in whichever way its block ends."""
+    """Ends the membership of one session, however its block ends."""
 
     def __init__(
         self,
@@ -43,8 +43,9 @@ class SessionEnd:
         self._controller.membership.drain(reason)
 
     def check_drain(self, silent_s: float) -> None:
-        """Note that a batch is late, and its loading processes have been silent for so long. Raises
-        Drained if this member was asked to leave, and would wait for that batch for ever."""
+        """Called while the script waits for a batch whose loading processes have been silent for
+        `silent_s`. Raises Drained if this member was asked to leave and the batch may never
+        come."""
         is_alone = isinstance(self._controller.membership, LoneMember)
         if self._drains_for and (is_alone or silent_s >= SILENT_DRAIN_S):
             raise Drained(f"{self._drains_for}; the next batch had not come")
@@ -55,7 +56,7 @@ class SessionEnd:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave at the end of the block, by this error if there is one: an `__exit__`."""
+        """Leave at the end of the block, because of this error if there is one: an `__exit__`."""
         try:
             if error is None or isinstance(error, SystemExit):
                 self._controller.conclude()
@@ -73,8 +74,8 @@ class SessionEnd:
             self._leave(reason="left before the last batch")
 
     def because_of(self, error: BaseException) -> None:
-        """Leave because of an error, which stays the one that the script sees: a failure while
-        leaving is logged, and noted on the error."""
+        """Leave because of an error that the caller raises. A failure while leaving is logged and
+        added to that error as a note, not raised."""
         try:
             self._leave(reason=reason_of(error))
         except Exception as failure:  # noqa: BLE001 - logged, and part of the error that is raised
@@ -84,8 +85,8 @@ class SessionEnd:
                 error.add_note(f"Leaving the session failed, too: {text}")
 
     def _has_ended(self) -> bool:
-        """True if the job has ended, with the steps that this member has; waits for the others.
-        Raises the error of the last checkpoint."""
+        """True if the job is complete; waits for the others if the script has announced a stop.
+        Raises the error of the job's last checkpoint."""
         source = self._source()
         ended = source is None or source.all_trained or source.stop()
         if ended and self._trained.fields and self._controller.strategy.checkpoint_failure:

@@ -1,4 +1,4 @@
-"""The micro-batches of one step, with a check that each is passed through once."""
+"""The micro-batches of one step, with a check that each has one backward pass."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +25,7 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index, as_number
 
 NEAR_NODES = 64
-"""Number of graph nodes near a loss among which its mean is searched."""
+"""Limit of the graph nodes, from the loss back, among which the loss's mean is searched."""
 
 
 def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
@@ -37,14 +37,14 @@ def scaled(loss_function: LossFunction, fraction: float) -> LossFunction:
 
 @contextmanager
 def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
-    """The loss to pass backward with this weight. With weight 0 all of its gradients are made 0:
-    the mean over no tokens is NaN, and so are gradients through a division by 0."""
+    """The loss to call backward on. With weight 0, all gradients of its graph are set to 0: the
+    mean over no tokens is NaN, and so are the gradients through its division by 0."""
     if weight:
         yield loss
         return
     loss = loss.nan_to_num()
     nodes = nodes_of(loss)
-    # Before gathered rows in the graph come gradients that other members' losses ask for.
+    # Not of the nodes that computed gathered rows: other members' losses add gradients there.
     nodes -= nodes_from(before for node in nodes if is_gather(node) for before in _before(node))
     handles = [node.register_prehook(_nothing) for node in nodes]
     try:
@@ -55,7 +55,7 @@ def counting(loss: Tensor, weight: float) -> Iterator[Tensor]:
 
 
 def _nothing(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    # Gradients of outputs that nothing depends on are None.
+    # The gradient of an output that the loss does not depend on is None.
     return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
 
 
@@ -75,8 +75,8 @@ def _near(loss: Tensor) -> Iterable[Node]:
 
 
 def _is_even(counts: Tensor, num_samples: int) -> bool:
-    """True if all samples have the same sum of these counts, for either order of the targets: those
-    of a sample adjacent, or as far apart as there are samples."""
+    """True if all samples have the same sum of these counts, with targets of shape (samples, rest)
+    or (rest, samples)."""
     if counts.numel() % num_samples:
         return False
     by_sample = counts.reshape(num_samples, -1).sum(1)
@@ -85,12 +85,12 @@ def _is_even(counts: Tensor, num_samples: int) -> bool:
 
 
 def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is no mean over so many samples: with other shares of the
-    batch it would be a different loss. A mean over all of `num_gathered` rows is the same on all
-    members, whichever rows count."""
+    """Raise InvalidSpec for a loss that is no mean over `num_samples` samples: with other shares of
+    the batch it would be a different loss. A mean over the `num_gathered` rows of all members is
+    allowed: it is the same on every member."""
     found = [counts for counts in map(counted_targets, _near(loss)) if counts is not None]
     if len(found) >= num_samples > 1:
-        return  # A mean for each sample; the loss is the mean of these.
+        return  # One mean for each sample, of which the loss is the mean.
     for counts in found:
         if num_gathered and not counts.numel() % num_gathered:
             continue
@@ -109,8 +109,9 @@ def _check_mean(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
-    """Raise InvalidSpec for a loss that is a sum over so many samples: the share's weight would
-    scale it again. A sum over all of `num_gathered` rows is the same on all members."""
+    """Raise InvalidSpec for a loss that is a sum over `num_samples` samples: the share's weight
+    would scale it again. A sum over the `num_gathered` rows of all members is allowed: it is the
+    same on every member."""
     for shape in plain_sums(loss):
         if num_gathered and shape[0] % num_gathered == 0:
             continue
@@ -129,7 +130,7 @@ def _check_sum(loss: Tensor, num_samples: int, num_gathered: int = 0) -> None:
 
 
 def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) -> StepContext:
-    """The present context, for samples [start, stop) of the `whole` share."""
+    """The present context, restricted to samples [start, stop) of the `whole` share."""
     samples, batchnorm = whole.samples, whole.batchnorm
     if samples is not None:
         samples = replace(samples, first=samples.first + start, count=stop - start)
@@ -139,7 +140,7 @@ def _in_part(whole: StepContext, start: int, stop: int, *, has_samples: bool) ->
 
 
 class MicroBatches:
-    """The cut of one step's batch into parts, and the part that is passed through at present."""
+    """The parts that one step's batch is cut into, with checks of their backward passes."""
 
     def __init__(self, strategy: Strategy, batch: Batch | None, max_parts: int) -> None:
         self._strategy = strategy
@@ -153,7 +154,7 @@ class MicroBatches:
         self._part: Batch | None = None
         self._refusal: InvalidSpec | None = None
         self._aside: BuffersAside | None = None
-        """Buffers as they were before passes of stand-ins."""
+        """The model's buffers from before the passes of stand-ins."""
         self.num_gathered = 0
         """Rows that the last `session.gather` has returned; 0: it was not called."""
 
@@ -176,7 +177,7 @@ class MicroBatches:
             self._check_passed()
             self._restore()
             start, stop = share(0, batch.num_samples, index, num_parts)
-            # A model need not cope with no samples: an empty part repeats the first, with weight 0.
+            # No pass has an empty batch: an empty part repeats the first sample, with weight 0.
             rows = (start, stop) if stop > start else (0, 1)
             if stop == start:
                 self.stand_in()
@@ -200,13 +201,13 @@ class MicroBatches:
         set_current(replace(current(), samples=whole.samples, batchnorm=whole.batchnorm))
 
     def stand_in(self) -> None:
-        """Note that passes from here on have a stand-in for samples: their changes to the model's
-        buffers are undone with the part, or before the step is committed."""
+        """Note that the next passes have a stand-in instead of samples. Their changes to the
+        model's buffers are undone after the part, or before the step is committed."""
         if self._aside is None:
             self._aside = BuffersAside(self._strategy.local_model)
 
     def _restore(self) -> None:
-        # In a step without samples no part has any: all passes are of stand-ins.
+        # In a step without samples all passes are of stand-ins: `check_complete` restores once.
         if self._aside is not None and (self._batch is None or self._batch.num_samples):
             self._aside.restore()
             self._aside = None
@@ -214,8 +215,8 @@ class MicroBatches:
     def passing(self, *, by_weight: bool = False) -> float:
         """Begin a backward pass; returns its fraction of this member's share.
 
-        Raises InvalidSpec if the parts do not allow the pass, or if the pass before it was not
-        weighted in the same way.
+        Raises InvalidSpec if the part already had its pass or the loop over parts has ended, or if
+        only some passes of the step have a weight.
         """
         if self._num_passes and by_weight != self._by_weight:
             raise InvalidSpec(
@@ -241,8 +242,8 @@ class MicroBatches:
         return self._fraction()
 
     def backward(self, loss: Tensor, fraction: float, counted: float | None) -> None:
-        """Compute gradients of a mean loss over this fraction of the share, or, if `counted` is
-        given, over so many of the units that the step's losses are weighted by."""
+        """Compute gradients of a loss: the mean over this fraction of the share, or, if `counted`
+        is given, over that many of the units that the step's weights count, such as tokens."""
         if counted is not None:
             with counting(loss, counted) as counts:
                 self._strategy.backward_by_weight(counts, counted)
@@ -251,9 +252,10 @@ class MicroBatches:
             self._strategy.backward(loss if fraction == 1.0 else loss * fraction, weight)
 
     def check_mean(self, loss: Tensor, *, by_weight: bool) -> None:
-        """Raise InvalidSpec for a loss that is no mean over the samples, or, with a weight, a sum:
-        at once for a part, or when the step ends if it has no other pass. If a script cuts its
-        batch itself, a loss need not cover all samples of it."""
+        """Raise InvalidSpec for a loss that is no mean over the samples, or, with a weight, for a
+        sum. For a part, raises at once. For a whole batch, `check_complete` raises, and only if
+        the step has no other pass: a script that cuts its batch itself has several, none of them
+        over all samples."""
         present = self._part or self._batch
         if present is None or not present.indices or not self._strategy.cuts_batches:
             return
@@ -267,8 +269,8 @@ class MicroBatches:
             self._refusal = refusal
 
     def check_samples(self) -> None:
-        """Raise InvalidSpec for a loss without a weight if the batch lacks some of its samples: the
-        remaining ones would count for more."""
+        """Raise InvalidSpec if the batch lacks some of its samples. For a loss without a weight:
+        the remaining samples would count for more."""
         batch = self._batch
         if batch is None or not batch.indices or not self._strategy.cuts_batches:
             return
@@ -288,7 +290,8 @@ class MicroBatches:
             )
 
     def checked(self, loss_function: LossFunction, look: Callable[[Tensor], None]) -> LossFunction:
-        """The loss function with checks, for its own samples; `look` is called with each loss."""
+        """The loss function with a check of each loss against the samples in its targets, for
+        strategies that call it several times. `look` is called with each loss."""
 
         def checked(outputs: Any, targets: Any) -> Tensor:
             loss = loss_function(outputs, targets)
@@ -304,9 +307,9 @@ class MicroBatches:
         return checked
 
     def counted(self, weight: float | Tensor) -> float:
-        """The number that a loss of this weight counts for: 0 if there are no samples.
+        """The weight as a number; 0 if the present part or batch has no samples.
 
-        Raises InvalidSpec if the weight is not valid.
+        Raises InvalidSpec if the weight is not finite, or is negative.
         """
         one = weight.reshape(()) if isinstance(weight, Tensor) and weight.numel() == 1 else weight
         value = as_number("the weight of a loss", one)
@@ -320,8 +323,8 @@ class MicroBatches:
         return value if present is None or present.indices else 0.0
 
     def check_whole(self) -> None:
-        """Raise InvalidSpec within a loop over parts: the shares that parts are cut from decide
-        which samples meet in a part."""
+        """Raise InvalidSpec within a loop over parts: which samples are in a part together depends
+        on the shares, and so on the number of members."""
         if self._part is not None and self._num_parts > 1:
             raise InvalidSpec(
                 "session.gather in a loop over the parts of a batch",
@@ -334,8 +337,8 @@ class MicroBatches:
             )
 
     def check_complete(self) -> None:
-        """Check a step before it is committed. Raises InvalidSpec unless every part was passed
-        through, and for a loss that `check_mean` found."""
+        """Check a step before it is committed. Raises InvalidSpec if a part had no backward pass,
+        or for a loss that `check_mean` has found."""
         if self._refusal is not None and self._num_passes == 1:
             raise self._refusal
         if self._aside is not None:

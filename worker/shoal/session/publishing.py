@@ -24,7 +24,7 @@ from shoal_proto.v1 import weights_pb2
 
 
 class SessionSeries:
-    """A series made by `session.series`. Every member makes the same calls."""
+    """A series made by `session.series`. All members make the same calls on it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class SessionSeries:
         options: SeriesOptions,
         check_closed: Callable[[str], None],
     ) -> None:
-        """`fields` are the proposal's; `check_closed` raises within a step."""
+        """`fields` are the proposal's; `check_closed(call)` raises InvalidSpec within a step."""
         check_name(name, "series")
         member = controller.member
         if not member.coordinators:
@@ -58,27 +58,28 @@ class SessionSeries:
         *,
         metadata: Mapping[str, object] | None = None,
     ) -> Ticket:
-        """Publish the model as it is after the last step, as the next version of the series.
+        """Publish the model after the last step, as the next version of the series.
 
-        To be called by all members at the same place between two steps:
+        All members call it at the same point between two steps:
 
             if step.committed and batch.step % 10 == 0:
                 policy.publish(metadata={"loss": loss.item()})
 
-        Returns once this member's own part is copied; it is sent, replicated and committed in the
-        background, see `Ticket.wait`. No member waits for another, and none gathers the parts. If a
-        member is lost before its part is on the servers, there is no such version, and the next one
-        has its number. Readers see whole versions only.
+        Returns once this member's part of the model is copied. The copy is sent, replicated and
+        committed in the background: see `Ticket.wait`. Members send their parts to the servers
+        directly, and do not wait for one another. If a member is lost before its part is on the
+        servers, the version is discarded and the next one has its number. Readers see whole
+        versions only.
 
-        `model`: another module or tensors by name, the same on all members, such as an average.
-        DTensors among them are published by the slices that each member has. Under an asynchronous
-        strategy the member with rank 0 publishes its present values, and the call does nothing on
-        the others. A series with `tables` publishes the servers' values, as of one cut that
-        includes all pushes acknowledged before the call; only buffers and untrained parameters
-        come from the member with rank 0.
+        `model`: another module, or tensors by name, the same on all members, such as an average.
+        Each member publishes its own slice of a DTensor. Under an asynchronous strategy the member
+        with rank 0 publishes its present values, and the call does nothing on the others. A series
+        with `tables` publishes the servers' values, from one cut that includes all pushes
+        acknowledged before the call; only buffers and untrained parameters come from the member
+        with rank 0.
 
-        Raises InvalidSpec within a step, before the first batch is asked for, and for what cannot
-        be published; Overloaded if there is no memory for the copy.
+        Raises InvalidSpec within a step, before the first batch is asked for, and for a model that
+        cannot be published; Overloaded if there is no memory for the copy.
         """
         self._check_closed("series.publish")
         strategy = self._controller.strategy
@@ -120,8 +121,8 @@ class SessionSeries:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """End with the session's block: an `__exit__`. Publications in progress are committed
-        first, unless the block ends by an error."""
+        """Close the series at the end of the session's block: an `__exit__`. Waits for publications
+        in progress, unless the block ends by an error."""
         self._publications.close(waits=error is None or isinstance(error, SystemExit))
 
 

@@ -1,9 +1,11 @@
 """A watch on a script's calls of learning rate schedulers and averaged models in a session.
 
-In plain torch they are stepped after `optimizer.step()`. In a session the optimizer steps at the
-end of the `with session.step()` block, so such calls in the block wait until then. An object that
-the session does not carry would count its own calls: from 0 on a member that joins, and ahead of
-the others after a failed step. It would train a different model without an error, so it is refused.
+A script of plain torch makes these calls after `optimizer.step()`. A session steps the optimizer at
+the end of the `with session.step()` block, so calls within the block are deferred until then.
+
+An object that is not registered counts its own calls: it begins at 0 on a member that joins, and is
+ahead of the others after a failed step. It would train a different model without an error, so its
+calls are refused.
 """
 
 import functools
@@ -31,14 +33,15 @@ log = structlog.get_logger(__name__)
 
 
 class OwnCounts:
-    """Warns of a scheduler that a script steps by its own member's steps, if members train apart:
-    it gets as far as that member's share of the updates, and begins anew on a member that is
-    started again."""
+    """Warns of a scheduler that a script steps under an asynchronous strategy. It counts only its
+    own member's steps, which are a share of the job's updates, and begins at 0 when that member is
+    restarted."""
 
     def __init__(
         self, optimizers: Sequence[Optimizer], given: LRScheduler | None, fix: str
     ) -> None:
-        """`given`: the schedule that the strategy was given."""
+        """`given`: the strategy's own schedule, which draws no warning; `fix`: what the warning
+        advises."""
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
@@ -67,7 +70,7 @@ class OwnCounts:
 
 
 class ScriptCalls:
-    """The script's calls that concern the optimizers and the models of one session."""
+    """Handles the script's calls for the optimizers and the models of one session."""
 
     def __init__(
         self,
@@ -81,14 +84,13 @@ class ScriptCalls:
         self._in_step = in_step
 
     def watch(self) -> None:
-        """Watch calls from now on."""
         for owner in self._owners:
             _watching[owner] = self
         _watch(LRScheduler, "step", lambda scheduler, _: _optimizer_of(scheduler))
         _watch(AveragedModel, "update_parameters", _averaged)
 
     def release(self) -> None:
-        """End the watch with the session: the objects are the script's. May be called twice."""
+        """End the watch with the session. May be called twice."""
         _forget(self._owners, self)
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
@@ -133,7 +135,7 @@ def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
     model = arguments[0] if arguments else None
     if model is None or model in _watching:
         return model
-    # An average of a part of the model, such as a backbone, is of its parameters too.
+    # The script may average a part of the model, such as a backbone.
     for reference in _watching.keyrefs():
         owner = reference()
         if isinstance(owner, nn.Module) and any(part is model for part in owner.modules()):
@@ -142,8 +144,9 @@ def _averaged(_: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _check_whole(average: AveragedModel, model: nn.Module) -> None:
-    """Refuse averages of partial models: torch pairs parameters by order, so those of a stage would
-    be averaged with wrong ones, unnoticed until members compare their averages."""
+    """Raise InvalidSpec if this member's model has other parameters than the average. torch pairs
+    parameters by order: those of a pipeline stage would be averaged with wrong ones, unnoticed
+    until members compare their averages."""
     averaged, present = _shapes(average.module), _shapes(model)
     if averaged != present:
         raise InvalidSpec(
@@ -160,9 +163,9 @@ def _shapes(module: nn.Module) -> list[tuple[bool, torch.Size]]:
 
 
 def _watch(root: type, method: str, owner_of: Callable[[Any, tuple[Any, ...]], Any]) -> None:
-    """Wrap this method of a class and its subclasses: calls go to the session concerned.
+    """Wrap this method of a class and its subclasses, so that calls go to the session concerned.
 
-    Once for the process; harmless without a session.
+    Wraps once in a process. Without a session the method works as before.
     """
     kinds = [root]
     while kinds:
@@ -179,7 +182,8 @@ def _watched(
     @functools.wraps(plain)
     def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
         def call() -> Any:
-            # A scheduler steps the schedulers in it, and a subclass calls its base class.
+            # Nested calls are part of the script's one call: a scheduler steps schedulers within
+            # it, and a subclass calls its base class.
             _depth.calls += 1
             try:
                 return plain(self, *args, **kwargs)

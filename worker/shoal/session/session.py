@@ -1,4 +1,4 @@
-"""The session: a member of a job in the view of a training script."""
+"""The session: what a training script sees of its membership in a job."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -64,15 +64,14 @@ PAUSE_S = 1800.0
 
 
 class ScriptPause:
-    """The script's pause, one at a time in a session: the member does something of its own, and
-    the others wait for it."""
+    """The pause of a session's script: the others wait while it runs. One at a time."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller
         self.is_on = False
 
     def also(self, reason: str, limit_s: float) -> AbstractContextManager[None]:
-        """Pause as `hold`, unless the script is in a pause already."""
+        """Pause as `hold` does, unless the script is in a pause already."""
         return nullcontext() if self.is_on else self.hold(reason, limit_s)
 
     @contextmanager
@@ -97,13 +96,13 @@ class ScriptPause:
 
 
 class Session:
-    """Made by `shoal.join`; a member while the `with` block runs.
+    """Session made by `shoal.join`: a member of the job while its `with` block runs.
 
-    Leaving the block normally after the last batch completes the job; leaving it by an exception
-    or before the last batch removes only this member, and the others go on.
+    If the block ends normally after the last batch, the job is complete. If it ends by an exception
+    or before the last batch, only this member leaves, and the others continue.
 
     While the block runs, SIGTERM asks for a drain (see `drain`), unless the script handles it.
-    After the block nothing of the session is left in the process: another session may follow.
+    After the block another session may follow in the same process.
     """
 
     def __init__(
@@ -128,7 +127,7 @@ class Session:
         self._signal = DrainSignal(self.drain)
         self._process = os.getpid()
         self._held = ExitStack()
-        """Resources of the block, released in the opposite order however it ends."""
+        """Resources of the block, released in reverse order however the block ends."""
 
     @property
     def _place(self) -> LocalRank:
@@ -141,7 +140,7 @@ class Session:
             held.callback(self._steps.release)
             with self._signal.while_joining():
                 self._controller.attend()
-            # No effect if the end of the block has left already.
+            # No effect if `_leaving.end` has left already.
             held.callback(self.leave, reason="left by an error")
             held.push(self._leaving.end)
             held.callback(self._signal.restore)
@@ -156,16 +155,16 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         if os.getpid() != self._process:
-            # A process that the script forked within the block: it is no member of the job.
+            # The script forked this process within the block: it is no member of the job.
             return
         self._held.__exit__(kind, error, trace)
 
     def leave(self, *, reason: str, completed: bool = False) -> None:
-        """Stop being a member; `completed` ends the job for all. The first call counts."""
+        """End the membership; `completed` ends the job for all members. The first call counts."""
         reports, self._reports = self._reports, None
         # Each callback runs, from the last to the first, even if another one raises.
         with ExitStack() as releases:
-            # After a failure the others wait for this member to leave, so reports come second.
+            # After a failure the others wait for this member to leave: only then send reports.
             if reports is not None and not completed:
                 releases.callback(reports.close, completed=False)
             releases.callback(self._controller.leave, completed=completed, reason=reason)
@@ -176,15 +175,16 @@ class Session:
             releases.callback(self._trained.release)
 
     def drain(self, reason: str) -> None:
-        """Ask to leave in good order, as a SIGTERM does: for scripts that learn of it otherwise.
+        """Ask to leave in good order, as SIGTERM does: for scripts that learn otherwise that their
+        process is to end.
 
-        Returns at once. The step in progress is finished, and the others agree on a step from which
-        on they train without this member. There the batches end with `shoal.Drained`, a
-        SystemExit of code 143. No generation breaks.
+        Returns at once. The step in progress is finished, and the members agree on a step from
+        which the others train without this member. At that step the batches end with
+        `shoal.Drained`, a SystemExit with code 143. No generation breaks.
         """
         self._leaving.drain(reason)
 
-    # --- what the training script calls ---
+    # --- calls of the training script ---
 
     @overload
     def distribute(
@@ -216,16 +216,17 @@ class Session:
         keyed_dropout: bool = True,
         sync_batchnorm: bool = False,
     ) -> tuple[Any, Any]:
-        """The model and optimizer to train with from now on, the same over all changes.
+        """The model and optimizer to train with, valid through all changes of members.
 
-        With `checkpoints`, the state is written to disk every so many steps while training goes
-        on, and a job in which no member has state resumes from the newest checkpoint. With
+        With `checkpoints`, the state is written to disk every `every_steps` steps while training
+        continues, and a job in which no member has state resumes from the newest checkpoint. With
         `keyed_dropout`, the model's dropout depends on seed, step and sample alone, so that it is
-        the same with any number of members. `sync_batchnorm`: BatchNorm uses
-        the statistics of all members' samples, as torch's SyncBatchNorm modules always do.
+        the same with any number of members. With `sync_batchnorm`, BatchNorm uses the statistics
+        of all members' samples, as torch's SyncBatchNorm modules always do.
 
-        Several models or optimizers are given by name or in lists, and returned in the same form;
-        `backward` and others then take the optimizers that they are for. See docs/models.md.
+        Several models or optimizers are given by name or in lists, and returned in the same form.
+        Then `backward`, `update` and `clip_grad_norm` take the optimizers that they are for. See
+        docs/models.md.
 
         A compiled Keras model with its own optimizer is still trained by `fit`: see
         `shoal.integrations.keras_session`. `reset_parameters` fills tensors on the meta device.
@@ -254,17 +255,18 @@ class Session:
         return self._trained.distribute(model, optimizer, find_strategy(strategy), options)
 
     def register(self, name: str, stateful: S) -> S:
-        """Make the state of a script's object part of the trained state: any object with
-        `state_dict()` and `load_state_dict(state)`, such as a learning rate scheduler, an
-        `AveragedModel`, a sampler or a metric. Before the first batch, on every member alike.
+        """Make the state of a script's object part of the trained state; returns the object. Any
+        object with `state_dict()` and `load_state_dict(state)` will do, such as a learning rate
+        scheduler, an `AveragedModel`, a sampler or a metric. All members register the same objects,
+        before the first batch.
 
             schedule = session.register("schedule", CosineAnnealingLR(optimizer, 10_000))
 
-        It is committed with each step, including changes after the step and before the next batch
-        is asked for. It is rolled back if a step fails, sent to members that
-        join, written to checkpoints and read from them. All members must hold the same, which is
-        compared in each new generation, before each checkpoint and at the end:
-        RegisteredStateDiffers names the difference. Returns the object.
+        The state is committed with each step, including changes made before the next batch is
+        asked for. It is rolled back if a step fails, sent to members that join, written to
+        checkpoints and read from them. It must be the same on all members, who compare it in each
+        new generation, before each checkpoint and at the end: RegisteredStateDiffers names a
+        difference.
 
         `scheduler.step()` and `AveragedModel.update_parameters()` of registered objects, called
         within `session.step()`, run once the optimizer has stepped, if the step is committed.
@@ -285,15 +287,16 @@ class Session:
         collate: Collate | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> Batches:
-        """This member's part of every batch from the job's present step to its last.
+        """This member's share of every batch, from the job's present step to its last.
 
-        Train on each within `session.step()`. After a lost peer the same step comes again, cut for
-        the remaining members. Asynchronous members get whole batches of the given size.
+        Train on each within `session.step()`. After the loss of a peer the batch of the failed step
+        is handed out again, divided among the remaining members. Under asynchronous strategies each
+        member gets whole batches of `global_batch_size`.
 
-        Shuffled by seed 0 by default. `loading`: num_workers, prefetch_factor,
-        pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader; or
-        give a DataLoader, whose settings are the defaults, its batch_size as the
-        global one. See docs/data.md.
+        Samples are shuffled by default, with seed 0. `loading`: num_workers, prefetch_factor,
+        pin_memory, persistent_workers, worker_init_fn and others, as in torch's DataLoader. A
+        DataLoader may be given instead of a data set: its settings are the defaults, and its
+        batch_size is the global one. See docs/data.md.
         """
         strategy = self._controller.strategy
         if self._source is not None:
@@ -320,8 +323,9 @@ class Session:
     def step(self) -> Step:
         """One optimizer step: zeroes gradients at its start, applies and commits them at its end.
 
-        A lost peer inside is recovered from, and the step did not happen: the object's `committed`
-        stays False. Any other error is raised to the caller, and the member leaves because of it.
+        If a peer is lost in the block, the member recovers and the step is rolled back: `committed`
+        of the returned object stays False. After any other error the member leaves, and the error
+        is raised.
         """
         return self._steps.new(
             source=self._source, reports=self._reports, leave=self._leaving.because_of
@@ -334,29 +338,29 @@ class Session:
         weight: float | Tensor | None = None,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
     ) -> None:
-        """Compute gradients of `loss`, the mean over the samples of the batch, or of a part of it
-        within a loop over `batch.parts`.
+        """Compute gradients of `loss`, the mean over the samples of the batch, or of a part within
+        a loop over `batch.parts`.
 
-        With `weight`, the loss is a mean over so many of another unit: for example the tokens that
-        are not padding. The step's gradients are those of the mean over all tokens of the global
+        With `weight`, the loss is a mean over that many of another unit, for example tokens that
+        are not padding: the step's gradients are those of the mean over all tokens of the global
         batch. Give a weight for every pass of a step on every member, or for none.
 
-        With several optimizers, `optimizer` is one or a list: the loss trains their parameters.
-        Gradients of all others stay unchanged.
+        With several optimizers, `optimizer` is one of them or a list: the loss trains their
+        parameters, and gradients of all other parameters stay unchanged.
         """
         self._steps.backward(loss, weight, optimizer)
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """The rows of all members' shares of the batch, in the order of a single process, for
-        losses over pairs of samples. Gradients flow through it.
+        """The rows of all members' shares of the batch, in the order of a single process. For
+        losses over pairs of samples; gradients flow back to the members that computed the rows.
 
             features = session.gather(model(batch.inputs))
             session.backward(contrastive(features))
 
-        `tensor` has a row for each sample of the share; shares may differ in size. The loss is one
-        over all rows, the same on every member, or a mean over the member's own rows, which begin
-        at `batch.first`, each against all rows: then weights become those of one process. All
-        members call it equally often in a step, in the same order. See docs/contrastive.md.
+        `tensor` has a row for each sample of the share; shares may differ in size. Weights become
+        those of one process if the loss is one over all rows, the same on every member, or a mean
+        over the member's own rows (from `batch.first`), each against all rows. All members make
+        the same calls in a step, in the same order. See docs/contrastive.md.
 
         Raises InvalidSpec outside a step, in a loop over `batch.parts`, under strategies that do
         not support it, and on all members if their tensors do not fit together.
@@ -364,13 +368,12 @@ class Session:
         return self._steps.gather(tensor)
 
     def update(self, optimizer: Optimizer | Sequence[Optimizer]) -> None:
-        """Step one of several optimizers now, within the step. Later passes of the step compute
-        with the changed weights, as a generator's loss does with a discriminator that has just
-        learnt.
+        """Step one of several optimizers now, before the end of the step: later passes of the step
+        use the changed weights. Example: a generator's loss after the discriminator's update.
 
-        An optimizer that has gradients at the end of the step is stepped there without this call.
-        A failed step undoes all of it, for which a copy of the changed tensors is kept until the
-        step ends. All members call it at the same point.
+        Without this call, an optimizer with gradients is stepped at the end of the step. If the
+        step fails, the update is undone: a copy of the changed tensors is kept until the step ends.
+        All members call it at the same point.
         """
         self._steps.update(optimizer)
 
@@ -382,11 +385,11 @@ class Session:
                 with session.pause("validation"):
                     evaluate(model)
 
-        Meanwhile no limit of hang detection runs: no member is expelled, no collective of the
-        others times out, and joining or leaving members wait. A loss is noticed as always.
-        After `limit_s` seconds, by default half an hour, this member counts as hung
-        itself: the others go on without it, and its next step raises DeadlineExceeded. Any number
-        of members may be paused at a time. `shoal why` shows `reason`.
+        Meanwhile hang detection is suspended: no member is expelled, no collective times out.
+        Members that join or leave wait. Losses are detected as usual. After `limit_s` seconds, by
+        default half an hour, this member counts as hung: the others continue without it, and its
+        next step raises DeadlineExceeded. Several members may pause at a time. `shoal why` shows
+        `reason`.
 
         Asynchronous strategies wait for no member, paused or not.
         """
@@ -399,8 +402,8 @@ class Session:
             loss = loss_function(model(batch.inputs), batch.targets)
             session.backward(loss)
 
-        but also for strategies with a pipeline, which interleave the two. Returns the mean loss
-        over this member's samples, detached; of a part, over the part's, and 0 for an empty one.
+        but also for strategies with a pipeline, which interleave the two passes. Returns the mean
+        loss, detached, over this member's samples or over those of the part; 0 if there are none.
         """
         return self._steps.forward_backward(batch, loss_function)
 
@@ -421,11 +424,11 @@ class Session:
 
             accuracy = session.evaluate(test_set, measure, batch_size=64)["correct"] / len(test_set)
 
-        All members call it after the same step, and no gradients are computed. Each
-        sample counts once. If a member is lost meanwhile, the others begin again in the next
-        generation, with the model of `step_number` at that time. Members may take `limit_s` seconds
-        for their shares, as in a `pause`. `batch_size` is per member; a DataLoader gives its data
-        set, batch size and collate function.
+        All members call it after the same step; no gradients are computed, and each sample counts
+        once. If a member is lost meanwhile, the others begin again in the next generation, with the
+        model of `step_number` at that time. Each member may take `limit_s` seconds for its share,
+        as in a `pause`. `batch_size` is per member; a DataLoader gives its data set, batch size and
+        collate function.
         """
         self._steps.check_closed("session.evaluate")
         evaluation = Evaluation(data, measure, batch_size=batch_size, collate=collate)
@@ -436,10 +439,11 @@ class Session:
         )
 
     def all_reduce(self, value: Value, op: Reduction = "sum") -> Any:
-        """The "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or
-        several of them by name. All members call it after the same step.
+        """The "sum", "mean", "max" or "min" of all members' values: a number, a tensor, or several
+        by name. All members call it after the same step.
 
-        If a member is lost meanwhile, the others' values are reduced, in the next generation.
+        If a member is lost meanwhile, the remaining members reduce their values in the next
+        generation.
         """
         self._steps.check_closed("session.all_reduce")
         return SharedCalls(self._controller, self._trained.fields).all_reduce(value, op)
@@ -463,10 +467,10 @@ class Session:
                 if step.committed:
                     policy.publish()
 
-        The newest `keep` versions are kept, each on `copies` parameter servers; floating point
-        numbers are published in `dtype`, if it is given. With `tables`, under a strategy that
-        trains embedding tables, a version also has their rows, as of the same cut as its
-        parameters. Raises InvalidSpec for options out of range, and in a session without a cluster.
+        The newest `keep` versions are kept, each on `copies` parameter servers. Floating point
+        values are published in `dtype`, if it is given. With `tables`, under a strategy that trains
+        embedding tables, a version has the tables' rows too, from the same cut as the parameters.
+        Raises InvalidSpec for options out of range, and in a session without a cluster.
         """
         check_entered(self._reports, "session.series")
         options = SeriesOptions(keep=keep, copies=copies, dtype=dtype, tables=tables)
@@ -476,10 +480,12 @@ class Session:
         return found
 
     def log(self, values: Mapping[str, Scalar]) -> None:
-        """Log numbers by name, `{"loss": loss}`, to the page, to metrics and to the `trackers`,
-        once a step, even if members are lost or join. In a step they are that step's, if it is
-        committed; after a step, the last one's. Every member calls it; one member's values are
-        shown, the first of a step. A member without samples logs nothing: see `Batch.is_stand_in`.
+        """Log numbers by name, `{"loss": loss}`, to the status page, the metrics and the
+        `trackers`: once for each step, even if members are lost or join.
+
+        Called in a step, the values are that step's and are logged if it is committed; called
+        after, they are the last step's. All members call it; one member's values are shown, the
+        first of a step. A member without samples logs nothing: see `Batch.is_stand_in`.
         """
         in_step, step = self._steps.in_step, self._controller.strategy.step
         batch = None if self._source is None else self._source.batch
@@ -487,12 +493,12 @@ class Session:
         self._controller.job_log.log(values, step=step, in_step=in_step, counts=counts)
 
     def stop(self, reason: str) -> None:
-        """End the job before its samples end, for all members, as finished: early stopping.
+        """Finish the job on all members before its samples end: early stopping.
 
-        Any member may call it, or all. Called in a step, it makes that step the last one; called
-        between two, the one before: the batches end on all members without another commit.
-        After it go on with the loop, which ends by itself; or leave it, on all members alike.
-        `reason` is shown as the job's. Under local SGD the job ends with the round.
+        One member may call it, or several. In a step, the call makes that step the job's last;
+        between two steps, the one that was committed last. The batches then end on all members.
+        Continue with the loop, which ends by itself, or leave it on all members. `reason` is shown
+        as the job's. Under local SGD the job ends with the round.
         """
         stop(self._controller, reason, has_batches=bool(self._source), in_step=self._steps.in_step)
 
@@ -501,18 +507,19 @@ class Session:
     ) -> Tensor:
         """Scale the step's gradients to a common 2-norm of at most `max_norm`; returns the norm.
 
-        All members call it in the step, after the last backward pass. The norm is that of
-        the whole model's gradients, however they are sharded; with several optimizers, that of
-        the gradients of `optimizer`.
+        All members call it in the step, after the last backward pass. The norm covers the gradients
+        of the whole model, however they are sharded; with several optimizers, those of
+        `optimizer`.
         """
         return self._steps.clip_grad_norm(max_norm, optimizer)
 
     def state_dict(self) -> Mapping[str, Tensor]:
-        """The whole model by name, on the host, with the keys of the undistributed model.
+        """The whole model's tensors by name, on the host, with the keys of the undistributed model.
 
-        Under strategies that shard parameters all members must call it, at the same step: between
-        two batches, or after the last one within the `with` block. If one is lost meanwhile, the
-        others begin again in the next generation, with the model of `step_number` at that time.
+        Under strategies that shard parameters, all members must call it after the same step:
+        between two batches, or after the last one within the `with` block. If a member is lost
+        meanwhile, the others begin again in the next generation, with the model of `step_number`
+        at that time.
         """
         strategy = self._controller.strategy
         if not strategy.state_is_spread:
@@ -521,7 +528,7 @@ class Session:
         calls = SharedCalls(self._controller, self._trained.fields)
         return calls.run("session.state_dict", lambda _, __: strategy.state_dict())
 
-    # --- where it stands ---
+    # --- membership and progress ---
 
     @property
     def job(self) -> str:
@@ -543,8 +550,8 @@ class Session:
 
     @property
     def rank(self) -> int:
-        """This member's rank in the present generation, from `batches` on: before the first batch,
-        reading it waits for the others."""
+        """This member's rank in the present generation, available after `session.batches`. Before
+        the first batch, reading it waits until the others have joined."""
         return self._present().rank
 
     @property

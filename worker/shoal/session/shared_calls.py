@@ -1,4 +1,4 @@
-"""Calls that members make together between two steps, repeated if one of them is lost."""
+"""Calls that members make together between two steps, repeated if a member is lost."""
 
 import json
 import math
@@ -23,7 +23,7 @@ Value = float | int | Tensor | Mapping[str, float | int | Tensor]
 """A number, a tensor, or several by name."""
 Reduction = Literal["sum", "mean", "max", "min"]
 MAX_BYTES = 1 << 30
-"""Limit of the bytes reduced in one call: state is moved by other means."""
+"""Limit of the bytes reduced in one call, which is meant for metrics, not for state."""
 MAX_REASON_CHARS = 200
 _HALVES = (torch.float16, torch.bfloat16)
 _COMPLEX = (torch.complex64, torch.complex128)
@@ -34,7 +34,8 @@ _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp
 
 
 class SharedCalls:
-    """The shared calls of one session. Each returns once all members have its result."""
+    """The shared calls of one session. A call returns once all members have its result, or returns
+    unconfirmed if a member is lost just then."""
 
     def __init__(self, controller: ElasticController, fields: dict[str, str]) -> None:
         """`fields` are the proposal's."""
@@ -42,18 +43,18 @@ class SharedCalls:
         self._fields = fields
 
     def run(self, call: str, attempt: Callable[[Generation, dist.ProcessGroup], T]) -> T:
-        """The result of `attempt` in a generation in which no member is lost meanwhile.
+        """The result of `attempt` in the first generation that no member is lost from meanwhile.
 
-        `call` describes the call: all members must make the same one.
+        `call` describes the call and must be the same on all members.
         """
         strategy = self._strategy(call)
         position = strategy.position
         self._controller.call.check_end(call, strategy.step)
-        # Until the call returns no member may join, as its script would be elsewhere.
+        # Until the call returns no member may join: its script would be at another point.
         self._controller.call.is_under_way = True
         try:
             if position.unconfirmed:
-                # A member was lost in the last call: it is unknown if all have its result.
+                # A member was lost at the end of the last call: some may lack its result.
                 self._recover(GenerationBroken("a member was lost after a call between two steps"))
                 self._controller.stand(self._fields)
             position.in_call = True
@@ -75,7 +76,7 @@ class SharedCalls:
             position.mark_wait("")
 
     def _confirm(self, group: dist.ProcessGroup) -> bool:
-        """True if it is certain that all members have come so far."""
+        """True if all members have the result; False if a member was lost, so that some may not."""
         try:
             wait_abortable(dist.all_reduce(torch.zeros(1), group=group, async_op=True), group)
         except RuntimeError as error:
@@ -99,7 +100,7 @@ class SharedCalls:
     def _recover(self, error: Exception) -> None:
         if not self._controller.is_break(error):
             raise error
-        # The frames below hold the wrapped model and with it the group that must be freed.
+        # The frames hold the wrapped model, and with it the group that must be freed.
         traceback.clear_frames(error.__traceback__)
         self._controller.recover(error)
 
@@ -156,7 +157,7 @@ def stop(controller: ElasticController, reason: str, *, has_batches: bool, in_st
 def present(
     controller: ElasticController, fields: dict[str, str], *, has_batches: bool
 ) -> Generation:
-    """The generation whose rank and world size a script asks for; formed if there is none."""
+    """The present generation, for a script that asks for its rank; formed if there is none."""
     if controller.generation is not None:
         return controller.generation
     if not has_batches:
@@ -169,7 +170,7 @@ def present(
 
 
 def note_loss(error: BaseException, controller: ElasticController) -> None:
-    """Add advice to the error if the script's own collective, between steps, lost a member."""
+    """Add advice to the error if a member was lost in the script's own collective between steps."""
     if controller.is_break(error):
         error.add_note(
             "A member was lost in a collective call that the script makes between two steps. "
@@ -179,10 +180,10 @@ def note_loss(error: BaseException, controller: ElasticController) -> None:
 
 
 def named(value: Value, op: Reduction = "sum") -> dict[str, float | int | Tensor]:
-    """The values by name, in the form in which they are reduced; one alone has the empty name.
+    """The values by name, in the form in which they are reduced; a single value has the name "".
 
-    Truth values and integers of all sizes become int64, so that sums do not wrap; scalars of NumPy
-    become Python numbers. Raises InvalidSpec for values that cannot be reduced so.
+    Tensors of booleans and integers become int64, so that sums do not wrap; NumPy scalars become
+    Python numbers. Raises InvalidSpec for values that cannot be reduced.
     """
     given = dict(value) if isinstance(value, Mapping) else {"": value}
     values = {name: _reducible(name, each, op) for name, each in given.items()}
@@ -234,10 +235,10 @@ def reduce(
     generation: Generation,
     part: int | None = None,
 ) -> dict[str, Any]:
-    """Collective: reduce the values of all members to one. Of members with the same `part` the
-    first one counts; `None`: all count.
+    """Reduce the values of all members, by a collective. Among members with the same `part` only
+    the first one counts; with `part` None every member counts.
 
-    Raises InvalidSpec, on all members, if they do not have values of the same names and shapes.
+    Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """
     own = {name: _told(each) for name, each in values.items()}
     told = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
@@ -272,7 +273,7 @@ def _told(value: float | int | Tensor) -> list[Any]:
 def _reduced(
     tensor: Tensor, op: Reduction, group: dist.ProcessGroup, counts: Sequence[bool]
 ) -> Tensor:
-    """The reduced tensor. Half types are summed up as float32, and rounded once."""
+    """The reduced tensor. Half-precision types are reduced as float32 and rounded once."""
     dtype = torch.float32 if tensor.dtype in _HALVES else tensor.dtype
     host = tensor.detach().to("cpu", dtype, copy=True)
     if not counts[group.rank()]:
@@ -288,8 +289,8 @@ def _reduced(
 
 
 def _extreme(host: Tensor, op: Reduction, group: dist.ProcessGroup) -> Tensor:
-    """The largest or smallest value, NaN if any member has NaN: Gloo compares pairs, and of a
-    number and NaN takes either."""
+    """The largest or smallest values, NaN where any member has NaN: Gloo compares in pairs, and may
+    return either a number or NaN for the two."""
     nan = host.isnan() if host.is_floating_point() else None
     if nan is not None:
         host.masked_fill_(nan, -math.inf if op == "max" else math.inf)
@@ -306,13 +307,13 @@ def _all_reduce(host: Tensor, op: str, group: dist.ProcessGroup) -> None:
 
 
 def _sum(numbers: Sequence[float]) -> float:
-    """The sum, rounded once if its parts are finite; integers stay integers."""
+    """The sum, rounded once if all numbers are finite; a sum of integers is exact."""
     if all(isinstance(number, int) for number in numbers):
         return sum(numbers)
     try:
         return math.fsum(numbers)
     except (OverflowError, ValueError):
-        # Larger than all finite numbers, or infinities of both signs.
+        # An overflow, or infinities of both signs.
         return float(sum(numbers))
 
 

@@ -1,4 +1,4 @@
-"""The steps of a session: their begin, commit or failure, and the calls of a script in a step."""
+"""The steps of a session: their start, commit or failure, and the script's calls within a step."""
 
 import math
 import time
@@ -58,7 +58,7 @@ class Step:
         reports: StepReports | None,
         leave: Callable[[BaseException], None],
     ) -> None:
-        """`fields` are the proposal's; `leave(error)` ends the membership because of it."""
+        """`fields` are the proposal's; `leave(error)` ends the membership because of an error."""
         self._controller = controller
         self._fields = fields
         self.guard = guard
@@ -67,15 +67,15 @@ class Step:
         self._leave = leave
         self._started_s = 0.0
         self.is_open = False
-        """True if the step has begun and not yet ended."""
+        """True from the start of the step to its end."""
         self.committed = False
         self.loss: Tensor | None = None
         """The mean of this member's losses so far; NaN if it has no samples in the step."""
         self._weight = 0.0
         self._rows: RowGathers | None = None
-        """Set once rows were gathered."""
+        """The step's row exchange, from the first gather on."""
         self._opened = ExitStack()
-        """Undoes what is set for this thread while the step is open."""
+        """Undoes `_open` when the step ends."""
 
     def __enter__(self) -> Self:
         self._started_s = time.perf_counter()
@@ -113,7 +113,7 @@ class Step:
             self.micro_batches.stand_in()
 
     def _close(self) -> None:
-        """Undo `_open`, also if it has failed half-way."""
+        """Undo `_open`, even if it failed half-way."""
         self.is_open = False
         set_current(NO_STEP)
         if self._rows is not None:
@@ -144,17 +144,18 @@ class Step:
 
     @property
     def batch(self) -> Batch | None:
-        """The batch that is trained on, if the session hands out batches."""
+        """The batch of the step; None if the session hands out no batches."""
         return self._source.batch if self._source is not None else None
 
     @property
     def _is_uneven(self) -> bool:
-        """True if the members' shares of the batch are of different sizes."""
+        """True if the members' shares of the batch differ in size."""
         batch = self.batch
         return batch is not None and batch.weight != 1.0
 
     def note_loss(self, loss: Tensor, weight: float) -> None:
-        """Add a pass whose mean loss has this weight among those of the step; 0: no samples."""
+        """Add the mean loss of a pass to the step's, with this weight; 0 for a pass without
+        samples."""
         self._weight += weight
         loss = loss.detach()
         if not weight:
@@ -201,8 +202,8 @@ class Step:
         return self._rows
 
     def _samples(self, batch: Batch | None) -> PresentSamples | None:
-        """The batch's samples, by which random numbers are drawn from here on, independent of the
-        members; a stand-in draws as the sample that it repeats, the first."""
+        """Seed torch by the batch's samples, and return them: random numbers of the step do not
+        depend on the number of members. A stand-in uses the sample that it repeats, the first."""
         if batch is None:
             return None
         seed, first = int(self._fields["seed"]), 0 if batch.is_stand_in else batch.first
@@ -233,8 +234,9 @@ class Step:
             self._reports.step_done(controller.strategy, loss, seconds, num_samples)
 
     def _recovers(self, error: BaseException) -> bool:
-        """True if the step did not happen and this member is ready to take it again: in the next
-        generation if a peer was lost."""
+        """True if the step is undone and this member is ready to take it again, after the loss of a
+        peer in the next generation. On other errors the member leaves; raises the session's error
+        for it, if there is one, else returns False."""
         strategy = self._controller.strategy
         if strategy.redoes(error):
             return True
@@ -242,7 +244,7 @@ class Step:
             strategy.withdraw_step()
             return True
         if self._controller.is_break(error):
-            # The frames below hold the wrapped model and with it the group that must be freed.
+            # The frames hold the wrapped model, and with it the group that must be freed.
             traceback.clear_frames(error.__traceback__)
             try:
                 self._controller.recover(error)
@@ -270,13 +272,12 @@ class Step:
 def _look_at_gather(
     tensor_list: Any, tensor: Any, group: Any = None, async_op: bool = False
 ) -> None:
-    """Check the script's own `torch.distributed.all_gather`, if the members' shares are of unequal
-    sizes.
+    """Check the script's own `torch.distributed.all_gather`, if the members' shares differ in size.
 
-    If ranks pass tensors of other sizes than the others expect, Gloo ends a process, or waits until
-    the limit of a collective, and again in each generation. So in such a step members first
-    exchange their sizes. `torch.distributed.nn.all_gather`, and the layers in scripts for
-    SimCLR and CLIP, go through this call too.
+    If a rank passes a tensor of a size that the others do not expect, Gloo aborts a process or
+    waits until the collective times out, in each generation again. So in such a step members first
+    exchange their sizes. `torch.distributed.nn.all_gather`, and the layers of SimCLR and CLIP
+    scripts, use this call too.
     """
     # Shoal's own calls name a group.
     if group is None and (check := current().check_gather) is not None:
@@ -284,19 +285,19 @@ def _look_at_gather(
 
 
 class Steps:
-    """The calls of a script in a step; `Session` documents each."""
+    """The script's calls within a step; `Session` documents each."""
 
     def __init__(self, controller: ElasticController, trained: Distribution) -> None:
         self._controller = controller
         self._trained = trained
         self._newest: Step | None = None
         self._generators: Sequence[Tensor] = ()
-        """States of torch's generators before the first step, which seeds them anew."""
+        """States of torch's generators before the first step, as each step seeds them."""
         before_calls(dist, "all_gather", _look_at_gather)
 
     def release(self) -> None:
-        """End with the session: close a step that is still open, and let torch draw numbers as if
-        there had been no step. May be called twice."""
+        """Close a step that is still open, and restore torch's generators to their states before
+        the first step. Called when the session ends; may be called twice."""
         if self._newest is not None:
             self._newest.release()
         states, self._generators = self._generators, ()
@@ -402,7 +403,7 @@ class Steps:
 
 
 def _check_loss(loss: object) -> None:
-    """Raise InvalidSpec if the object is no loss that can train anything."""
+    """Raise InvalidSpec if the object is not a scalar tensor with a gradient."""
     seen = ""
     if not isinstance(loss, Tensor):
         seen = type(loss).__name__
@@ -421,7 +422,7 @@ def _check_loss(loss: object) -> None:
 
 
 def reason_of(error: BaseException) -> str:
-    """The reason that the others see for a member that leaves with this error."""
+    """The reason for which a member leaves after this error, as the other members see it."""
     if isinstance(error, Drained):
         return f"drained: {error.reason}"
     text = str(error)
@@ -429,7 +430,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def reason_of_end(strategy: Strategy | None) -> str:
-    """The reason that a finished job shows from then on."""
+    """The reason that is shown for a finished job."""
     done = "all batches were trained on"
     if isinstance(strategy, SynchronousStrategy) and strategy.position.stop_at is not None:
         done = f"stopped by the script: {strategy.position.reason}"

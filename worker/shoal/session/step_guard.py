@@ -1,10 +1,14 @@
-"""A guard against scripts that do what is the session's part in a step: to step the optimizer, to
-scale losses, and to choose which parameters are trained.
+"""A guard against loops for plain torch that do the session's work in a step.
 
 A session steps the optimizer itself when a step is committed. A loop that was written for plain
-torch may step it too: then every gradient is applied twice. It may scale the loss for fp16 and
-leave the scaling in the gradients. Both train without an error and reach another result. Or it
-drops the gradients after its former optimizer.step(), so that the session steps on none.
+torch may do any of these too:
+
+- step the optimizer: every gradient would be applied twice;
+- scale the loss for fp16: the gradients would stay scaled;
+- drop the gradients after its own optimizer.step(): the session would step on none;
+- add parameters to the optimizer: members that join later would not have them.
+
+All of them would train without an error and reach another result, so they are refused.
 """
 
 import functools
@@ -39,13 +43,14 @@ from shoal.torch_private.tensors import (
 from shoal_proto.errors import InvalidSpec
 
 EARLY_STEPS = 10
-"""The number of a member's first steps in which the mean of its losses is checked."""
+"""Number of a member's first steps in which its losses are checked to be means."""
 _MARK = "_shoal_watched"
 
 
 class _Within:
-    """Reports the begin and the end of a block, and calls a function after one that raises
-    nothing. Each step goes through some, and a generator takes ten times as long."""
+    """Context manager that reports the start and end of a block (`says`), and calls `behind` after
+    a block that raised nothing. A class, as a generator takes ten times as long, several times in
+    each step."""
 
     def __init__(
         self, says: Callable[[bool], None], behind: Callable[[], None] = lambda: None
@@ -77,8 +82,7 @@ class StepGuard:
         strategy: Strategy,
         given: References,
     ) -> None:
-        """Losses of a registered scaler are unscaled. `given`: the parameters of the script's
-        model, which the strategy may have replaced."""
+        """`given`: the parameters of the script's model, which the strategy may have replaced."""
         self._strategy = strategy
         self._clips = False
         self._trained = trained
@@ -87,14 +91,14 @@ class StepGuard:
         self._commits = False
         self._computes = False
         self._first_step: int | None = None
-        """Number of committed steps before this member's first."""
+        """Number of committed steps before this member's first step."""
         self._held: list[list[Tensor]] = []
-        """The parameters of each group, at the time when `_behind` was the model's modules."""
+        """The parameters of each group, when `_behind` was set."""
         self._behind: list[nn.Module] = []
         self.modes = ScriptModes()
         self._emptied: list[tuple[Optimizer, bool]] = []
-        """Optimizers whose gradients the script has all dropped since the last pass that computed
-        some; True if they are None since, False if zeros."""
+        """Optimizers whose gradients the script has dropped, all of them, since the last pass that
+        computed some; True if they were set to None, False if to zeros."""
         self._optimizers = list(optimizers)
         self._others = OtherParameters(
             trained.parameters, given, self._optimizers, lambda: self._commits
@@ -116,8 +120,8 @@ class StepGuard:
         self._check_groups(self._trained.check(step))
 
     def _check_groups(self, behind: list[nn.Module]) -> None:
-        """Check that the optimizers hold the parameters that they were given with the model's
-        present parameters, of the modules `behind` it."""
+        """Raise InvalidSpec if the optimizers' groups have changed since the model got its present
+        modules, which are `behind`."""
         groups = [group["params"] for each in self._optimizers for group in each.param_groups]
         if behind is not self._behind:
             self._held, self._behind = list(map(list, groups)), behind
@@ -143,14 +147,14 @@ class StepGuard:
         return _Within(self._set_commits)
 
     def computing(self) -> AbstractContextManager[None]:
-        """A context in which the session computes gradients: of a loss that the registered scaler
-        has scaled, if there is one. Raises InvalidSpec after a pass of any other loss."""
+        """A context in which the session computes gradients. If a scaler is registered, raises
+        InvalidSpec after the pass of a loss that it has not scaled."""
         return _Within(self._set_computes, self._check_scaled)
 
     def look_at_loss(self, loss: Tensor) -> None:
-        """Check the graph of a loss as its backward pass begins. Only in the first step: later ones
-        have similar losses, and a graph may be large. Raises InvalidSpec for functions that
-        `refuse_layers` cannot see."""
+        """Check the graph of a loss before its backward pass. Only in the first step, as graphs
+        may be large and later losses are similar. Raises InvalidSpec for functions that do not
+        train alike on several members, which `refuse_layers` cannot find among the layers."""
         if self._step() == self._first_step:
             self._others.look(loss)
             strategy = self._strategy
@@ -195,9 +199,8 @@ class StepGuard:
                 self._emptied.append((optimizer, to_none))
 
     def check_gradients(self) -> None:
-        """Check before the commit. Raises InvalidSpec if the script has dropped all gradients after
-        the last pass that computed some: a loop of plain torch does so after its
-        optimizer.step(), when they are used up."""
+        """Raise InvalidSpec before the commit if the script has dropped all gradients after the
+        last pass that computed some, as a loop of plain torch does after its optimizer.step()."""
         for optimizer, to_none in self._emptied:
             if not to_none or next(iter(_with_gradient(optimizer)), None) is None:
                 raise InvalidSpec(
@@ -210,8 +213,9 @@ class StepGuard:
                 )
 
     def look_at_scaling_down(self, weight: Tensor) -> None:
-        """Check a pass that scales down the rows of a weight that its samples use. Raises
-        InvalidSpec if members would get different weights, as `refuse_layers` does for layers."""
+        """Check a forward pass that rescales the rows of a weight which its samples use
+        (`max_norm` of an embedding). Raises InvalidSpec if members would get different weights, as
+        `refuse_layers` does for layers."""
         strategy = self._strategy
         if strategy.synchronous and strategy.passes_meet and self._trained.has_any([weight]):
             raise scaled_down(strategy.name, f"a parameter of shape {tuple(weight.shape)}")
@@ -221,13 +225,13 @@ class StepGuard:
         return self._trained.has_any(module.parameters())
 
     def clipping(self, max_norm: float) -> AbstractContextManager[None]:
-        """A context in which the session clips gradients to this norm, by any means."""
+        """A context in which the session clips gradients to this norm, through torch's call."""
         self._note_norm(max_norm)
         return _Within(self._set_clips)
 
     def look_at_clipping(self, parameters: Sequence[Tensor], max_norm: float) -> None:
-        """Check torch's own clipping, after it has taken the norm of these parameters' gradients.
-        Raises InvalidSpec if that is not the norm which the script means."""
+        """Check a call of torch's `clip_grad_norm_` on these parameters. Raises InvalidSpec if this
+        member has only a part of the gradients, or scaled ones: their norm would be a wrong one."""
         if self._clips:
             return
         is_ours = self._trained.has_any(parameters)
@@ -242,11 +246,11 @@ class StepGuard:
                 " model's gradients",
             )
         if is_ours and not self._commits and not math.isinf(max_norm):
-            # A script clips to infinity to get only the norm, for example for one member's log.
+            # A script that clips to infinity wants only the norm, perhaps for one member's log.
             self._note_norm(max_norm)
 
     def _note_norm(self, max_norm: float) -> None:
-        """Note the norm for the vote: all members have to clip to the same in this step."""
+        """Note the norm for the vote, in which all members must have clipped to the same norm."""
         if isinstance(self._strategy, SynchronousStrategy):
             self._strategy.position.norms.append(float(max_norm))
 
@@ -277,15 +281,16 @@ class StepGuard:
         )
 
     def watch(self, scaled: Any, scaler: object) -> None:
-        """Refuse a session's backward pass through these tensors, unless the registered scaler has
-        made them."""
+        """Watch backward passes through these tensors, which `scaler` has scaled: the session's
+        raises InvalidSpec if the scaler is not the registered one."""
         through = partial(self._through_scaled, scaler)
         for tensor in pytree.tree_leaves(scaled):
             if isinstance(tensor, Tensor) and tensor.requires_grad:
                 tensor.register_hook(through)  # type: ignore[no-untyped-call]
 
     def refuse(self, scaler: object, call: str) -> None:
-        """Raise InvalidSpec for the script's call if the session makes it for this scaler."""
+        """Raise InvalidSpec if the script makes this call on the registered scaler: the session
+        makes it."""
         if scaler is self._registered.scaler:
             raise InvalidSpec(
                 f"the script called scaler.{call}() itself, after {self._step()} committed steps",
@@ -350,8 +355,8 @@ def _guard() -> StepGuard | None:
 
 
 def _watch_scalers() -> None:
-    """Let every subclass of GradScaler report what it has scaled to the guard of the step that is
-    open on the thread, if one is. Once for the process; harmless without a session."""
+    """Wrap the methods of GradScaler and its subclasses, so that they report to the guard of the
+    thread's open step. Wraps once in a process. Without a session they work as before."""
     kinds: list[type] = [torch.amp.GradScaler]
     while kinds:
         kind = kinds.pop()
@@ -366,8 +371,8 @@ def _watch_scalers() -> None:
 
 
 def _watch_zeroing() -> None:
-    """Let optimizers and models report to the guard of the open step on the thread when a script
-    drops their gradients. Once for the process; harmless without a session."""
+    """Wrap `zero_grad` of optimizers and modules, so that it reports to the guard of the thread's
+    open step. Wraps once in a process. Without a session it works as before."""
     if not hasattr(Optimizer.zero_grad, _MARK):
         Optimizer.zero_grad = _told(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
         nn.Module.zero_grad = _told(  # type: ignore[method-assign]

@@ -19,11 +19,11 @@ from shoal_proto.health import CourseFigures, HealthFigures
 log = structlog.get_logger(__name__)
 
 INTERVAL_S = 1.0
-"""The shortest interval between reads of a loss, which may wait for the device."""
+"""Shortest interval between reads of a loss: reading it may wait for the device."""
 
 
 def check_entered(reports: "StepReports | None", call: str) -> None:
-    """Raise InvalidSpec for a call outside the block of its session, which alone has reports."""
+    """Raise InvalidSpec for a call outside the session's block: `reports` are None there."""
     if reports is None:
         raise InvalidSpec(
             f"{call} outside a session",
@@ -38,14 +38,14 @@ USUAL_OF = 16
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingPause:
-    """The time between the last step of one generation and the first of the next, and the steps
-    that are taken again."""
+    """Training time lost to a change of generation, and the steps that are taken again."""
 
     generation: int
     paused_s: float
-    """Time from commit to commit, less the usual time of a step."""
+    """Time from the last commit of the old generation to the first of the new one, less the usual
+    time of a step."""
     lost_steps: int
-    """Steps that had been committed, and are taken again."""
+    """Committed steps that were rolled back, and are taken again."""
 
     def __str__(self) -> str:
         steps = "step" if self.lost_steps == 1 else "steps"
@@ -53,7 +53,7 @@ class TrainingPause:
 
 
 class TrainingPauses:
-    """Finds training pauses by the commits of steps; times are of a clock that never jumps."""
+    """Finds training pauses from the times of commits, by a monotonic clock."""
 
     def __init__(self) -> None:
         self._generation = 0
@@ -62,8 +62,8 @@ class TrainingPauses:
         self._gaps_s: deque[float] = deque(maxlen=USUAL_OF)
 
     def committed(self, generation: int, step: int, now_s: float) -> TrainingPause | None:
-        """Note that `step` is committed in that generation. Returns the pause, if it is the first
-        step there and not the first of all."""
+        """Note that `step` is committed in that generation. Returns the pause before it, if it is
+        the generation's first step and not this member's first."""
         before, last_step, gap_s = self._generation, self._step, now_s - self._committed_s
         self._generation, self._step, self._committed_s = generation, step, now_s
         if before == 0:
@@ -80,7 +80,7 @@ class TrainingPauses:
 
 
 class StepReports:
-    """Health reports of one member, taken from its steps."""
+    """Health reports about the steps of one member."""
 
     def __init__(self, controller: ElasticController) -> None:
         member, membership = controller.member, controller.membership
@@ -101,13 +101,14 @@ class StepReports:
         self._unreported: tuple[Tensor | None, float] | None = None
 
     def trains_for(self, num_steps: int | None) -> None:
-        """Set the number of steps of the job, if it is known."""
+        """Set the number of steps of the job; None if it is unknown."""
         self._num_steps = num_steps
 
     def step_done(
         self, strategy: Strategy, loss: Tensor | None, step_time_s: float, num_samples: int
     ) -> None:
-        """Note that a step was committed. Costs next to nothing, but for one call per interval."""
+        """Note that a step was committed. Cheap, except for one call per interval, which reads the
+        loss."""
         if strategy.synchronous:
             self._note_pause(strategy)
         self._samples += num_samples
@@ -134,7 +135,7 @@ class StepReports:
             )
         )
         if generation.rank == 0:
-            # One line per change, logged by one member for all.
+            # One member logs for all: one line per change.
             told = self._controller.membership.waiting_for
             named = f"generation {pause.generation}"
             log.info(f"{told if told.startswith(named) else named}; {pause}")
@@ -167,9 +168,10 @@ class StepReports:
         )
 
     def close(self, *, completed: bool) -> None:
-        """Send unsent reports, within a bound; on success with the last step's figures."""
+        """Send the last reports, for a bounded time. If the job is complete, with the last step's
+        loss."""
         if completed:
-            # After a failure, reading a loss from a failed device might never end.
+            # Not after a failure: reading a loss from a failed device might never return.
             self._report()
         if self._strategy is not None:
             strategy = self._strategy

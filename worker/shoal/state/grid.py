@@ -1,4 +1,4 @@
-"""Grid of a tensor, cut at the bounds of all chunks of it that ranks hold."""
+"""Grid of a tensor, cut at the bounds of all its chunks that ranks hold."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -10,10 +10,10 @@ from shoal.state.shards import Chunk
 
 
 class Grid:
-    """Tensor cut wherever a held chunk begins or ends: no cell is partly in a chunk.
+    """Cells of a tensor, cut wherever a held chunk begins or ends: a chunk contains whole cells.
 
-    Memory grows with the number of held cells: as many as chunks for rows or columns, as many as
-    ranks for a mesh of both.
+    Only cells that a rank holds take memory: one for each chunk if tensors are cut by rows or by
+    columns, one for each rank in a mesh of both.
     """
 
     def __init__(self, shape: tuple[int, ...], chunks: Sequence[Chunk]) -> None:
@@ -31,7 +31,7 @@ class Grid:
     def cells(self, chunk: Chunk) -> Sequence[tuple[Chunk, tuple[int, ...]]]:
         """Return the parts of `chunk`, each with the indexes of the held chunks that contain it."""
         if chunk not in self._cells:
-            # Many tensors ask for the same: a rank holds and needs the same chunk of each of them.
+            # Cached: many tensors are cut alike, and a rank needs the same chunk of each.
             self._cells[chunk] = list(self._cut(chunk))
         return self._cells[chunk]
 
@@ -61,5 +61,5 @@ class Grid:
 
 @lru_cache(maxsize=1024)
 def grid_of(shape: tuple[int, ...], chunks: tuple[Chunk, ...]) -> Grid:
-    # Parameters, their optimizer state and equal layers are cut in the same way.
+    # Cached: parameters, their optimizer state and equal layers are cut in the same way.
     return Grid(shape, chunks)

@@ -64,12 +64,12 @@ class StepCopies:
     def __init__(self) -> None:
         self.step: int | None = None
         self.full = False
-        """True if this rank has received every copy of the step that it should have."""
+        """True if this rank has received all its peers' copies of the step."""
         self.everywhere = False
         """True if the copy of this step is complete on all ranks."""
         self.own: StateShard | None = None
         self.travelling = torch.empty(0, dtype=torch.uint8)
-        """Memory of the part of the own snapshot that is sent to peers."""
+        """Memory of the part of this rank's snapshot that is sent to peers."""
         self._under_way = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
@@ -84,8 +84,9 @@ class StepCopies:
         self.own, self._peers = None, {}
 
     def take(self, state_shard: StateShard, travels: Callable[[str], bool]) -> None:
-        """Begin a snapshot of the state shard, which may change on return. A GPU may still be
-        writing the snapshot: call `wait` before reading it."""
+        """Begin a snapshot of the state shard, whose tensors may change on return. A GPU may still
+        be writing the snapshot: call `wait` before reading it. `travels`: True for the name of a
+        tensor that is sent to peers."""
         metas = {
             name: Meta(shard.shape, shard.tensor.dtype)
             for name, shard in state_shard.shards.items()
@@ -104,7 +105,7 @@ class StepCopies:
         self.step = state_shard.step
 
     def wait(self) -> None:
-        """Block until the own snapshot can be read. Any thread."""
+        """Block until this rank's snapshot can be read. Any thread."""
         self._under_way.wait()
 
     def know(self, names: frozenset[str]) -> None:
@@ -123,14 +124,14 @@ class StepCopies:
     def room_for(
         self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
     ) -> tuple[dict[str, TensorShard], Tensor]:
-        """Return shards for what the peer is about to send, and the memory to receive it into."""
+        """Return uninitialized shards for the copy that the peer sends, and their memory."""
         buffer = self._given.setdefault(peer, HostBuffer())
         return buffer.arrange(dict(sorted(chunks.items())), metas)
 
     def show(
         self, peer: int, shards: Mapping[str, TensorShard], values: Mapping[str, Json]
     ) -> None:
-        """Add the copy of this peer, which is complete, to what `shown` returns."""
+        """Add this peer's copy, now complete, to the copies that `shown` returns."""
         assert self.step is not None
         state_shard = StateShard(
             step=self.step, shards=shards, values=values, elsewhere=self._names
@@ -140,9 +141,10 @@ class StepCopies:
     def shown(self) -> list[StateShard]:
         """Return all complete copies.
 
-        The own snapshot is returned only once the names of all other tensors are known. Otherwise
-        it could pass for the whole state, although a lost rank held tensors that no other rank can
-        name. Step 0 is exempt: before the first step there is only the model.
+        This rank's snapshot is among them only once it names the tensors that other ranks hold.
+        Without these names it could seem to be the whole state, although a lost rank held tensors
+        that no remaining rank can name. Step 0 is exempt: before the first step there is only the
+        model.
         """
         own, peers = self.own, self._peers
         known = own is not None and (own.step == 0 or bool(own.elsewhere))

@@ -43,9 +43,9 @@ class CopyUnderWay:
 
 @torch.no_grad()
 def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUnderWay:
-    """Begin to copy each source into the target of the same index, which lies on the host.
+    """Begin to copy each source into the target of the same index, which is in host memory.
 
-    The sources may change on return: later work of the caller's stream runs after the copy.
+    The sources may change on return: later work on the caller's stream runs after the copy.
     """
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source.detach(), non_blocking=source.is_cuda)
@@ -53,7 +53,7 @@ def copy_to_host(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> CopyUn
 
 
 def work_so_far(tensors: Sequence[Tensor]) -> CopyUnderWay:
-    """Return a handle of all work that the caller's streams have queued on the tensors' GPUs."""
+    """Return a handle for all work queued so far on the current streams of the tensors' GPUs."""
     return CopyUnderWay(_gpus(tensors))
 
 
@@ -64,8 +64,8 @@ def _gpus(tensors: Sequence[Tensor]) -> list[torch.device]:
 def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
     """Return uninitialized bytes, page-locked if some of these sources lie on a GPU.
 
-    Allocates exactly `num_bytes`, where torch's own pinned memory is rounded up to a power of two.
-    The memory is unlocked when the last tensor that views it is freed.
+    Allocates exactly `num_bytes`: torch would round pinned memory up to a power of two. The memory
+    is unlocked when the last tensor that views it is freed.
     """
     memory = torch.empty(num_bytes, dtype=torch.uint8)
     if not num_bytes or not (devices := _gpus(sources)):
@@ -84,8 +84,8 @@ def host_memory(num_bytes: int, sources: Sequence[Tensor]) -> Tensor:
 
 
 def page_locked(memory: Tensor, cudart: Any) -> Tensor | None:
-    """Return a view of this memory, which the CUDA runtime keeps locked while a tensor views it;
-    None if the runtime refuses."""
+    """Lock this memory by the CUDA runtime, and return a view of it; None if the runtime refuses.
+    The memory stays locked while any tensor views the result."""
     pointer, num_bytes = memory.data_ptr(), memory.numel()
     if int(cudart.cudaHostRegister(pointer, num_bytes, 0)):
         return None
@@ -100,7 +100,7 @@ def _unlock(memory: Tensor, cudart: Any) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """Clear the CUDA error of a refusal: otherwise the next kernel would appear to have failed."""
+    """Clear the CUDA error that a refusal has set: else the next kernel would seem to fail."""
     try:
         torch.zeros(1, device=device)
     except RuntimeError as error:
@@ -108,8 +108,8 @@ def _take_error(device: torch.device) -> None:
 
 
 def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors contiguous and on the host, copied only where that is necessary. Tensors
-    of GPUs are copied into one block of page-locked memory, which torch caches."""
+    """Return the tensors as contiguous tensors in host memory, copied only if needed. Tensors on
+    GPUs are copied into one block of page-locked memory, which torch caches."""
     away = {name: tensor for name, tensor in tensors.items() if not tensor.is_cpu}
     copies = {}
     if away:
@@ -138,9 +138,9 @@ def copy_staged(
 ) -> None:
     """Copy each source into the target of the same index, which is contiguous and on the host.
 
-    Returns when all copies are complete. Tensors of a GPU pass through two page-locked buffers:
-    while the GPU writes one, the host empties the other. Meant for targets that are used once and
-    are not worth locking.
+    Returns when all copies are complete. Tensors on a GPU pass through two page-locked buffers:
+    while the GPU writes one, the host empties the other. For targets that are used only once, so
+    that locking their own memory would not pay.
     """
     at_once = [(t, s) for t, s in zip(targets, sources, strict=True) if not s.is_cuda]
     for target, source in at_once:

@@ -1,6 +1,6 @@
 """Inventories that ranks exchange of the state they hold: names, chunks and values, no tensors.
 
-Inventories are sent as JSON, compressed (names repeat a great deal); the receiver checks bounds.
+Inventories are sent as JSON, compressed because names repeat; the receiver checks bounds.
 """
 
 import json
@@ -17,10 +17,10 @@ from shoal.state.shards import DTYPES, Chunk, GroupedChunks, Json, Names, StateS
 from shoal_proto.errors import DtypeMismatch, MalformedMessage, ShapeMismatch, UnsupportedOptimizer
 
 MAX_TEXT_BYTES = 64 * 1024 * 1024
-"""Limit of one message once it is inflated; a thousand tensors take about 100 KiB."""
+"""Limit of one message after decompression; a thousand tensors take about 100 KiB."""
 MAX_DIMENSIONS = 64
 MAX_PICKED = 4096
-"""Groups of tensors that a table caches; each rank sends only a few, and mostly the same ones."""
+"""Number of groups of tensors that a table caches; ranks send a few each, mostly the same ones."""
 _LENGTH_BYTES = 4
 
 
@@ -87,7 +87,8 @@ def inventory_of(held: Sequence[StateShard]) -> Inventory:
 
 
 def add_meta(metas: dict[str, Meta], name: str, meta: Meta) -> None:
-    """Record a tensor's meta. Raises ShapeMismatch or DtypeMismatch if another was recorded."""
+    """Record a tensor's meta. Raises ShapeMismatch or DtypeMismatch if it was recorded with
+    another."""
     known = metas.setdefault(name, meta)
     if known.shape != meta.shape:
         raise ShapeMismatch(
@@ -128,8 +129,8 @@ def malformed(rank: int, seen: str) -> MalformedMessage:
 
 
 def to_message(inventory: Inventory) -> bytes:
-    """Encode the inventory as a message. The table of names is compressed by itself: ranks with the
-    same table send the same bytes, and the receiver decodes them once."""
+    """Encode the inventory as a message. The table of names is compressed separately: ranks with
+    the same table send the same bytes, which the receiver decodes once."""
     table, listings = _to_json(inventory)
     head = zlib.compress(table.encode(), 1)
     return len(head).to_bytes(_LENGTH_BYTES, "big") + head + pack(listings)
@@ -157,9 +158,9 @@ def _packed_table(head: bytes) -> "TensorTable":
 
 
 def to_json(inventory: Inventory) -> Json:
-    """Convert the inventory to lists, in which tensors are named once and then numbered.
+    """Convert the inventory to lists that refer to tensors by number, and a table of their names.
 
-    The table of names is a JSON text of its own: most ranks have the same, so it is parsed once.
+    The table is a JSON text of its own: most ranks send the same one, so it is parsed once.
     """
     return list[Json](_to_json(inventory))
 
@@ -272,7 +273,7 @@ def chunks_to_json(
 
 
 def chunks_from_json(content: Any, table: TensorTable) -> GroupedChunks:
-    """Decode chunks of `chunks_to_json`. Raises ValueError, TypeError or LookupError."""
+    """Decode chunks that `chunks_to_json` encoded. Raises ValueError, TypeError or LookupError."""
     whole, cut = content
     groups = [(Chunk.whole(shape), names) for shape, names in table.pick(whole).items()]
     for offsets, sizes, numbers in cut:

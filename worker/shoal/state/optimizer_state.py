@@ -1,10 +1,12 @@
 """State that an optimizer keeps for its parameters, and the settings of its groups, by name.
 
-A tensor is a shard of the state, under `optim.<parameter>/<key>`. All else is a plain value: it is
-stored exactly in the values of a state, under `SLOTS`, and names the tensors within it, which are
-shards of their own. Each rank reports the parameters that it steps, and `merged` combines the
-reports. A mark (`mark_of`), one byte among the shards, shows that a rank holds the values of a
-parameter: if that rank is lost, the values are known to be missing.
+A tensor is a shard of the state, named `optim.<parameter>/<key>`. Everything else is a plain value:
+it is stored exactly in the values of a state, under `SLOTS`. Tensors within a plain value are
+shards of their own, which the value names.
+
+Each rank reports the values of the parameters that it steps, and `merged` combines the reports. A
+mark (`mark_of`) is one byte among the shards: the rank that holds it holds the plain values of a
+parameter. If that rank is lost, the missing mark shows that the values are missing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,9 +28,9 @@ from shoal.state.shards import OPTIM, Json, TensorShard
 from shoal_proto.errors import ShoalError, UnsupportedOptimizer
 
 SLOTS = "slots"
-"""Key in a state's values of what is kept for the parameters: by parameter, then by key."""
+"""Key in a state's values of the optimizer's plain values: by parameter, then by key."""
 INNER = "#"
-"""Prefix of the key of a tensor within a value. By itself it is the key of a mark."""
+"""Prefix of the key of a tensor within a plain value. Without more, it is the key of a mark."""
 _SMALL = 1 << 63
 
 
@@ -37,7 +39,7 @@ class Slots:
     """State that an optimizer keeps for one parameter."""
 
     tensors: Mapping[str, Tensor]
-    """Tensors by key; the key of a tensor within a value is `INNER` and the dotted path to it."""
+    """Tensors by key; for a tensor within a plain value, `INNER` and the dotted path to it."""
     values: Mapping[str, Json]
     """Plain values by key."""
 
@@ -159,7 +161,7 @@ def cannot_carry(optimizer: Optimizer, seen: str, expected: str) -> UnsupportedO
 
 
 def mark_of(parameter: str) -> tuple[str, TensorShard]:
-    """Return the name and shard of a mark: the rank that has it holds the parameter's values."""
+    """Return the name and shard of a mark, for the rank that holds the parameter's plain values."""
     return f"{OPTIM}{parameter}/{INNER}", TensorShard.whole(torch.ones((), dtype=torch.uint8))
 
 
@@ -169,8 +171,8 @@ def is_mark(name: str) -> bool:
 
 
 def is_of_value(name: str) -> bool:
-    """True for the name of a mark, or of a tensor within a value, which may exist at one step and
-    not at the next."""
+    """True for the name of a mark or of a tensor within a plain value. Such a tensor may exist at
+    one step and not at the next."""
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 
@@ -184,7 +186,7 @@ def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _is_small(value: object) -> bool:
-    """True for a number, string or None, which is its own plain value."""
+    """True for None, a string, a float, a bool or an int below 2**63: each is stored unchanged."""
     if type(value) is int:
         return abs(value) < _SMALL
     return value is None or type(value) in (bool, float, str)

@@ -1,4 +1,4 @@
-"""Peer checkpoints: the state that a member keeps from one generation to the next."""
+"""Peer checkpoints: the state that a member keeps in memory from one generation to the next."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -14,16 +14,16 @@ from shoal_proto.numbers_given import as_index
 log = structlog.get_logger(__name__)
 
 CLOSE_S = 5.0
-"""Time limit for a copy in progress at the end; one whose group was cut ends at once."""
+"""Limit of the wait for a copy in progress in `close`; a copy whose group was cut ends at once."""
 
 
 class PeerCheckpoints:
-    """Live state of the last generation, if it is whole, and copies of the own and peers' state.
+    """The live state of the last generation, and copies of this member's and its peers' state.
 
-    Other members can use the live state only together with what the rest of that generation held,
-    and only if the names of all its tensors are known: each copy updates these names. After a copy
-    an optimizer may begin to keep more: with the first gradient of a layer, or after a change of a
-    hyperparameter.
+    A member's live state is a part of the whole. It is of use to others only with the other parts,
+    and only if the names of all tensors are known: otherwise a missing part would go unnoticed.
+    Each copy updates these names. After a copy an optimizer may begin to keep more tensors: with
+    the first gradient of a layer, or after a change of a hyperparameter.
     """
 
     def __init__(self, *, copies: int, every_steps: int) -> None:
@@ -40,22 +40,22 @@ class PeerCheckpoints:
         self._copies: PeerCopies | None = None
         self._live: StateShard | None = None
         self._alone: StateShard | None = None
-        """Whole state from when this member was the only one: no other member has a copy of it."""
+        """The whole state from when this member was the only one. Kept until others have copies."""
         self._names: frozenset[str] = frozenset()
         self._since: frozenset[str] = frozenset()
-        """Names of state that only other members have begun to keep since the names were learnt."""
+        """Names of tensors that only other members hold, and only since `_names` was learnt."""
         self._half: StateShard | None = None
-        """Names of the state that an interrupted update has destroyed."""
+        """A state shard without contents: it names tensors that an interrupted update destroyed."""
         self._members: frozenset[str] = frozenset()
         self._uncopied = False
 
     def held(self, keeping: frozenset[str]) -> list[StateShard]:
-        """Return all that this member could give to others of the next generation. `keeping`: its
-        members that still hold their live state after the newest step."""
+        """Return all state shards that this member can give to the next generation. `keeping`: the
+        members of that generation that still hold their live state after the newest step."""
         held = list(self._copies.held()) if self._copies is not None else []
         live = self._live
         if live is not None and (self._names or self._members <= keeping):
-            # If all members of that generation keep their state, they report it themselves.
+            # If all members of the last generation keep their state, each reports its own names.
             since = frozenset() if self._members <= keeping else self._since
             held.append(replace(live, elsewhere=(self._names | since) - live.shards.keys()))
         if self._half is not None:
@@ -77,7 +77,7 @@ class PeerCheckpoints:
         if len(members) == 1:
             self._alone = None
         elif len(self._members) == 1 and self._live is not None and self._num_copies:
-            # Until the first copy is complete, the loss of a joiner would also lose its part.
+            # Until the first copy is complete, the loss of a joiner would lose its part, too.
             self._alone = replace(self._live, elsewhere=frozenset())
         self._members = members
         # Before the first step an optimizer has no state yet: the names are not complete.
@@ -87,7 +87,7 @@ class PeerCheckpoints:
         num_copies = min(self._num_copies, len(members) - 1)
         self._copies = (
             PeerCopies(
-                # Made later, so that waiting members need not wait for its connections too.
+                # Made at the first copy, so that bring-up does not wait for its connections.
                 LaterGroup(new_group),
                 copies=num_copies,
                 every_steps=self._every_steps,
@@ -99,19 +99,19 @@ class PeerCheckpoints:
             else None
         )
         self._live = self._half = None
-        # Until the first copy is complete, no other member has what a member holds; but members
-        # are waiting, so their next step comes first.
+        # No copy of this generation exists yet. The first is made after the next step rather than
+        # at once, as all members wait for that step.
         self._uncopied = bool(state_shard.step)
         if self._copies is not None and not self._uncopied:
-            # No earlier copy exists: without this one, a loss in the first step ends the job.
+            # At step 0 no earlier copy exists either: a loss in the first step would end the job.
             self._copies.offer(state_shard)
             self._copies.flush()
 
     def due(self, step: int) -> bool:
-        """True if a copy of the state after `step` steps is to be offered."""
+        """True if the state after `step` steps is to be offered for a copy."""
         if self._copies is None:
             return False
-        # After the very first step an optimizer has state, whose names must be learnt.
+        # After the first step an optimizer has state, whose names must be learnt.
         return self._uncopied or step == 1 or self._copies.due(step)
 
     def offer(self, state_shard: StateShard) -> None:
@@ -128,8 +128,9 @@ class PeerCheckpoints:
     def hand_over(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
         """Copy the state to peers as `offer` does, and wait until all members have completed it.
 
-        A loss before the next generation's first copy falls back to this one. `leaving`: ranks
-        that leave, the same on all members; they leave their state with the ranks that stay.
+        If a member is lost before the next generation's first copy, the job continues from this
+        one. `leaving`: the ranks that leave, the same on all members; only ranks that stay receive
+        copies.
         """
         if self._copies is not None:
             self._copies.offer(state_shard, leaving=leaving)
@@ -142,7 +143,7 @@ class PeerCheckpoints:
         return copies.num_moved if copies is not None else 0
 
     def interrupt(self) -> None:
-        """Wake every thread that waits for a copy, with GenerationBroken. Any thread."""
+        """Raise GenerationBroken in every thread that waits for a copy. Any thread."""
         copies = self._copies
         if copies is not None:
             copies.close()
@@ -150,8 +151,9 @@ class PeerCheckpoints:
     def stop(
         self, collect: Callable[[], StateShard], *, stepped_by_others: Collection[str] = ()
     ) -> None:
-        """End the generation, and keep the state that `collect` returns: this member's part.
-        If `collect` refuses, no live state is kept. `stepped_by_others`: see `Layout`."""
+        """End the generation, and keep this member's part of the state, which `collect` returns.
+        If `collect` raises RefusedError, no live state is kept. `stepped_by_others`: see
+        `Layout`."""
         live: StateShard | None = None
         try:
             live = collect()
@@ -165,8 +167,8 @@ class PeerCheckpoints:
             self._since = self._begun_by_others(live, stepped_by_others)
 
     def stop_within_update(self, step: int, names: frozenset[str]) -> None:
-        """End the generation without this member's part of the state after `step` steps, which an
-        interrupted update destroyed; the part had these names."""
+        """End the generation without a live state: an interrupted update destroyed this member's
+        part of the state after `step` steps. `names`: the tensors of that part."""
         self._live = None
         if names:
             self._half = StateShard(step=step, shards={}, elsewhere=names)
@@ -182,15 +184,16 @@ class PeerCheckpoints:
     def _begun_by_others(
         self, live: StateShard, stepped_by_others: Collection[str]
     ) -> frozenset[str]:
-        """Return the names of the state of parameters that only other members have stepped and that
-        had none when names were learnt: the keys are those kept for any other parameter."""
+        """Return the names of tensors that other members' optimizers may have begun to keep since
+        the names were learnt: for each of their parameters without state then, the keys that are
+        kept for any other parameter."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
         places = [each.removeprefix(OPTIM).rpartition("/") for each in known]
         new = set(stepped_by_others) - {parameter for parameter, _, _ in places}
         return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in places)
 
     def close(self) -> None:
-        """Free everything.
+        """Free all state.
 
         Waits up to `CLOSE_S` for a copy in progress: a thread that frees a tensor while the
         interpreter exits aborts the process (torch 2.13, SIGABRT).

@@ -1,7 +1,7 @@
 """Copies of the state in the host memory of peers, so that it survives the loss of members.
 
 Every few steps each rank copies its part of the state, keeps the copy, and sends it to peers while
-training goes on.
+training continues.
 """
 
 import queue
@@ -41,12 +41,12 @@ CHUNK_BYTES = 4 * 1024 * 1024
 def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ()) -> list[list[int]]:
     """Return, for each rank, the ranks that get its copies; `hosts` is the host of each rank. Pure.
 
-    Ranks form a ring, sorted by host. Each rank sends its copies ahead by multiples of the size of
-    the largest host: to another host, unless one host has more than half of the ranks, and then as
-    far as possible. Each rank receives as many copies as it sends.
+    Ranks form a ring, sorted by host. A rank's copies go to the ranks ahead of it in the ring at
+    multiples of the number of ranks on the largest host: to other hosts, unless one host has more
+    than half of the ranks. Each rank receives as many copies as it sends.
 
     If ranks are `leaving`, only ranks that stay receive copies. A leaving rank sends one copy more,
-    because its own snapshot leaves with it.
+    as its own snapshot is lost with it.
     """
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
@@ -75,8 +75,8 @@ class _Ring:
         return bool(self.copies) and len(self.hosts) > 1
 
     def peers(self, leaving: Collection[int]) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ranks to which this one sends copies if these leave, and those from which it
-        receives copies."""
+        """Return the ranks to which this rank sends copies, and those from which it receives
+        copies, if the `leaving` ranks leave."""
         targets = targets_of(self.hosts, self.copies, leaving)
         sources = [
             (each.index(self.rank), rank) for rank, each in enumerate(targets) if self.rank in each
@@ -100,24 +100,26 @@ class LaterGroup:
 class PeerCopies:
     """Peer copies of one generation.
 
-    Each rank keeps a snapshot of its own state shard and, of `copies` other ranks, the part that is
-    lost with them (`targets_of`). The ranks left hold a whole step as long as each rank or one of
-    its targets is left. So a host may be lost with all its ranks, unless it has more than half of
-    them. Two copies are kept. The next one overwrites the older, and only once the newer is
-    complete on every rank: from the end of the first copy on, one step is always complete
-    everywhere. Until then the copies of the last generation remain.
+    Each rank keeps a snapshot of its own state shard and, for `copies` other ranks, the part of
+    their state that would be lost with them (`targets_of`). The remaining ranks hold a whole step
+    if, for each rank, it or one of its targets remains. So a host may be lost with all its ranks,
+    unless it has more than half of them.
 
-    **Age.** With a copy offered every K steps, the state after a loss is at most 2 K steps behind
-    the newest step that any rank has committed, as copying must end before the next offer; and at
+    Two copies are kept. The next one overwrites the older, and only once the newer is complete on
+    every rank: after the first copy, one step is always complete on all ranks. Until then the
+    copies of the last generation are kept.
+
+    **Age.** With a copy offered every K steps, the state after a loss is at most 2 K steps older
+    than the newest step that any rank has committed, as a copy must end before the next offer; at
     most K steps if the last copy was complete.
 
     **Memory**, on the host: 2 x (this rank's state shard + the part sent by each of the `copies`
-    ranks whose copies it has), and what leaving members have left with it. Until a generation's
+    ranks whose copies it has), and the copies of members that have left. Until a generation's
     first copy is complete, up to four copies of earlier generations and one of its own; no more
-    than three unless several generations in a row end that soon.
+    than three unless several generations in a row end before their first copy.
 
-    The group must serve nothing else: a thread uses it while the trainer uses others. Names, shapes
-    and chunks are sent only when they have changed.
+    The group must have no other use: a thread uses it while the trainer uses other groups. Names,
+    shapes and chunks are sent only if they have changed.
     """
 
     def __init__(
@@ -134,8 +136,8 @@ class PeerCopies:
         """Set up the copies. `hosts`: the host of each rank; empty: all are on one. `travels` is
         True for a name whose tensor is lost with its rank; it must be the same on all ranks.
 
-        A message that takes longer than `limit_s` fails the copy. None: the group's own limit,
-        which for a Gloo group of a session is a sixth of the limit of its bring-up.
+        A message that takes longer than `limit_s` fails the copy. None: the group's own limit; for
+        a Gloo group of a session, a sixth of the limit of its bring-up.
         """
         if copies < 0 or every_steps < 1:
             raise InvalidSpec(
@@ -165,7 +167,8 @@ class PeerCopies:
             self._start(group)
 
     def _start(self, group: dist.ProcessGroup) -> None:
-        # Only this thread holds the group: the last holder of a group must wait for its threads.
+        # Only this thread may hold the group: whichever drops the last reference waits for the
+        # group's own threads, and that must not be the trainer.
         self._thread = threading.Thread(
             target=self._serve, args=(group,), name="peer-copies", daemon=True
         )
@@ -178,14 +181,14 @@ class PeerCopies:
         return self._ring.has_peers and step % self._every_steps == 0
 
     def offer(self, state_shard: StateShard, *, leaving: Collection[int] = ()) -> None:
-        """Copy this rank's state shard, which may change on return: a GPU copies it before later
-        work of the trainer's stream. All ranks offer the same steps, and the same `leaving` ranks:
-        those that leave after this step.
+        """Copy this rank's state shard, whose tensors may change on return: a GPU copies them
+        before later work on the trainer's stream. All ranks offer the same steps with the same
+        `leaving` ranks: those that leave after this step.
 
-        Peers are sent their copies in the background. Waits until the previous copy is complete on
-        all ranks, at most for the time limits of its messages. Raises that copy's error, as a
-        collective of the group would, and GenerationBroken after `close`. Without peers it only
-        drops the copies of the last generation, which no member needs any more.
+        Copies are sent to peers in the background. First waits until the previous copy is complete
+        on all ranks, at most for the time limits of its messages. Raises that copy's error, as a
+        collective of the group would, and GenerationBroken after `close`. Without peers the call
+        only drops the copies of the last generation, which no member needs any more.
         """
         if not self._ring.has_peers:
             self._remains = ()
@@ -211,10 +214,10 @@ class PeerCopies:
                 raise GenerationBroken("the copies of this generation were given up")
 
     def held(self) -> Sequence[StateShard]:
-        """Return all that this rank could give to others: its own snapshots and its peers' copies.
+        """Return all state shards that this rank can give: its own snapshots and its peers' copies.
 
-        Any thread. Excludes copies still being received. Valid until the next `offer`; after
-        `close` it stays valid.
+        Any thread. Excludes copies that are still being received. The result is valid until the
+        next `offer`, also after `close`.
         """
         return [
             state_shard for slot in (*self._remains, *self._slots) for state_shard in slot.shown()
@@ -237,10 +240,10 @@ class PeerCopies:
         return sum(slot.num_bytes for slot in (*self._remains, *self._slots))
 
     def close(self) -> None:
-        """Stop offering and receiving. Does not block; may be called twice.
+        """End copying. Does not block; may be called twice.
 
-        A copy in progress goes on, for peers that still take part in it, until it ends or its group
-        is cut. Copies that are held are kept.
+        A copy in progress continues, as peers may still take part in it, until it is complete or
+        its group is cut. Complete copies are kept.
         """
         with self._changed:
             self._closed = True
@@ -248,16 +251,17 @@ class PeerCopies:
         self._queue.put(None)
 
     def join(self, limit_s: float) -> None:
-        """Wait, after `close`, until the copy in progress has ended, at most `limit_s`."""
+        """Wait, after `close`, until the copy in progress has ended, for at most `limit_s`."""
         if self._thread is not None:
             self._thread.join(limit_s)
 
     def _left(self) -> tuple[StepCopies, ...]:
         """Return the copies that the next generation is to hold.
 
-        If a copy of this generation is known to be complete everywhere, its own copies suffice.
-        Otherwise: the inherited ones known to be complete, the newest inherited one that is
-        complete on this rank (all ranks may have kept it, and only it), and the own ones begun.
+        If a copy of this generation is known to be complete on all ranks, this generation's copies
+        suffice. Otherwise returns three kinds: inherited copies known to be complete on all ranks;
+        the newest inherited copy that is complete on this rank, as it may be the only one that all
+        ranks have kept; and the copies that this generation has begun.
         """
         own = tuple(slot for slot in self._slots if slot.step is not None)
         if any(slot.everywhere for slot in own):
@@ -286,7 +290,8 @@ class PeerCopies:
                 self._changed.notify_all()
 
     def _copy(self, slot: StepCopies, ranks: Collection[int], group: dist.ProcessGroup) -> None:
-        """Send the slot's own part to peers, and receive theirs; `ranks` are those that leave."""
+        """Send this rank's snapshot in the slot to peers, and receive theirs. `ranks`: those that
+        leave."""
         own = slot.own
         assert own is not None
         slot.wait()
@@ -310,7 +315,7 @@ class PeerCopies:
             slot.show(peer, shards, values[peer])
         slot.full = True
         self._wait(leaving)
-        # After this every rank has all the copies of this step that it should have.
+        # After this all ranks have received all their copies of this step.
         dist.all_reduce(torch.zeros(1), group=group)
 
     def _wait(self, works: Sequence[Any]) -> None:
@@ -337,9 +342,9 @@ class Catalogue:
         self._known: list[Inventory | None] = [None] * world_size
 
     def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
-        """Exchange inventories of a step with all ranks, and return the values of each, by rank.
+        """Exchange the inventories of a step, by a collective, and return each rank's values.
 
-        Collective. Raises InternalError if the ranks are at different steps, and MalformedMessage.
+        Raises InternalError if the ranks are at different steps, and MalformedMessage.
         """
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
         news = None if inventory == self._told else to_json(inventory)

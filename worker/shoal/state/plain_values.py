@@ -1,7 +1,7 @@
 """Conversion of a `state_dict()`, or of an optimizer's state, to JSON and tensors, and back.
 
-Nothing is pickled: a message of another member, or a checkpoint, holds only numbers, text and
-tensors, even from an untrusted writer.
+Nothing is pickled: a message or a checkpoint holds only numbers, text and tensors, so reading one
+is safe even if its writer is not trusted.
 """
 
 import base64
@@ -17,11 +17,11 @@ from shoal.state.shards import DTYPES, Json, name_of
 from shoal_proto.errors import InvalidSpec, MalformedMessage, ShoalError
 
 MAX_VALUES = 20_000
-"""Limit for one object; a tensor counts as one. Larger data is a table, and belongs in a tensor."""
+"""Limit for one object; a tensor counts as one value. More values belong in a tensor."""
 MAX_BITS = 4096
-"""Limit for an integer: Python refuses by default to convert longer ones to text."""
+"""Limit for an integer: by default, Python does not convert longer ones to text."""
 MAX_PICKLED_BITS = 2032
-"""Limit for an integer that is a checkpoint entry: torch's unpickler reads none that is longer."""
+"""Limit for an integer in a checkpoint: torch's unpickler reads no longer ones."""
 MAX_INLINE = 100_000
 """Limit for the elements of a tensor that is written as numbers."""
 MAX_DEPTH = 50
@@ -37,10 +37,10 @@ Refusal = Callable[[tuple[str, ...], str, str], ShoalError]
 
 
 def take_apart(state: Any, name: str) -> tuple[Json, dict[str, Tensor]]:
-    """Split the state into JSON and the tensors that the JSON names, by their dotted paths.
+    """Split the state into JSON and tensors; the JSON refers to the tensors by their dotted paths.
 
-    The tensors are those of the state, not copied. Raises InvalidSpec, with the path, for a value
-    that cannot be sent to another member.
+    Tensors are not copied. Raises InvalidSpec, with the path, for a value that cannot be sent to
+    another member.
     """
 
     def refused(path: tuple[str, ...], seen: str, expected: str) -> ShoalError:
@@ -63,11 +63,12 @@ def take_apart_exactly(
     inline: bool = False,
     taken: set[str] | None = None,
 ) -> tuple[Json, dict[str, Tensor]]:
-    """Split as `take_apart` does, but only values that come back with the same type, so that plain
-    torch finds them unchanged in a checkpoint. Numbers of NumPy and enums become Python's.
+    """Split as `take_apart` does, but only values that `put_together` rebuilds with the same type,
+    so that plain torch finds them unchanged in a checkpoint. Only numbers of NumPy and enums become
+    Python's.
 
-    `inline`: write tensors as numbers among the values. `taken`: dotted paths already in use, to
-    which those of this value are added: torch names the entries of a checkpoint by them.
+    `inline`: write tensors as numbers among the values. `taken`: the dotted paths already in use,
+    by which torch names the entries of a checkpoint; the paths of this value are added.
     """
     apart = _PlainCopy(refused, is_exact=True, is_inline=inline, taken=taken)
     return apart.plain(value, path), apart.tensors
@@ -177,28 +178,28 @@ class _PlainCopy:
 
 
 def fault_of(tensor: Tensor) -> str:
-    """Return why a tensor can be neither sent nor written to a checkpoint; "" if it can."""
+    """Return the reason why a tensor cannot be sent or written to a checkpoint; "" if it can."""
     if tensor.layout is not torch.strided or name_of(tensor.dtype) not in DTYPES:
         return f"a tensor of {tensor.layout} and {tensor.dtype}"
     kind = type(tensor)
-    # A subclass that dispatches to inner tensors has no elements of its own in memory.
+    # A subclass with a `__torch_dispatch__` of its own wraps other tensors: it has no memory.
     if not isinstance(tensor, DTensor) and kind.__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return f"a {kind.__name__}, which is made of other tensors"
     return ""
 
 
 def _is_numpy_number(value: object) -> bool:
-    """True for a NumPy number or text; not for a date, which `item` may turn into a number."""
+    """True for a NumPy number or string; not for a date, which `item` may turn into a number."""
     return isinstance(value, np.generic) and value.dtype.kind in "biufcUS"
 
 
 def _is_alone(value: object) -> bool:
-    """True for the only element of an array without dimensions."""
+    """True for a NumPy array without dimensions, of one number or string."""
     return isinstance(value, np.ndarray) and value.ndim == 0 and _is_numpy_number(value[()])
 
 
 def _base_of(value: object) -> type:
-    """Return the type as which a value is carried."""
+    """Return the container type as which a value is stored; its own type if it is none."""
     for kind, carried in (
         (Mapping, dict),
         (list, list),

@@ -31,7 +31,7 @@ OPTIMIZER = "optimizer/"
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """State that training changes, by name: a joiner needs it to continue from here."""
+    """Everything that training changes, by name: a joiner continues from it."""
 
     step: int
     """Number of optimizer steps taken."""
@@ -43,8 +43,8 @@ class State:
 class ReplicatedState:
     """Reads and writes everything that training changes in a model and its optimizer.
 
-    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, as nothing would
-    keep it the same on all members; and for tensors of the model that cannot be sent to a member.
+    Raises InvalidSpec if the optimizer holds a parameter that is not the model's, which would
+    differ between members; and for tensors of the model that cannot be sent to another member.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -91,8 +91,8 @@ class ReplicatedState:
 
     @torch.no_grad()
     def capture(self, step: int, into: State | None = None) -> State:
-        """Return a copy of the current state. It reuses the memory of `into` where that fits, and
-        so overwrites `into`."""
+        """Return a copy of the current state, in the memory of `into` if it fits: `into` is
+        overwritten."""
         now = self.collect(step)
         before = into.tensors if into is not None else {}
         copies = {
@@ -104,7 +104,8 @@ class ReplicatedState:
 
     @torch.no_grad()
     def restore(self, state: State) -> None:
-        """Make `state` the model's and the optimizer's. Changes nothing if it does not fit."""
+        """Load `state` into the model and the optimizer. Raises ShapeMismatch or DtypeMismatch, and
+        then changes nothing."""
         own = dict(self._own())
         for name in own.keys() | {n for n in state.tensors if not n.startswith(OPTIMIZER)}:
             _check(name, own.get(name), state.tensors.get(name))
@@ -141,9 +142,10 @@ class ReplicatedState:
 
     @torch.no_grad()
     def adopt(self, state_shard: StateShard) -> None:
-        """Load a whole state shard. Changes nothing if it belongs to another model.
+        """Load a state shard that holds the whole state.
 
-        Raises ShapeMismatch or DtypeMismatch, and InvalidSpec if it belongs to another optimizer.
+        Raises ShapeMismatch or DtypeMismatch if it belongs to another model, and InvalidSpec if to
+        another optimizer; then nothing is changed.
         """
         own = self._persistent()
         groups = [list(map(self.name_of, g["params"])) for g in self._optimizer.param_groups]
@@ -185,7 +187,7 @@ class ReplicatedState:
         by_parameter: dict[str, dict[str, Tensor]] = {name: {} for name in values}
         for path, tensor in tensors.items():
             name, _, key = path.rpartition("/")
-            # A copy: the sender of the state goes on with its own.
+            # A copy: the given state may be in use elsewhere.
             own = beside(self.parameters[name], tensor, self._optimizer)
             by_parameter.setdefault(name, {})[key] = own
         self._optimizer.state.clear()
@@ -195,8 +197,9 @@ class ReplicatedState:
 
 
 def beside(parameter: Tensor, tensor: Tensor, optimizer: Optimizer) -> Tensor:
-    """Return a copy on the device where torch's optimizers keep it: the parameter's device, or the
-    host for step counts, unless the group is `fused` or `capturable`: kernels read those counts."""
+    """Return a copy of a tensor of the optimizer's state on the device where torch keeps it: the
+    parameter's. A step count stays on its device, unless the group is `fused` or `capturable`, as
+    kernels read it then."""
     own = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
     by_kernels = own.get("fused") or own.get("capturable")
     if tensor.ndim or by_kernels:
@@ -225,7 +228,7 @@ def refuse_tensors(tensors: Mapping[str, Tensor]) -> None:
 
 
 def names_in(model: nn.Module) -> Set[str]:
-    """Return the names of all parameters and buffers of the model; of a tied one, each name."""
+    """Return the names of all parameters and buffers of the model, with all names of tied ones."""
     parameters = model.named_parameters(remove_duplicate=False)
     buffers = model.named_buffers(remove_duplicate=False)
     return {name for each in (parameters, buffers) for name, _ in each}

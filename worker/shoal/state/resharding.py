@@ -1,7 +1,7 @@
 """Resharding: each rank of a new generation gets the chunks that it needs from their holders.
 
-Takes two small collectives (what each rank holds, then what each needs; the second is skipped if
-every rank holds everything), then bytes from rank to rank. Nothing is unpickled.
+Two small collectives exchange what each rank holds and what each needs; the second is skipped if
+every rank holds everything. Then bytes are sent from rank to rank. Nothing is unpickled.
 """
 
 from collections import deque
@@ -36,8 +36,8 @@ from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
 Place = Callable[[str, Chunk], Tensor | None]
-"""Function of (name, the chunk that the rank needs) that returns host memory of that size and dtype
-for it, in any strides; None: memory is allocated."""
+"""Function of (name, chunk that the rank needs) that returns a host tensor to receive it into, of
+that size and dtype, with any strides; None: a tensor is allocated."""
 
 IN_FLIGHT_BYTES = 64 * 1024 * 1024
 """Limit of one rank's buffers, shared among its peers."""
@@ -61,14 +61,16 @@ def reshard(
 
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
-    The result is in newly allocated host memory, or in that of `place`, which is called only after
-    all checks. With `borrow`, a chunk without a place that this rank holds in one shard is a
-    view of that shard. `memory`: shared by the group's ranks, and overwritten; used for the
-    transfer if it is large enough.
+
+    The result is in newly allocated host memory, or in the tensors of `place`, which is called only
+    after all checks. With `borrow`, a chunk for which `place` returns None is a view of this rank's
+    own shard, if that contains it. `memory`: shared by the group's ranks, and overwritten; used for
+    the transfer if it is large enough.
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
-    of `needs` or of the group is this rank's alone: cut the group, so that the others do not wait.
+    of `needs` or of the group is raised on this rank alone: the caller must cut the group then, as
+    the others wait.
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
@@ -104,9 +106,9 @@ def whole_model(
 ) -> dict[str, Tensor]:
     """Return every parameter and persistent buffer by its names in the user's model, on the host.
 
-    Collective: each rank gives what it holds and gets all; tied names share one tensor.
+    Collective: each rank gives what it holds and gets the whole model. Tied names share one tensor.
     `without_elements`: empty tensors, which no rank reports. `order`: the names in the order of the
-    model's own state_dict, so that both can be iterated together. Raises as `reshard`.
+    model's own state_dict, which the result has too. Raises as `reshard`.
     """
     whole = reshard(group, [state_shard], _of_model)
     # No rank may return while another still waits for its shards.
@@ -160,17 +162,17 @@ def _needs_of(word: bytes, rank: int, table: TensorTable) -> Mapping[str, Chunk]
 
 def _flat(tensor: Tensor) -> Tensor:
     """View the contiguous tensor's memory as bytes."""
-    # A single element out of a row counts as contiguous, but has the strides of the row.
+    # By as_strided: a single element of a row counts as contiguous, but has the row's strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @dataclass
 class _Round:
-    """Round of a transfer: one bucket to and from each peer."""
+    """Round of a transfer: at most one bucket to and one from each peer."""
 
     works: list[P2PMessage] = field(default_factory=list)
     arriving: list[tuple[Tensor, list[NamedChunk]]] = field(default_factory=list)
-    """Buckets to be unpacked, with the parts in each."""
+    """Buckets to unpack after the round, with the parts in each."""
     kept: list[Tensor] = field(default_factory=list)
     """Buffers of messages in progress, kept alive until they are sent."""
 
@@ -179,8 +181,8 @@ class _Transfer:
     """Transfer of the parts of one plan.
 
     All ranks run the rounds in order. In a round a rank posts its receives, then its sends, and
-    then waits for the round before it. So a rank waits only for ranks in the same or an earlier
-    round, the rank furthest behind waits for no other, and there is no deadlock.
+    then waits for the previous round. So a rank waits only for ranks that are in an earlier round,
+    and a rank in the earliest round waits for none: there is no deadlock.
     """
 
     def __init__(
@@ -297,7 +299,7 @@ class _Transfer:
             for part, place in zip(parts, self._places(parts), strict=True):
                 self._target(part).copy_(self._view(buffer, part, place))
 
-    # --- where parts lie ---
+    # --- positions of parts ---
 
     def _buckets(self, parts: Sequence[NamedChunk]) -> list[list[NamedChunk]]:
         buckets: list[list[NamedChunk]] = []

@@ -1,8 +1,8 @@
 """State shards: the parts of a state that one rank holds.
 
-A state is a set of named tensors; each rank holds chunks of some of them. The names and the whole
-shapes are the same in every layout of a model (whole copies, rows, columns, stages), so that each
-layout can read the state that another wrote:
+A state is a set of named tensors; each rank holds chunks of some of them. Names and whole shapes
+are the same in every layout of a model (whole copies, rows, columns, stages), so that one layout
+can read the state of another:
 
     model.<parameter or buffer>            optim.<parameter>/<key of the optimizer's state>
     registered.<name>/<path>               registered state of the script; whole on every rank
@@ -55,7 +55,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Chunk:
-    """A part of a tensor: where it starts and how far it reaches in each dimension."""
+    """Part of a tensor: its offset and its size in each dimension."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -90,8 +90,8 @@ class Chunk:
 
 
 Needs = Callable[[str, tuple[int, ...], torch.dtype], Chunk | None]
-"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs; None:
-nothing. Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
+"""Function of a tensor's (name, whole shape, dtype) that returns the chunk that a rank needs, or
+None. Called once for every tensor of a state; may raise ShapeMismatch or DtypeMismatch."""
 
 
 def everything(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk:
@@ -124,7 +124,7 @@ class TensorShard:
 
 @dataclass(frozen=True, kw_only=True)
 class StateShard:
-    """Part of the state after `step` committed steps that one rank holds."""
+    """The part of the state after `step` committed steps that one rank holds."""
 
     step: int
     shards: Mapping[str, TensorShard]
@@ -132,8 +132,8 @@ class StateShard:
     values: Mapping[str, Json] = field(default_factory=dict)
     """Values that are not tensors: settings, counters. The same on all ranks, except `slots`."""
     elsewhere: frozenset[str] = frozenset()
-    """Names of tensors that exist at this step, but of which this rank holds no part. They reveal
-    the loss of a tensor whose parts were all on lost ranks."""
+    """Names of tensors that exist at this step and that this rank holds no part of. They show that
+    a tensor is missing if all its parts were on lost ranks."""
 
     def copied(self) -> "StateShard":
         """Return a copy in host memory."""
@@ -161,8 +161,8 @@ Names = tuple[str, ...]
 class GroupedChunks(Mapping[str, Chunk]):
     """Chunks by the name of their tensor, stored as groups of tensors with the same chunk.
 
-    A thousand ranks that hold rows of three thousand tensors report three million chunks, but each
-    rank reports only a few groups, which are the same on all ranks.
+    A thousand ranks that hold rows of three thousand tensors report three million chunks, but only
+    a few groups each.
     """
 
     def __init__(self, groups: Sequence[tuple[Chunk, Names]]) -> None:
@@ -195,7 +195,7 @@ def groups_of(chunks: Mapping[str, Chunk]) -> Sequence[tuple[Chunk, Names]]:
 def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
     """Split each group into sets of names, such that any group contains all names of a set or none.
 
-    The names of a set are then interchangeable, and a result for one applies to the others.
+    So a result that is computed for one name of a set holds for all of them.
     """
     distinct = list(dict.fromkeys(groups))
     found_in: dict[str, list[int]] = {}

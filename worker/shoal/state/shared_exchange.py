@@ -1,9 +1,9 @@
 """Exchange of bytes between ranks through memory that all ranks of a group share.
 
-Over sockets each byte is packed, written, read and unpacked; here it is written and read. In each
-round a rank fills a box for each receiver, all ranks meet at a barrier, and each reads its boxes.
-Two sets of boxes alternate: a rank refills a set only after a barrier that the others reached after
-they had read it.
+Over sockets each byte is packed, written, read and unpacked; here it is only written and read. In
+each round a rank fills one box for each receiver, all ranks wait at a barrier, and each reads the
+boxes for it. Two sets of boxes alternate: between filling a set and refilling it there are two
+barriers, and all ranks have read it before the second.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,16 @@ from shoal.backends.shared_memory.memory import SharedMemory
 
 NUM_SETS = 2
 MIN_BOX_BYTES = 256 * 1024
-"""Minimum size of a box: with less per round the barriers cost more than sockets do."""
+"""Minimum size of a box: with smaller ones the barriers cost more than sockets do."""
 _ALIGNMENT_BYTES = 64
 
 Cut = list[tuple[int, Tensor]]
-"""Contents of one box: pieces, each with its offset in the box."""
+"""Contents of one box: pairs of a piece's offset in the box and the piece."""
 
 
 class SharedExchange:
-    """End of one rank. All ranks make one on the same memory, and call `run` at the same time."""
+    """One rank's side of the exchange. All ranks make one on the same memory, and make the same
+    calls at the same time."""
 
     def __init__(self, memory: SharedMemory) -> None:
         """Use this memory, overwriting its contents."""
@@ -37,8 +38,8 @@ class SharedExchange:
         return _box_bytes(memory) >= MIN_BOX_BYTES
 
     def gather(self, word: bytes, max_bytes: int) -> list[bytes] | None:
-        """Return the message of each rank, by rank; all ranks call it at the same time. None, on
-        all ranks, if a message exceeds `max_bytes` or a rank's share of the memory.
+        """Return the message of each rank, by rank; None, on all ranks, if a message exceeds
+        `max_bytes` or a rank's share of the memory.
 
         Raises as `run`.
         """
@@ -55,14 +56,14 @@ class SharedExchange:
             bytes(memory.room[start : start + length])
             for start, length in zip(starts, lengths, strict=True)
         ]
-        # Wait until all ranks have read these, before any overwrites them.
+        # All ranks must have read the messages before any rank overwrites them.
         memory.meet()
         return words
 
     def run(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]]
     ) -> None:
-        """Send and receive flat tensors of bytes, by peer, with equal byte counts on both ends.
+        """Send and receive flat tensors of bytes, by peer, with equal byte counts on both sides.
         Raises GenerationBroken if a rank is lost, late or cut off."""
         leaving = {peer: self._cut(tensors) for peer, tensors in sends.items()}
         arriving = {peer: self._cut(tensors) for peer, tensors in receives.items()}
@@ -72,13 +73,13 @@ class SharedExchange:
             for peer, boxes in leaving.items():
                 for box, piece in self._places(number, self._memory.rank, peer, boxes):
                     box.copy_(piece)
-            # A rank does not know how many rounds the other ranks need.
+            # The number of rounds is that of the rank which sends most.
             num_rounds = max(self._memory.meet(own_rounds))
             for peer, boxes in arriving.items():
                 for box, piece in self._places(number, peer, self._memory.rank, boxes):
                     piece.copy_(box)
             number += 1
-        # A rank that returns may overwrite the memory: all must have read their boxes by then.
+        # The caller may overwrite the memory on return: all ranks must have read their boxes.
         self._memory.meet()
 
     def _cut(self, tensors: Sequence[Tensor]) -> list[Cut]:
@@ -99,7 +100,7 @@ class SharedExchange:
     def _places(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return, for each piece of this round, its part of the shared memory and the piece."""
+        """Return pairs of a piece of this round and its part of the shared memory, memory first."""
         if number >= len(boxes):
             return []
         world_size = self._memory.world_size

@@ -16,16 +16,16 @@ from shoal_proto.errors import StateLost
 MAX_NAMED = 3
 """Number of missing parts that an error names for each step."""
 MAX_STEPS_NAMED = 4
-"""Number of examined steps in the error's text; all are in its details."""
+"""Number of steps in the error's text; its details have all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChosenStep:
-    """Step whose state is whole on the ranks together."""
+    """The step whose state is whole on the ranks together."""
 
     step: int
     metas: Mapping[str, Meta]
-    """Every tensor that exists at the step, in the order of names."""
+    """Shape and dtype of every tensor that exists at the step, sorted by name."""
     holders: Mapping[str, Mapping[Chunk, Sequence[int]]]
     """Held chunks by name of the tensor, with the ranks that hold each."""
     values: Mapping[str, Json]
@@ -41,13 +41,14 @@ class ChosenStep:
 def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """Choose the newest step at which every element of every tensor is held by some rank.
 
-    A tensor exists at a step if any rank reports it. A tensor of the model exists at every step.
-    A tensor of an optimizer, once it exists, exists at all later steps: if it is known from an
-    earlier step and absent at a later one, the later one is not whole. Raises StateLost if no step
-    is whole, and ShapeMismatch or DtypeMismatch if ranks contradict each other.
+    A tensor exists at a step if any rank reports it. A tensor of the model exists at every step. A
+    tensor of an optimizer exists at all steps after the first at which it is reported: a later step
+    without it is not whole. Plain values, and tensors within them, may come and go. Raises
+    StateLost if no step is whole, and ShapeMismatch or DtypeMismatch if ranks contradict one
+    another.
     """
     metas: dict[str, Meta] = {}
-    # Ranks with the same tensors share one table.
+    # By identity: inventories with equal tables share one decoded table.
     for told in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
         for name, meta in told.items():
             add_meta(metas, name, meta)
@@ -68,7 +69,7 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
 
 
 def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chunk, list[int]]]:
-    """Return the holders by name; tensors that are held in the same way share one entry."""
+    """Return the holders by name; tensors that are held alike share one dict."""
     held = [
         (rank, chunk, names)
         for rank, inventory in enumerate(inventories)
@@ -115,7 +116,7 @@ def _named_at(inventories: Sequence[Inventory], step: int) -> set[str]:
 def _missing(
     names: Sequence[str], metas: Mapping[str, Meta], holders: Mapping[str, Mapping[Chunk, object]]
 ) -> list[str]:
-    """Describe the first parts that no rank holds."""
+    """Describe the first few parts that no rank holds."""
     found: list[str] = []
     gaps: dict[tuple[int, tuple[int, ...]], list[str]] = {}
     nobody: Mapping[Chunk, object] = {}

@@ -1,10 +1,10 @@
 """Transfer of a state from one member to others over their group: a JSON manifest, then raw bytes.
 
 Nothing is unpickled. The receiver reads shapes and dtypes from the manifest, whose size is bounded;
-the model checks that they fit.
+loading the state checks that they fit the model.
 
-Members form a tree, and a receiver forwards each part as it arrives: no member sends the state more
-than `FAN_OUT` times, and a thousand receivers take little longer than one or two.
+Members form a tree, and a receiver forwards each chunk as it arrives. No member sends the state
+more than `FAN_OUT` times, and a thousand receivers take little longer than one or two.
 """
 
 import json
@@ -25,10 +25,10 @@ from shoal_proto.errors import MalformedMessage
 MAX_MANIFEST_BYTES = 64 * 1024 * 1024
 BUCKET_BYTES = 32 * 1024 * 1024
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Size of one message: over 1 Mb/s it takes half a minute."""
+"""Size of one message: half a minute over 1 Mb/s."""
 CHUNKS_IN_FLIGHT = 2
 FAN_OUT = 2
-"""Number of members to which each member sends; with one, a chunk would pass through all."""
+"""Number of members to which each member sends; with 1 the tree would be a chain of all members."""
 # Every tensor starts at a multiple of this in its bucket, so that it can be viewed as any dtype.
 _ALIGNMENT_BYTES = 16
 
@@ -44,7 +44,7 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
     branch.pass_on(torch.tensor([text.numel()]))
     branch.pass_on(text)
     tensors = list(state.tensors.values())
-    # Torch caches page-locked memory: a bucket reuses the memory of the last but one.
+    # torch caches page-locked memory, so buckets reuse it.
     pinned = any(tensor.is_cuda for tensor in tensors)
     for bucket in _buckets([_num_bytes(t.dtype, t.shape) for t in tensors]):
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8, pin_memory=pinned)
@@ -85,8 +85,8 @@ def receive(source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> 
 
 
 class _Branch:
-    """Position of this rank in the tree along which a state is sent: the source is the root, and
-    the receivers follow level by level, in the order of ranks."""
+    """Position of this rank in the tree of members. The source is the root; receivers fill the
+    levels in the order of ranks."""
 
     def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
@@ -104,7 +104,7 @@ class _Branch:
         )
 
     def _received(self, chunks: Iterable[Tensor]) -> Iterator[Tensor]:
-        """Yield each chunk once it has arrived, while the next ones are in progress."""
+        """Yield each chunk once it has arrived, while the next is already being received."""
         if self._parent is None:
             yield from chunks
             return
@@ -123,9 +123,9 @@ def _arrived(chunk: Tensor, message: P2PMessage) -> Tensor:
 
 
 def _in_turn(begun: Iterable[Sequence[P2PMessage]]) -> None:
-    """Start messages by iterating over `begun`, and wait for them, a few in progress at a time.
+    """Wait for messages, which iterating over `begun` starts; a few are in progress at a time.
 
-    Each completed message shows that the transfer makes progress.
+    Each wait that returns counts as progress of the transfer.
     """
     under_way: deque[Sequence[P2PMessage]] = deque()
     for messages in begun:
@@ -151,7 +151,7 @@ def _num_bytes(dtype: torch.dtype, shape: Sequence[int]) -> int:
 
 
 def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]:
-    """Split the tensors, in order, into runs of (index, start, stop in the run's buffer)."""
+    """Split the tensors, in order, into buckets: lists of (index, start, stop in the bucket)."""
     run: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes_bytes):
         start = run[-1][2] if run else 0

@@ -1,6 +1,6 @@
-"""Plan of sends and receives, by which each rank gets what it needs of a step's state.
+"""Plan of sends and receives, by which each rank gets the chunks that it needs of a step's state.
 
-Pure: every rank computes its own share from the same inputs, and the shares fit together.
+Pure: every rank computes its own part of the plan from the same inputs, and the parts fit together.
 """
 
 import math
@@ -15,7 +15,7 @@ from shoal.state.step_choice import ChosenStep
 
 @dataclass(frozen=True)
 class NamedChunk:
-    """Chunk of a named tensor that is sent in one piece."""
+    """Chunk of a named tensor that is sent as a unit."""
 
     name: str
     chunk: Chunk
@@ -23,10 +23,10 @@ class NamedChunk:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferPlan:
-    """Plan of one rank. Sender and receiver list the parts between them in the same order."""
+    """Plan of one rank. A sender and its receiver list the parts between them in the same order."""
 
     kept: list[NamedChunk] = field(default_factory=list)
-    """Parts that it needs and holds itself."""
+    """Parts that this rank needs and holds itself."""
     sends: dict[int, list[NamedChunk]] = field(default_factory=dict)
     """Parts by receiver; each lies within one chunk that this rank holds."""
     receives: dict[int, list[NamedChunk]] = field(default_factory=dict)
@@ -38,11 +38,10 @@ def plan(
 ) -> TransferPlan:
     """Plan what this rank sends and receives, so that every rank gets what it `needs`, by name.
 
-    A rank is not sent what it holds itself. For the rest, all tensors are thought of as laid end to
-    end, row by row, and cut into stripes. The holders of a part take turns at sending it, by stripe
-    and by receiver. So senders share the bytes evenly, to about a stripe, and each rank computes
-    its own share without going through the shares of all others. No part is larger than two
-    stripes.
+    A rank keeps what it holds itself. For the rest, imagine all tensors end to end, row by row, and
+    cut into stripes: the holders of a part take turns at sending it, by stripe and by receiver. So
+    senders share the bytes evenly, to about a stripe, and each rank computes its own part of the
+    plan without computing those of the others. No part is larger than two stripes.
     """
     own = TransferPlan()
     wanted = _wanted(needs)
@@ -65,7 +64,7 @@ _NOBODY: Wanted = {}
 
 
 def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
-    """Return the needs by name; tensors that are needed in the same way share one entry."""
+    """Return the needs by name; tensors that are needed alike share one dict."""
     asked = [
         (receiver, chunk, names)
         for receiver, chunks in enumerate(needs)
@@ -80,7 +79,7 @@ def _wanted(needs: Sequence[Mapping[str, Chunk]]) -> Mapping[str, Wanted]:
 
 
 class _Source:
-    """Holders and receivers of the cells of tensors that are held and needed in the same way."""
+    """Holders and receivers of the cells of tensors that are held and needed alike."""
 
     def __init__(
         self, shape: tuple[int, ...], held: Mapping[Chunk, Sequence[int]], wanted: Wanted, rank: int
@@ -101,7 +100,7 @@ class _Source:
             self._send(chunk, receivers)
 
     def _receive(self, chunk: Chunk) -> None:
-        """Record the cells that this rank keeps and receives to fill the chunk."""
+        """Record the cells of this chunk that this rank keeps, and those that it receives."""
         if chunk in self._own:
             self._kept.append(chunk)
             return
@@ -114,7 +113,7 @@ class _Source:
                 self._received.append((cell, holders))
 
     def _send(self, chunk: Chunk, receivers: Sequence[int]) -> None:
-        """Record the cells that this rank may send to the receivers, which all need this chunk."""
+        """Record the cells of this chunk that this rank may send to the receivers that need it."""
         cells: dict[Chunk, tuple[int, ...]] = {}
         for mine in self._own:
             if (common := mine.overlap(chunk)) is not None:
@@ -126,7 +125,7 @@ class _Source:
                 self._sent.append((cell, holders, lacking))
 
     def note(self, name: str, stripes: "_Stripes", own: TransferPlan) -> None:
-        """Add what this rank keeps, receives and sends of one of the tensors to its plan."""
+        """Add the parts of one tensor that this rank keeps, receives and sends to its plan."""
         own.kept.extend(NamedChunk(name, cell) for cell in self._kept)
         for cell, holders in self._received:
             for stripe, part in stripes.of(cell):
@@ -153,7 +152,7 @@ class _Stripes:
         self._start_bytes, self._stripe_bytes = start_bytes, stripe_bytes
 
     def of(self, cell: Chunk) -> Iterator[tuple[int, Chunk]]:
-        """Split the cell into parts within one stripe each, with the number of the stripe."""
+        """Split the cell into parts by stripe; yields the number of the stripe and the part."""
         return self._cut(cell, 0, self._start_bytes)
 
     def _cut(self, cell: Chunk, dimension: int, start_bytes: int) -> Iterator[tuple[int, Chunk]]:

@@ -1,1 +1,1 @@
-"""Published weights: what training sessions publish, and what readers outside of them install."""
+"""Weights that training sessions or scripts publish, and that readers outside a job install."""

@@ -1,7 +1,7 @@
-"""A version as a directory that engines load from: safetensors files as of Hugging Face.
+"""Export of a version to a directory that engines load: safetensors files in Hugging Face's format.
 
 With format "sglang" each version has a directory of its own, `weight_v000057/`, which SGLang's
-`/pull_weights`, slime and miles read: a full checkpoint, so that no earlier version is needed.
+`/pull_weights`, slime and miles read. It is a full checkpoint: no earlier version is needed.
 """
 
 import json
@@ -21,10 +21,10 @@ from shoal_proto.errors import InvalidSpec
 
 Format = Literal["safetensors", "sglang"]
 FILE_BYTES = 5_000_000_000
-"""The most of tensors that one file has, unless one of them is larger."""
+"""Limit of the tensors in one file; a larger tensor has a file of its own."""
 INDEX = "model.safetensors.index.json"
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
-"""Of weights, which are not taken from the base directory."""
+"""Suffixes of files with weights, which are not copied from the base directory."""
 _DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -48,14 +48,15 @@ def export(
     format: Format = "safetensors",  # noqa: A002 - as the option of the command is called
     base: Path | str | None = None,
 ) -> Path:
-    """Write a version's tensors below `directory`, and return where they are.
+    """Write a version's tensors to `directory` or, with "sglang", to a directory in it; return the
+    directory's path.
 
-    Names of one tied tensor are written once, as Hugging Face has them. `base`: a directory whose
-    other files, such as config.json and the tokenizer's, are copied beside them.
+    A tied tensor is written under its first name only, as by Hugging Face. `base`: a directory
+    whose other files, such as config.json and the tokenizer's, are copied, too.
 
-    The directory appears whole or not at all, also if this process is killed. What was exported
-    before is left as it is: a version is immutable. Raises InvalidSpec for a dtype that safetensors
-    files do not have, and if something else is there already.
+    The directory appears as a whole or not at all, even if this process is killed. A version that
+    is exported already is not written again. Raises InvalidSpec for a dtype that safetensors files
+    do not have, and if the directory exists with other content.
     """
     if format not in ("safetensors", "sglang"):
         raise InvalidSpec("no format to export", seen=repr(format), expected="safetensors, sglang")
@@ -90,7 +91,7 @@ def export_series(
     format: Format = "safetensors",  # noqa: A002 - as `export`
     base: Path | str | None = None,
 ) -> Path:
-    """`shoal weights export`: fetch a version, by default the newest one, and write it."""
+    """Fetch a version, by default the newest one, and export it: `shoal weights export`."""
     with subscribe(series, coordinator=coordinator) as subscription:
         weights = subscription.fetch("newest" if version is None else version)
         return export(weights, directory, format=format, base=base)
@@ -141,7 +142,7 @@ def _files_of(weights: Weights) -> Iterator[dict[str, Tensor]]:
 
 
 def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors as a safetensors file, on the disk when it returns."""
+    """Write tensors durably as a safetensors file."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, tensor in tensors.items():

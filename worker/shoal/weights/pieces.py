@@ -1,7 +1,7 @@
-"""Parts of a version: the elements that a rank publishes, and their places in its segment.
+"""Parts of a version: the elements that each rank publishes, and their offsets in its segment.
 
-Each rank works out its part from what it holds itself: no rank asks another one, and nothing is
-gathered. Together the parts have each element exactly once, which the coordinator verifies.
+Each rank computes its part from the tensors that it holds, without communication. Together the
+parts have each element exactly once, which the coordinator verifies.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,9 @@ from shoal_proto.errors import InvalidSpec
 from shoal_proto.v1.weights_pb2 import Layout, Slice, TensorSpec
 
 ALIGNMENT_BYTES = 64
-"""Each piece begins at a multiple of it, so that it can be viewed in any dtype."""
+"""Alignment of each piece in a segment, so that it can be viewed in any dtype."""
 _KEPT_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
-"""Floating point numbers that are codes of others: these are published as they are."""
+"""Floating point dtypes of quantized values, which are published without conversion."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,22 +28,22 @@ class HeldTensor:
 
     shard: TensorShard
     replicas: Sequence[int]
-    """Ranks that hold this chunk bit for bit and publish it in parts among them. Without this rank
-    if others publish the chunk."""
+    """Ranks that hold the same chunk, bit for bit, and divide its publication among them. Without
+    this rank if only others publish the chunk."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeldWeights:
-    """Tensors that a rank holds of the model after a committed step. Not copied: valid until
-    the next step."""
+    """The model's tensors as a rank holds them after a committed step. Not copied: valid until the
+    next step."""
 
     step: int
     rank: int
     world_size: int
     tensors: Mapping[str, HeldTensor]
-    """Tensors by first name, in the same order on all ranks that hold the same."""
+    """Tensors by first name, in the same order on all ranks that hold the same tensors."""
     tied: Mapping[str, str] = field(default_factory=dict)
-    """First name of a tensor by each further name."""
+    """First name of a tied tensor, by each further name."""
 
 
 def held_in(
@@ -53,7 +53,7 @@ def held_in(
     tied: Mapping[str, str],
     without_elements: Mapping[str, Tensor],
 ) -> HeldWeights:
-    """Weights that a rank holds of a model that is laid out over ranks."""
+    """The weights that a rank holds of a model that is sharded over ranks."""
     tensors = {
         name: HeldTensor(shard=layout.shard(name, tensor), replicas=layout.replicas(name))
         for name, tensor in layout.held.items()
@@ -75,8 +75,8 @@ def held_by_all(
     world_size: int,
     tied: Mapping[str, str],
 ) -> HeldWeights:
-    """Weights that a rank holds of a model that all ranks have whole. Parameters are the same bit
-    for bit; of buffers the first rank's are published."""
+    """The weights that a rank holds of a model that every rank has as a whole. Parameters are the
+    same bit for bit; the first rank publishes its buffers."""
     everybody = range(world_size)
     held = {
         name: HeldTensor(shard=TensorShard.whole(each.detach()), replicas=ranks)
@@ -92,11 +92,11 @@ class PublishedPiece:
 
     name: str
     chunk: Chunk
-    """In the whole tensor."""
+    """Position in the whole tensor."""
     tensor: Tensor
-    """View of what the rank holds; its dtype may differ from the published one."""
+    """View of the rank's tensor, whose dtype may differ from the published one."""
     dtype: torch.dtype
-    """The published one."""
+    """Published dtype."""
 
     @property
     def num_bytes(self) -> int:
@@ -105,22 +105,22 @@ class PublishedPiece:
 
 @dataclass(frozen=True, kw_only=True)
 class RankPart:
-    """Pieces of one rank, each with its place in the segment."""
+    """Pieces of one rank, each with its offset in the segment."""
 
     pieces: Sequence[PublishedPiece]
     places: Sequence[int]
     """Offset of each piece in the segment, in bytes."""
     layout: Layout
-    """This rank's own: its tensors, its slices, the bytes of its one segment."""
+    """Layout of this rank's tensors and slices, with one segment."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of the segment in bytes; at least one, since no memory is empty."""
+        """Size of the segment in bytes; at least 1, as shared memory cannot be empty."""
         return int(self.layout.segment_bytes[0])
 
     @torch.no_grad()
     def copy_into(self, memory: Tensor) -> None:
-        """Write the pieces into a segment's bytes, as they are at this moment."""
+        """Copy the pieces' present values into a segment's bytes."""
         targets = [
             memory[at : at + piece.num_bytes].view(piece.dtype).view(piece.chunk.sizes)
             for at, piece in zip(self.places, self.pieces, strict=True)
@@ -129,9 +129,9 @@ class RankPart:
 
 
 def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
-    """Part of a version that this rank publishes, with floating point numbers in `dtype` if given.
+    """The part of a version that this rank publishes; floating point values in `dtype`, if given.
 
-    Raises InvalidSpec for a tensor whose dtype no reader knows.
+    Raises InvalidSpec for a tensor with an unsupported dtype.
     """
     specs = {name: _spec(name, each.shard, dtype) for name, each in held.tensors.items()}
     pieces = [piece for group in _by_replicas(held, dtype) for piece in group]
@@ -152,14 +152,14 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     for piece, at in zip(pieces, places, strict=True):
         own = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
         for name in (piece.name, *further.get(piece.name, ())):
-            # The same bytes under each name of a tied tensor.
+            # All names of a tied tensor refer to the same bytes.
             layout.slices.add(tensor=numbers[name]).MergeFrom(own)
     return RankPart(pieces=pieces, places=places, layout=layout)
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:
-    """Share of the rank at `index` in pieces that `count` ranks hold. All shares have about as many
-    bytes, and together they are the whole. Tensors are cut between rows only."""
+    """The share of the rank at `index` among `count` ranks that hold the same pieces. Shares have
+    about the same number of bytes, and are disjoint. Tensors are cut between rows only."""
     total = sum(piece.num_bytes for piece in pieces)
     low, high = total * index // count, total * (index + 1) // count
     before = 0
@@ -176,7 +176,8 @@ def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterat
 
 
 def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[PublishedPiece]]:
-    """Pieces of this rank. What the same ranks hold is laid in a line, and cut between them."""
+    """The pieces that this rank publishes, in groups: tensors that the same ranks hold are divided
+    among these ranks."""
     groups: dict[tuple[int, ...], list[PublishedPiece]] = {}
     for name, each in held.tensors.items():
         ranks = tuple(sorted(each.replicas))
@@ -194,8 +195,7 @@ def _by_replicas(held: HeldWeights, dtype: torch.dtype | None) -> Iterator[list[
 
 
 def _rows_of(chunk: Chunk) -> tuple[int, int]:
-    """The dimension along which a chunk can be cut into parts that lie in one piece, and its
-    extent."""
+    """The dimension along which a chunk can be cut into contiguous parts, and its size."""
     return next(((dim, size) for dim, size in enumerate(chunk.sizes) if size > 1), (0, 1))
 
 
@@ -208,14 +208,14 @@ def _narrowed(piece: PublishedPiece, dim: int, start: int, stop: int) -> Publish
 
 
 def published_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
-    """Dtype of a tensor as published: the wanted one for floating point numbers, otherwise its
+    """Dtype in which a tensor is published: the wanted one for floating point values, else its
     own."""
     casts = wanted is not None and own.is_floating_point and own not in _KEPT_DTYPES
     return wanted if casts and wanted is not None else own
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
-    """Raise InvalidSpec for a dtype that no weights can be published in."""
+    """Raise InvalidSpec for a dtype in which weights cannot be published."""
     if dtype is not None and not (name_of(dtype) in DTYPES and dtype.is_floating_point):
         raise InvalidSpec(
             "weights cannot be published in this dtype",

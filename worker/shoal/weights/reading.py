@@ -1,7 +1,7 @@
-"""A version's bytes as tensors: the whole model, or only the slices that a reader's own layout has.
+"""Tensors from a version's bytes: the whole model, or the slices of a reader's own layout.
 
-Everything is read from staged segments, verified before; a tensor that lies in one piece is a view
-of its segment, and one that several ranks have published is put together from their pieces.
+Tensors are read from staged segments, which are verified before. A tensor that is stored in one
+slice is a view of its segment; a tensor that several ranks have published is assembled.
 """
 
 import math
@@ -20,24 +20,24 @@ from shoal_proto.errors import DtypeMismatch, InvalidSpec, MalformedMessage, Sha
 from shoal_proto.v1 import weights_pb2
 
 Target = Mapping[str, Tensor] | nn.Module
-"""What a version is installed into: tensors by name, DTensors among them, or a module."""
+"""Target of an installation: tensors by name, DTensors among them, or a module."""
 NAMED = 5
-"""Names that an error shows of a longer list."""
+"""Limit of the names in an error's list."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSlice:
-    """A rectangular part of a tensor, in one piece in a segment."""
+    """A rectangular part of a tensor, contiguous in a segment."""
 
     chunk: Chunk
     segment: int
     at: int
-    """In bytes from the start of the segment."""
+    """Offset in the segment, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor of a version, and where its elements lie."""
+    """A tensor of a version, and the positions of its elements."""
 
     name: str
     dtype: torch.dtype
@@ -50,7 +50,7 @@ class StoredTensor:
         return raw.view(self.dtype).view(part.chunk.sizes)
 
     def read(self, segments: Mapping[int, Tensor]) -> Tensor:
-        """The whole tensor: a view of its segment where it lies in one piece."""
+        """The whole tensor: a view of its segment if it is stored in one slice, else a copy."""
         if len(self.slices) == 1:
             return self.view(self.slices[0], segments)
         whole = torch.empty(self.shape, dtype=self.dtype)
@@ -59,7 +59,8 @@ class StoredTensor:
 
     @torch.no_grad()
     def read_into(self, target: Tensor, chunk: Chunk, segments: Mapping[int, Tensor]) -> None:
-        """Write this chunk of the tensor into a target of its sizes, converted to its dtype."""
+        """Copy this chunk of the tensor into a target of the chunk's sizes, with a conversion to
+        the target's dtype."""
         for part in self.slices:
             common = part.chunk.overlap(chunk)
             if common is not None:
@@ -70,8 +71,8 @@ class StoredTensor:
 class VersionLayout:
     """Positions of a version's tensors in its segments.
 
-    Raises MalformedMessage if a slice lies outside of its tensor or segment, or if elements are
-    missing or present twice.
+    Raises MalformedMessage if a slice exceeds its tensor or its segment, or if elements are missing
+    or occur twice.
     """
 
     def __init__(self, layout: weights_pb2.Layout) -> None:
@@ -116,15 +117,15 @@ class VersionLayout:
         return StoredSlice(chunk=chunk, segment=given.segment, at=given.at)
 
     def segments_of(self, *, tables: bool) -> list[int]:
-        """The segments that have anything of the model, and with `tables` all of them."""
+        """The segments with parts of the model; with `tables`, all segments."""
         if tables or not self.tables:
             return list(range(len(self.segment_bytes)))
         parts = (part for each in self.tensors.values() for part in each.slices)
         return sorted({part.segment for part in parts})
 
     def ranges_of(self, wanted: Mapping[str, Chunk]) -> dict[int, list[tuple[int, int]]]:
-        """Byte ranges (start, stop) by segment that hold these chunks: of each slice the rows from
-        the first wanted one to the last."""
+        """Byte ranges (start, stop) that hold these chunks, by segment. A range covers a slice's
+        rows from the first wanted one to the last."""
         found: dict[int, list[tuple[int, int]]] = {}
         for name, chunk in wanted.items():
             tensor = self.tensors[name]
@@ -145,11 +146,11 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """Tensors of the reader's own that a version is to be written into, checked against it before
-    one byte of them changes.
+    """A reader's tensors, into which a version is to be written. Construction checks all of them,
+    before any changes.
 
-    Raises InvalidSpec if names differ or a tensor is cut in a way that has no slices,
-    ShapeMismatch or DtypeMismatch if a tensor cannot hold what was published.
+    Raises InvalidSpec if names differ or a DTensor has an unsupported placement, ShapeMismatch or
+    DtypeMismatch if a tensor cannot hold the published one.
     """
 
     def __init__(self, layout: VersionLayout, into: Target) -> None:
@@ -161,14 +162,14 @@ class Installation:
 
     @property
     def ranges(self) -> dict[int, list[tuple[int, int]]] | None:
-        """Byte ranges by segment that hold parts of these slices; others need not be fetched.
-        None: the reader has all of each tensor."""
+        """Byte ranges to fetch for the reader's slices, by segment; None if all its tensors are
+        whole."""
         if all(each.chunk.sizes == tuple(each.shape) for each in self._shards.values()):
             return None
         return self._layout.ranges_of({name: each.chunk for name, each in self._shards.items()})
 
     def write(self, segments: Mapping[int, Tensor]) -> None:
-        """Install the version: every tensor, from verified bytes."""
+        """Install the version: write all tensors, from verified segments."""
         for name, shard in self._shards.items():
             self._layout.tensors[name].read_into(shard.tensor, shard.chunk, segments)
 
@@ -263,8 +264,8 @@ def _malformed(seen: str) -> MalformedMessage:
 
 
 def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, Tensor]:
-    """Tensors of the version by name. Tensors of one piece are views of the segments; names of one
-    tied tensor give one tensor."""
+    """The version's tensors by name. A tensor that is stored in one slice is a view of its segment.
+    All names of a tied tensor have the same object."""
     found: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
@@ -277,12 +278,12 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
 
 
 def table_rows(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict[str, PublishedRows]:
-    """The tables of the version by name: views of the segments."""
+    """The version's embedding tables by name, as views of the segments."""
     return tables_of({name: each.read(segments) for name, each in layout.tables.items()})
 
 
 def merged(layouts: Sequence[weights_pb2.Layout]) -> weights_pb2.Layout:
-    """The parts of all ranks, in their order, as one layout: what the coordinator makes of them."""
+    """The parts of all ranks, by rank, merged into one layout as the coordinator does."""
     found = weights_pb2.Layout()
     numbers: dict[str, int] = {}
     for rank, layout in enumerate(layouts):

@@ -1,4 +1,4 @@
-"""Rows of embedding tables in a version, and what has changed of them since another one."""
+"""Rows of embedding tables in a version, and their changes since an earlier version."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,19 +12,19 @@ from shoal_proto.errors import MalformedMessage
 
 @dataclass(frozen=True, kw_only=True)
 class RowChanges:
-    """Rows that differ from an earlier version; ids rise."""
+    """Rows that differ from an earlier version. Ids are sorted."""
 
     ids: Tensor
-    """Rows that are new or have other values, int64."""
+    """Ids of rows that are new or have new values, int64."""
     values: Tensor
-    """Their values, a row for each id."""
+    """Values of these rows, in the order of `ids`."""
     removed: Tensor
-    """Ids whose rows are gone, int64: they were evicted."""
+    """Ids of rows that were evicted since, int64."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardRows:
-    """Rows by position; a position without a row has birth 0."""
+    """Rows of one shard of a table, by position. A position without a row has birth 0."""
 
     ids: Tensor
     births: Tensor
@@ -42,7 +42,7 @@ class PublishedRows:
     """The rows of one table in a version. The tensors are views of the version's memory."""
 
     def __init__(self, shards: Mapping[int, Mapping[str, Tensor]]) -> None:
-        """Take the columns of each shard. Raises MalformedMessage if one is missing."""
+        """`shards`: the columns of each shard. Raises MalformedMessage if a column is missing."""
         self.shards: dict[int, ShardRows] = {}
         """Rows of each shard of the table, by index."""
         for index, columns in sorted(shards.items()):
@@ -63,8 +63,8 @@ class PublishedRows:
         return _merged([_changes(None, each) for each in self.shards.values()])
 
     def changes_since(self, earlier: "PublishedRows | None") -> RowChanges:
-        """The rows that differ from those of an earlier version, by ids and bits of values; every
-        row if there is none. Copies."""
+        """Copies of the rows whose id or values (compared bit for bit) are not in the earlier
+        version; of all rows if there is no earlier one, or if it has other shards."""
         before = earlier.shards if earlier is not None else {}
         if before.keys() != self.shards.keys():
             before = {}
@@ -86,7 +86,7 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
     is_new = now.is_live
     was_there = torch.zeros(0, dtype=torch.bool) if before is None else before.is_live
     if before is not None:
-        # Rows mostly stay at their positions: only what differs there is compared by id.
+        # Rows mostly keep their positions: only those that differ there are compared by id.
         count = min(len(is_new), len(was_there))
         is_same = (before.ids[:count] == now.ids[:count]) & is_new[:count] & was_there[:count]
         is_same &= _equal_bits(before.values[:count], now.values[:count])
@@ -110,7 +110,7 @@ def _changes(before: ShardRows | None, now: ShardRows) -> RowChanges:
 
 
 def _equal_bits(one: Tensor, other: Tensor) -> Tensor:
-    """True for each row that is the same to the last bit."""
+    """True for each row that is the same bit for bit."""
     if one.shape[1] == 0 or not len(one):
         return torch.ones(len(one), dtype=torch.bool)
     return (one.contiguous().view(torch.uint8) == other.contiguous().view(torch.uint8)).all(dim=1)

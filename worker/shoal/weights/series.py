@@ -1,4 +1,4 @@
-"""The publisher of a series: one local copy in the trainer's time, all else in the background."""
+"""The publisher of a series: the trainer waits for a local copy, the rest is in the background."""
 
 import math
 import threading
@@ -29,36 +29,35 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 IN_FLIGHT = 2
-"""Publications of several ranks that may be on their way at once. The next one waits for the
-oldest: memory is bounded, and every rank waits at the same one."""
+"""Limit of publications in progress, if several ranks publish. The next one waits for the oldest:
+memory is bounded, and all ranks wait for the same one."""
 ORDER_S = 1.0
-"""How long a part waits for the commit of the one before it. Then it goes on: that one may lack the
-part of a rank for ever, and each rank hands in its parts in order."""
+"""Time for which a part waits until the previous publication is committed. Then the part is
+contributed all the same: the previous one may never get all its parts."""
 CLOSE_S = 30.0
-"""How long the end of a session waits for the publications that are on their way."""
+"""Limit of the wait for publications in progress at the end of a session."""
 LOOK_S = 0.1
-"""How often it is asked whether a version is on the disks, which servers write to at their own
-pace, and whether a generation is over."""
+"""Interval of checks if a version is on the servers' disks, and if a generation is over."""
 MAX_METADATA_BYTES = 4096
 STEP_PUBLICATIONS = 1 << 16
-"""Publications that a step may have."""
+"""Limit of the publications after one step."""
 
 Level = Literal["replicated", "committed", "durable"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SeriesOptions:
-    """Options of a series that its publisher sets; checked at construction."""
+    """Options of a series, set by its publisher. Checked at construction."""
 
     keep: int = 2
-    """Newest versions that are kept beside leased and pinned ones."""
+    """Number of the newest versions that are kept, beside leased and pinned ones."""
     copies: int = 2
-    """Parameter servers that hold each segment; fewer if there are fewer."""
+    """Number of parameter servers that hold each segment; fewer if there are fewer servers."""
     dtype: torch.dtype | None = None
-    """What floating point numbers are published in; None: as they are."""
+    """Dtype in which floating point values are published; None: their own."""
     tables: bool = False
-    """Each version also has the rows of the model's embedding tables, and all of it is as of one
-    cut through the parameter servers."""
+    """Publish the rows of the model's embedding tables, too: a version is then one cut through the
+    parameter servers."""
 
     def __post_init__(self) -> None:
         for name, most in (("keep", 1000), ("copies", 16)):
@@ -82,7 +81,7 @@ class SeriesOptions:
 
 
 class Contributor(Protocol):
-    """Connection of a rank to servers and coordinator: `shoal_client.weights.SeriesPublisher`."""
+    """A rank's connection to servers and coordinator: `shoal_client.weights.SeriesPublisher`."""
 
     def contribute(
         self,
@@ -101,10 +100,11 @@ class Contributor(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PublisherRank:
-    """Place from which a rank publishes. A later one replaces it and abandons its publications."""
+    """The generation and rank from which a process publishes. If it changes, publications in
+    progress are abandoned."""
 
     number: int
-    """Number of the generation; always the same for a plain script."""
+    """Number of the generation; constant for a plain script."""
     rank: int
     world_size: int
 
@@ -113,19 +113,19 @@ Connect = Callable[[PublisherRank], Contributor]
 
 
 class Ticket:
-    """Publication in progress. Its methods may be called on any thread."""
+    """A publication, from its copy to its commit. Any thread."""
 
     def __init__(
         self, publication: int, step: int, look: "Callable[[int], WeightVersion] | None" = None
     ) -> None:
-        """`look` gives a version of this number as the coordinator has it now."""
+        """`look(number)` returns the version as the coordinator has it at the time of the call."""
         self._look = look
         self.publication = publication
         self.step = step
         self.version: int | None = None
         """Number of the version, once it is committed."""
         self.failure: ShoalError | None = None
-        """Why it will not become a version, if that is known."""
+        """The error for which it will not become a version; None if there is none so far."""
         self._record: weights_pb2.VersionRecord | None = None
         self._replicated = threading.Event()
         self._ended = threading.Event()
@@ -133,12 +133,12 @@ class Ticket:
     def wait(
         self, level: Level = "committed", timeout: float | None = None
     ) -> WeightVersion | None:
-        """Return once the publication has come so far.
+        """Wait until the publication has reached this level; return the version if it is committed.
 
-        "replicated": every copy of this rank's bytes is on its server. "committed": all ranks'
-        parts are one version, which readers see. "durable": the servers have it on their disks too.
-        Gives the version, if it is committed by then. Raises DeadlineExceeded after `timeout`
-        seconds, PublicationAbandoned, StaleEpoch, or what else the publication failed with.
+        "replicated": every copy of this rank's bytes is on its server. "committed": the parts of
+        all ranks are a version, which readers see. "durable": the servers also have it on their
+        disks. Raises DeadlineExceeded after `timeout` seconds, PublicationAbandoned, StaleEpoch, or
+        another error with which the publication failed.
         """
         if level not in ("replicated", "committed", "durable"):
             raise InvalidSpec(
@@ -176,10 +176,10 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """True once it is a version or has failed."""
+        """True if the publication is committed or has failed."""
         return self._ended.is_set()
 
-    # --- the publisher's ---
+    # --- called by the publisher ---
 
     def replicated(self) -> None:
         self._replicated.set()
@@ -193,7 +193,7 @@ class Ticket:
         self._end()
 
     def nothing_to_publish(self) -> None:
-        """Another member publishes for all."""
+        """End the ticket without a version: another member publishes for all."""
         self._end()
 
     def _end(self) -> None:
@@ -201,19 +201,19 @@ class Ticket:
         self._ended.set()
 
     def await_end(self, timeout: float | None) -> None:
-        """Return once it is over, or after so many seconds."""
+        """Wait until the publication is over, for at most `timeout` seconds."""
         self._ended.wait(timeout)
 
     def await_turn(self, timeout: float) -> None:
-        """Return once this rank's part is on its servers, and so many seconds later at the latest,
-        or once it is over."""
+        """Wait until this rank's part is on its servers, and then until the publication is over,
+        for at most `timeout` seconds."""
         self._replicated.wait()
         self._ended.wait(timeout)
 
 
 class PreparedWriters:
-    """Memory for the next segment, allocated and faulted in while training goes on: a page that is
-    touched for the first time costs more than the bytes copied to it."""
+    """Memory for the next segment, allocated and faulted in during training: the first access to a
+    page costs more than to copy to it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -221,7 +221,7 @@ class PreparedWriters:
         self._preparing: threading.Thread | None = None
 
     def take(self, num_bytes: int) -> SegmentWriter:
-        """A writer of so many bytes. Raises Overloaded if there is not as much memory."""
+        """A writer of a segment of this size. Raises Overloaded if there is not enough memory."""
         if self._preparing is not None:
             self._preparing.join()
         with self._lock:
@@ -233,19 +233,19 @@ class PreparedWriters:
         return SegmentWriter.prepare(num_bytes)
 
     def prepare(self, num_bytes: int) -> None:
-        """Get the next one ready, in the background."""
+        """Prepare the next writer in the background."""
         preparing = threading.Thread(
             target=self._prepare, args=(num_bytes,), name="prepare-segment", daemon=True
         )
         preparing.start()
-        # Only now: the trainer's thread joins what it finds here, which must have been started.
+        # Set after the start: the trainer's thread may join only a started thread.
         self._preparing = preparing
 
     def _prepare(self, num_bytes: int) -> None:
         try:
             writer = SegmentWriter.prepare(num_bytes)
         except ShoalError as error:
-            # The publication that needs it says so, if there is still not enough then.
+            # Not raised: the next publication tries again, and raises if memory is still short.
             log.info("segment_not_prepared", num_bytes=num_bytes, reason=str(error))
             return
         with self._lock:
@@ -264,21 +264,21 @@ class PreparedWriters:
 
 @dataclass(frozen=True, kw_only=True)
 class _Publication:
-    """Part of one rank in progress."""
+    """One rank's part of a publication in progress."""
 
     contributor: Contributor
     part: RankPart
     writer: SegmentWriter
     ticket: Ticket
     before: Ticket | None
-    """The one that is to be committed first."""
+    """The previous publication, which is to be committed first."""
     metadata: Mapping[str, str]
     tied: Mapping[str, str] | None
-    """Further names of parameters; None: the version has nothing but the ranks' parts."""
+    """Further names of parameters, for a version with tables; else None."""
 
 
 class Publications:
-    """Sends one rank's parts. All methods but the background's own are the trainer's."""
+    """Publications of one rank. The trainer's thread calls all methods except `_send`."""
 
     def __init__(
         self,
@@ -293,14 +293,14 @@ class Publications:
         self.options = options
         self._connect = connect
         self._contributors: list[Contributor] = []
-        """As many as publications are on their way: each is for one at a time."""
+        """One connection for each publication that may be in progress."""
         self._place: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[Ticket] = []
-        """Of what is on its way, oldest first."""
+        """Tickets of the publications in progress, oldest first."""
         self._num_sent = 0
         self._numbers = (-1, 0)
-        """The step of the last publication, and how many that step has had."""
+        """The step of the last publication, and the number of earlier publications of that step."""
 
     def publish(
         self,
@@ -313,13 +313,14 @@ class Publications:
     ) -> Ticket:
         """Copy this rank's part, and send it in the background.
 
-        `number` rises from publication to publication, equally on all ranks; by default it is made
-        of the step. Waits while two publications are on their way, or one of a rank by itself.
-        Once `is_over`, because a rank of this place is lost, nothing is waited for: these and the
-        new publication are abandoned, and the trainer can go on to the next generation.
+        `number`: number of the publication, which rises and is the same on all ranks; by default it
+        is made from the step. First waits while `IN_FLIGHT` publications are in progress, or one if
+        this rank is the only one. If `is_over` returns True meanwhile, because a rank was lost, the
+        new publication and those in progress are abandoned, so that the trainer can enter the next
+        generation.
 
-        Raises InvalidSpec for what cannot be published, Overloaded if there is no memory for the
-        copy.
+        Raises InvalidSpec for weights that cannot be published, Overloaded if there is no memory
+        for the copy.
         """
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
@@ -347,7 +348,7 @@ class Publications:
         return ticket
 
     def _found_room(self, is_over: Callable[[], bool]) -> bool:
-        """True once another publication may be on its way; False if that never comes."""
+        """Wait until another publication may begin; False if the generation is over before."""
         while True:
             self._tickets = [each for each in self._tickets if not each.is_over]
             if len(self._tickets) < len(self._contributors):
@@ -369,14 +370,16 @@ class Publications:
         return ticket
 
     def _next_number(self, step: int) -> int:
-        """Equal on all ranks, which publish behind the same steps, and above all earlier ones."""
+        """The next number: above all earlier ones, and the same on all ranks, as they publish after
+        the same steps."""
         last, count = self._numbers
         count = count + 1 if step == last else 0
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 
     def _enter(self, place: PublisherRank) -> None:
-        """Publish from this place. A rank by itself sends one publication after the other."""
+        """Publish from this generation and rank. The only rank of a generation sends one
+        publication at a time."""
         if self._contributors and place == self._place:
             return
         self._drop()
@@ -385,7 +388,8 @@ class Publications:
         self._contributors = [self._connect(place) for _ in range(count)]
 
     def _drop(self) -> None:
-        """Abandon publications of an earlier generation: they lack the parts of lost members."""
+        """Abandon publications of an earlier generation, which may lack the parts of lost
+        members."""
         contributors, self._contributors = self._contributors, []
         for each in contributors:
             each.close()
@@ -425,7 +429,8 @@ class Publications:
             ticket.committed(record)
 
     def close(self, *, waits: bool = True) -> None:
-        """End; with `waits`, once what is on its way is committed, within 30 s."""
+        """Close the connections. With `waits`, first wait for publications in progress, each for at
+        most `CLOSE_S`."""
         if waits:
             for ticket in self._tickets:
                 ticket.await_end(CLOSE_S)
@@ -456,10 +461,10 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, str]:
 def held_state(
     state: Mapping[str, Tensor] | nn.Module, *, step: int, rank: int, world_size: int
 ) -> HeldWeights:
-    """Weights that a rank holds of tensors that a script gives: whole tensors that are the same on
-    all ranks, DTensors by this rank's slices. Tensors that are one object are published once.
+    """The weights that a rank holds of a script's own tensors. Plain tensors are the same on all
+    ranks; of a DTensor each rank holds its slice. Names of the same tensor object are tied.
 
-    Raises InvalidSpec for what is no tensor.
+    Raises InvalidSpec for a value that is no tensor.
     """
     given = state.state_dict(keep_vars=True) if isinstance(state, nn.Module) else state
     tensors: dict[str, HeldTensor] = {}
@@ -482,7 +487,7 @@ def held_state(
 
 
 def _ranks_with(tensor: DTensor) -> Sequence[int]:
-    """Ranks of the mesh that hold the same slice of the tensor as this one."""
+    """Ranks of the mesh that hold the same slice of the tensor as this rank."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate()
     if at is None:

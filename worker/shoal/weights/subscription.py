@@ -1,8 +1,8 @@
-"""Readers of a series: outside of the roster, and of no cost to the trainer.
+"""Readers of a series: outside the roster, and without cost for trainers.
 
-A fetch holds a lease on the version while it stages it; every chunk is verified before it counts,
-and the whole version is there before anything is installed. What is read is memory that nobody can
-change any more, so a version stays what it is for as long as a tensor of it lives.
+A fetch holds a lease on the version while it stages the segments. Every chunk is verified as it
+arrives, and the whole version is staged before anything is installed. Staged memory is sealed
+against changes, so that a version's tensors never change.
 """
 
 import asyncio
@@ -46,10 +46,10 @@ from shoal_proto.v1 import weights_pb2
 log = structlog.get_logger(__name__)
 
 WAIT_S = 1.0
-"""The longest that a wait on another thread goes on after it was given up."""
+"""Limit for which a wait on another thread continues after its task was cancelled."""
 
 CATCH_UP_S = 3.0
-"""How long a version with a later number than the newest known one is waited for."""
+"""Limit of the wait for a version that is newer than the newest known one."""
 
 Wanted = WeightVersion | int | Literal["newest"]
 
@@ -57,8 +57,8 @@ Wanted = WeightVersion | int | Literal["newest"]
 class Weights(Mapping[str, Tensor]):
     """The tensors of one version by name, verified.
 
-    A tensor that one rank published is a view of the segment's memory. Writing to a tensor changes
-    this process' copy of its pages only.
+    A tensor that is stored in one slice is a view of the segment's memory. Writing to it changes
+    only this process's copy of the pages.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class Weights(Mapping[str, Tensor]):
         self.version = version
         self._tensors = tensors
         self.tables: Mapping[str, PublishedRows] = tables or {}
-        """Rows of embedding tables by name, of a subscription with `tables`."""
+        """Embedding tables by name, in a subscription with `tables`."""
         self.changes: Mapping[str, RowChanges] = changes or {}
-        """Rows, by name, that differ from the version that this subscription had installed: all
-        of them if there was none."""
+        """Rows that differ from the version that this subscription had installed, by table; all
+        rows if none was installed."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[name]
@@ -101,7 +101,7 @@ class Weights(Mapping[str, Tensor]):
 
 
 class Subscription:
-    """Reader of a series. Its methods may be called on any thread; `fetch` on one at a time."""
+    """Reader of a series. Any thread may call its methods; calls of `fetch` run one at a time."""
 
     def __init__(self, reader: SeriesReader, series: str, *, tables: bool = False) -> None:
         self.series = series
@@ -113,13 +113,13 @@ class Subscription:
         self._installing = threading.RLock()
         self._installed: WeightVersion | None = None
         self._base: Base | None = None
-        """What was fetched over a network last."""
+        """The version last fetched over a network; the next is fetched as a difference to it."""
 
-    # --- what there is ---
+    # --- versions ---
 
     @property
     def version(self) -> int:
-        """Number of the version that this reader has installed; 0: none."""
+        """Number of the version that this reader has installed; 0 if none."""
         return 0 if self._installed is None else self._installed.number
 
     def newest(self) -> WeightVersion | None:
@@ -128,11 +128,12 @@ class Subscription:
         return versions[-1] if versions else None
 
     def versions(self) -> list[WeightVersion]:
-        """The versions that are kept, oldest first."""
+        """The versions that servers keep, oldest first."""
         return [WeightVersion(record) for record in self._reader.view().versions]
 
     def wait(self, newer_than: int | None = None, timeout: float | None = None) -> WeightVersion:
-        """The newest version once there is one above `newer_than`, by default the installed one.
+        """Wait for a version newer than `newer_than`, by default the installed one; return the
+        newest one then.
 
         Versions in between are skipped. Raises DeadlineExceeded after `timeout` seconds.
         """
@@ -140,26 +141,27 @@ class Subscription:
         return WeightVersion(self._reader.wait(bound, timeout))
 
     def __iter__(self) -> Iterator[WeightVersion]:
-        """The newest version each time, for ever; those published meanwhile are skipped."""
+        """Yield the newest version, again for each new one, without end. Versions that are
+        published while the caller is busy are skipped."""
         last = self.version
         while True:
             version = self.wait(last)
             last = version.number
             yield version
 
-    # --- its bytes ---
+    # --- tensors ---
 
     def fetch(self, version: Wanted = "newest", into: Target | None = None) -> Weights:
-        """Fetch all tensors of a version, verified: the whole of it, or an exception.
+        """Fetch and verify all tensors of a version.
 
-        With `into`, a module or tensors by name, the version is installed there and reported: of
-        DTensors only the slices that this process has are fetched. Nothing of it changes before
-        the version is staged and verified as a whole.
+        With `into`, a module or tensors by name, the version is installed there and reported. Only
+        this process's slices of DTensors are fetched. No tensor changes before the whole version is
+        staged and verified.
 
-        Raises VersionGone if it is not kept any more, Regressed if it is older than the one that
-        is installed, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit, or has no
-        tables for a subscription that wants them. The newest one is replaced by the next if it goes
-        before this reader has a lease on it.
+        Raises VersionGone if the version is no longer kept, Regressed if it is older than the
+        installed one, and InvalidSpec, ShapeMismatch or DtypeMismatch if it does not fit or lacks
+        the tables that the subscription wants. For "newest", fetches the next version if the newest
+        one is dropped before this reader has a lease on it.
         """
         with self._installing:
             while True:
@@ -192,8 +194,8 @@ class Subscription:
                     expected="a subscription without tables, or tensors that are whole",
                 )
             numbers = layout.segments_of(tables=self._has_tables)
-            # What is installed is copied: nothing but the base refers to the memory it came in.
-            # Rows of tables are views of it, also after the installation.
+            # An installation copies the tensors, so that only the base refers to staged memory.
+            # Rows of tables stay views of that memory.
             reuses_memory = target is not None and not self._has_tables
             segments = self._staged(record, numbers, ranges, reuses_memory=reuses_memory)
             took_s = time.perf_counter() - started_s
@@ -215,7 +217,8 @@ class Subscription:
         return Weights(found, {}, tables, changes)
 
     def installed(self, weights: Weights | WeightVersion) -> None:
-        """Report that the version serves now. Raises Regressed if a newer one did before."""
+        """Report that the reader has installed the version. Raises Regressed if a newer one is
+        installed."""
         version = weights.version if isinstance(weights, Weights) else weights
         with self._installing:
             self.check_newer(version)
@@ -258,7 +261,7 @@ class Subscription:
                 )
             return versions[-1]
         if not versions or wanted > versions[-1].number:
-            # Its publisher may have been told of it before this reader.
+            # The publisher may know of the version before this reader does.
             with suppress(DeadlineExceeded):
                 self._reader.wait(wanted - 1, CATCH_UP_S)
             versions = self._reader.view().versions
@@ -307,14 +310,14 @@ class Subscription:
         )
         segments = dict(zip(numbers, found, strict=True))
         if wanted is None and self._reader.fetched_bytes > before:
-            # Over a network the next version is fetched as a difference to this one. Memory of this
-            # host's servers is not held on to: they are to be free to drop it.
+            # The next version is fetched as a difference to this one. Memory shared with servers of
+            # this host is no base, as the servers must be free to drop it.
             self._base = Base(record, segments)
         digests = [
             segments[number].digest if number in segments else own.digest
             for number, own in enumerate(record.segments)
         ]
-        # What is reported as installed is what has arrived, not what was announced.
+        # Checked against the bytes that have arrived: this digest is reported as installed.
         if (seen := version_digest(record.layout_digest, digests)) != record.digest:
             raise ChecksumMismatch(
                 f"version {record.number} of {self.series} is not what was published",
@@ -331,7 +334,7 @@ class Subscription:
         """Wait as `wait` does, without blocking the event loop."""
         ends_s = None if timeout is None else time.monotonic() + timeout
         while True:
-            # In short waits: a thread cannot be cancelled with the task.
+            # In short waits, as cancelling the task does not end the thread.
             left_s = WAIT_S if ends_s is None else min(WAIT_S, ends_s - time.monotonic())
             try:
                 return await asyncio.to_thread(self.wait, newer_than, max(left_s, 0.0))
@@ -348,8 +351,8 @@ class Subscription:
             yield version
 
     async def stream(self, every: int | None = None) -> AsyncIterator[WeightVersion]:
-        """Versions as they are committed: the newest each time, or with `every=1` each version that
-        is still kept, with `every=10` those whose numbers are multiples of 10."""
+        """Yield versions as they are committed: the newest each time. With `every`, yields all
+        versions that are still kept and whose numbers are multiples of it."""
         if every is not None and every < 1:
             raise InvalidSpec("every is out of range", seen=repr(every), expected="1 or more")
         last = self.version
@@ -363,10 +366,10 @@ class Subscription:
                 yield version
             last = max(newest.number, *(v.number for v in numbers)) if numbers else newest.number
 
-    # --- its end ---
+    # --- end ---
 
     def close(self) -> None:
-        """Give up the leases, and be no reader any more. May be called twice."""
+        """Release the leases and end the subscription. May be called twice."""
         self._reader.close()
 
     def __enter__(self) -> Self:
@@ -387,12 +390,12 @@ def version_digest(layout_digest: bytes, segment_digests: list[bytes]) -> bytes:
 
 
 def memory_of(segment: Segment) -> Tensor:
-    """The segment's bytes, without a copy; writing to them changes this process' pages only."""
+    """The segment's bytes, without a copy. Writing to them changes only this process's pages."""
     if not segment.num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     if isinstance(segment, ReusedSegment):
         return torch.frombuffer(segment.memory(), dtype=torch.uint8)
-    # Sealed against writing, it can still be mapped for a private copy of what is written to.
+    # A segment is sealed against writing, but can be mapped privately (copy on write).
     mapped = mmap.mmap(
         segment.descriptor,
         segment.num_bytes,
@@ -403,7 +406,7 @@ def memory_of(segment: Segment) -> Tensor:
 
 
 def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightVersion]:
-    """Gives a version of a number as the coordinator has it at the moment of the call."""
+    """A function that returns the version of a number as the coordinator has it at the call."""
 
     def look(number: int) -> WeightVersion:
         reader = SeriesReader(addresses, series, reader_id())
@@ -416,5 +419,5 @@ def looking_at(addresses: Sequence[str], series: str) -> Callable[[int], WeightV
 
 
 def reader_id() -> str:
-    """A name for a reader that was given none: host, process, and what tells two of these apart."""
+    """A generated name for a reader: host, process, and a suffix that makes it unique."""
     return f"{socket.gethostname()[:32]}-{os.getpid()}-{new_incarnation()[-6:]}"

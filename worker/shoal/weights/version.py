@@ -1,4 +1,4 @@
-"""A committed version as publishers and readers are shown it."""
+"""A committed version, as publishers and readers see it."""
 
 import time
 from collections.abc import Mapping
@@ -8,29 +8,29 @@ from shoal_proto.v1 import weights_pb2
 
 
 class WeightVersion:
-    """Immutable. Two are equal if they have the same number and digest."""
+    """A committed version of a series. Immutable; equal to another if number and digest are."""
 
     def __init__(self, record: weights_pb2.VersionRecord) -> None:
         self.record = record
 
     @property
     def number(self) -> int:
-        """1 for the first version of its series; each next one has the next number."""
+        """Number in the series, counted from 1."""
         return self.record.number
 
     @property
     def step(self) -> int:
-        """Steps committed when it was published; for a plain script, the number it gave."""
+        """Number of steps committed before the publication; for a plain script, its own number."""
         return self.record.step
 
     @property
     def digest(self) -> str:
-        """Digest of all bytes and of their layout, in hexadecimal."""
+        """Digest of all bytes and their layout, in hexadecimal."""
         return self.record.digest.hex()
 
     @property
     def epoch(self) -> int:
-        """Rises with each publisher that replaces another one."""
+        """Epoch of the publisher: rises when another publisher takes the series over."""
         return self.record.epoch
 
     @property
@@ -39,7 +39,7 @@ class WeightVersion:
 
     @property
     def age_s(self) -> float:
-        """Seconds since it was committed, by this host's clock."""
+        """Seconds since the version was committed, by this host's clock."""
         return time.time() - self.record.created_unix_s
 
     @property
@@ -52,12 +52,12 @@ class WeightVersion:
 
     @property
     def is_durable(self) -> bool:
-        """True if it lies on its servers' disks too."""
+        """True if the version is on its servers' disks, too."""
         return self.record.durable
 
     @property
     def rolled_back_to(self) -> int | None:
-        """The version whose bytes these are, if it is a rollback."""
+        """Number of the version with the same bytes, if this one is a rollback to it; else None."""
         return self.record.rolled_back_to or None
 
     def __eq__(self, other: object) -> bool:

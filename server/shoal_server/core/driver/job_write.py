@@ -20,7 +20,7 @@ class StateRecord:
     reason: str
     progress: JobProgress = field(default_factory=JobProgress)
     lost: str | None = None
-    """Where the job's lost state was looked for; None: the state is not lost."""
+    """Places searched for the job's lost state; None: the state is not lost."""
     stopping: str = ""
     """Reason for which the job was or is being stopped; empty: it was not."""
     failed: bool = False

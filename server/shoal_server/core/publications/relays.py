@@ -1,9 +1,9 @@
-"""Trees of relays: readers that pass the version that they fetch on to other readers.
+"""Trees of relays: readers that pass versions on to other readers while they fetch them.
 
-A relay that begins to fetch a version gets another relay as its source, if one has that version, or
-is fetching it, and serves fewer than MAX_CHILDREN others: so the servers send a version once,
-whatever the number of relays. A relay whose source fails goes on from the servers. The tree of the
-next version is made of the relays that there are then.
+A relay that begins to fetch a version gets another relay as its source, if that relay has or
+fetches the version and serves fewer than MAX_CHILDREN others. So the servers send a version once,
+whatever the number of relays. A relay whose source fails continues from the servers. Each version
+has its own tree, of the relays present at the time.
 """
 
 from collections import Counter
@@ -13,11 +13,10 @@ from shoal_server.core.publications.limits import HELD_S, MAX_CHILDREN, MAX_RELA
 from shoal_server.core.publications.readers import Reader
 
 SERVERS = ""
-"""Stands for the parameter servers, in place of a relay's id."""
+"""Source that stands for the parameter servers, instead of a relay's id."""
 
 _Tree = dict[str, str | None]
-"""Sources by relay, in order of arrival; None for a relay that has the version and fetches it no
-more."""
+"""Source of each relay, in order of arrival; None if the relay has the whole version."""
 
 
 class RelayTrees:
@@ -29,7 +28,7 @@ class RelayTrees:
     def sources(self, name: str, readers: Mapping[str, Reader], now_s: float) -> dict[int, str]:
         """The source of each version that a reader holds a lease on: the id of a relay, or SERVERS.
 
-        To be called after each report of that reader. A source stays for as long as the lease.
+        Call it after each report of that reader. A source stays the same as long as the lease.
         """
         self._look_at(readers, now_s)
         reader = readers.get(name)
@@ -42,7 +41,7 @@ class RelayTrees:
         return {number: self._source(number, name, readers) for number in reader.leases}
 
     def _look_at(self, readers: Mapping[str, Reader], now_s: float) -> None:
-        """Forget the relays that do not have the version any more, or are gone."""
+        """Forget relays that are gone, or do not have the version any more."""
         for number, tree in list(self._trees.items()):
             for name in list(tree):
                 reader = readers.get(name)

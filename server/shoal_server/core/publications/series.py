@@ -100,8 +100,8 @@ class PublishedSeries:
         """The series as stored in etcd."""
         self.readers = Readers()
         self._relays = RelayTrees()
-        # Leases that the leader before has granted are not known here: they can be on what it has
-        # left, and none outlives this.
+        # Leases granted by the leader before are not known here. They may be on any version found
+        # in the store, and all of them have ended by this time.
         self._found = frozenset(stored.head.kept)
         self._keeps_found_until_s = now_s + HELD_S if stored.head.kept else now_s
         self._script = _Script(now_s + HELD_S)
@@ -163,8 +163,8 @@ class PublishedSeries:
         return self.readers.report(report, kept, now_s)
 
     def source_addresses(self, reader: str, now_s: float) -> dict[int, str]:
-        """Address of the relay from which the reader is to fetch each version that it holds a lease
-        on; empty: from the servers. To be called after its report."""
+        """Address of the relay from which a reader is to fetch each version that it holds a lease
+        on; empty: from the servers. Call it after the reader's report."""
         sources = self._relays.sources(reader, self.readers.known, now_s)
         known = self.readers.known
         return {

@@ -12,18 +12,18 @@ from shoal.state.shards import Json
 from shoal_proto.errors import RegisteredStateDiffers
 
 TOLERANCE = 1e-5
-"""Relative: hosts with other instruction sets round sums, and so averages, differently."""
+"""Relative difference that is allowed: instruction sets of hosts round sums differently."""
 UNTRAINED = -1
-"""Step of members that hold no state of the job: they compare among themselves."""
+"""Step number for members without state of the job, which are compared with one another."""
 MAX_SHOWN = 120
 
 
 def compare(
     group: dist.ProcessGroup, members: Sequence[str], step: int, own: Mapping[str, Json] | None
 ) -> None:
-    """Check that the members at the same step hold the same registered state. Collective.
+    """Check, by a collective, that members at the same step hold the same registered state.
 
-    `own` is this member's state by the objects' names; None: it takes no part in the comparison.
+    `own`: this member's state by the objects' names; None leaves it out of the comparison.
     `members`: by rank. Raises RegisteredStateDiffers, on all members.
     """
     if len(members) == 1:
@@ -45,7 +45,7 @@ def compare(
 
 
 def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
-    """Return the first path at which holders differ, and what each has there; None if all agree."""
+    """Return the first path at which holders differ, and the value of each; None if none differ."""
     own, *others = holders.values()
     for other in others:
         place = _place(own, other, ())

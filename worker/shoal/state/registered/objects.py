@@ -22,9 +22,9 @@ MAX_OBJECTS = 32
 MAX_TENSOR_BYTES = 4 * 1024**3
 """Limit for all objects together. The state is copied at each step, so that it can be undone."""
 GROUPS = "param_groups"
-"""Name under which the settings of the optimizer's groups are carried: schedulers write them."""
+"""Name of the settings of the optimizer's groups in the state: schedulers change them."""
 KINDS = "registered_kinds"
-"""Key in a state's values of the classes of the objects."""
+"""Key of the objects' classes in a state's values."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -44,14 +44,14 @@ class CapturedState:
     """The state of all registered objects at one moment."""
 
     values: Mapping[str, Json] = field(default_factory=dict)
-    """Values by the object's name; they refer to tensors by path."""
+    """Plain values by the object's name; they refer to tensors by path."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by "<object>/<path in its state>"."""
     kinds: Mapping[str, str] = field(default_factory=dict)
     """The class of each object, by name."""
 
     def copied(self, into: Mapping[str, Tensor] | None = None) -> "CapturedState":
-        """Return a copy, which reuses the tensors of `into` where they fit."""
+        """Return a copy, in the memory of the tensors of `into` if they fit."""
         return replace(
             self, tensors={k: _copy(t, (into or {}).get(k)) for k, t in self.tensors.items()}
         )
@@ -62,8 +62,9 @@ class CapturedState:
 
 
 class RegisteredState:
-    """Registered objects of one session. When a step is undone, each object returns to its state
-    after the last committed step, including what the script did before it asked for the next batch.
+    """Registered objects of one session. If a step is undone, each object is restored to its state
+    when the script asked for that step's batch: the last committed step, and the script's changes
+    after it.
 
     False while nothing is registered.
     """
@@ -73,7 +74,7 @@ class RegisteredState:
         self._optimizer: Optimizer | None = None
         self._committed: CapturedState | None = None
         self._is_attempt = False
-        """True while the objects may differ from `_committed`: a step is not committed yet."""
+        """True from the start of a step until it is committed: `_committed` is the valid state."""
         self._deferred: list[Callable[[], object]] = []
 
     def __bool__(self) -> bool:
@@ -85,7 +86,7 @@ class RegisteredState:
     def add(self, name: str, registered: Stateful) -> None:
         """Register this object under this name.
 
-        Raises InvalidSpec, before anything is changed, for an object that cannot be carried.
+        Raises InvalidSpec for an object whose state cannot be carried, and then changes nothing.
         """
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name == GROUPS:
             raise InvalidSpec(
@@ -134,7 +135,7 @@ class RegisteredState:
         return None
 
     def follow(self, optimizer: Optimizer) -> None:
-        """Carry the settings of this optimizer's groups with the objects."""
+        """Include the settings of this optimizer's groups in the state."""
         self._optimizer = optimizer
 
     @property
@@ -146,38 +147,38 @@ class RegisteredState:
     # --- steps ---
 
     def keep(self) -> None:
-        """Keep the current state of the objects as that of the last committed step."""
+        """Record the objects' current state as that of the last committed step."""
         if self._objects:
             before = self._committed.tensors if self._committed is not None else {}
             self._committed = self._capture().copied(before)
         self._is_attempt = False
 
     def attempt(self) -> None:
-        """Begin a step."""
+        """Note that a step begins."""
         self._deferred.clear()
         self._is_attempt = True
 
     def defer(self, call: Callable[[], object]) -> None:
-        """Defer this call until the optimizer has stepped; dropped if the step is undone first."""
+        """Defer this call until the optimizer has stepped; it is dropped if the step is undone."""
         self._deferred.append(call)
 
     def stepped(self) -> None:
-        """Make the deferred calls, after the optimizer has stepped: they belong to this step."""
+        """Make the deferred calls, which belong to this step, as the optimizer has stepped."""
         while self._deferred:
             self._deferred.pop(0)()
 
     def committed(self) -> None:
-        """Mark the step committed; what the script does after it still belongs to it."""
+        """Mark the step committed. The script's changes until the next batch still belong to it."""
         self._is_attempt = False
 
     def undo(self) -> None:
-        """Undo the step, and also what the script does from here to its next batch."""
+        """Undo the step; the next `restore` undoes the script's changes since."""
         self._deferred.clear()
         self._is_attempt = True
         self.restore()
 
     def restore(self) -> None:
-        """Return the objects to the last committed state if a step is not committed."""
+        """Restore the objects to the last committed state, unless the step is committed."""
         if self._is_attempt and self._committed is not None:
             self._load(self._committed)
 
@@ -227,7 +228,8 @@ class RegisteredState:
             )
 
     def comparable(self, *, with_tensors: bool) -> dict[str, Json]:
-        """Return, by name, what must be the same on all members: values, figures of the tensors."""
+        """Return what must be the same on all members, by name: plain values, and figures of the
+        tensors."""
         now = self.current()
         found: dict[str, Json] = {}
         for name in self._objects:
@@ -275,7 +277,8 @@ class RegisteredState:
         tensors |= {f"{name}/{path}": tensor for path, tensor in own.items()}
 
     def _check_shapes(self, captured: CapturedState) -> None:
-        """Check shapes and dtypes: copies and checkpoints of several steps must hold one tensor."""
+        """Raise InvalidSpec if a tensor has changed its shape or dtype since the last step, or is
+        gone: copies and checkpoints of all steps must agree."""
         for key, before in (self._committed.tensors if self._committed is not None else {}).items():
             now = captured.tensors.get(key)
             if now is None or now.shape != before.shape or now.dtype != before.dtype:
@@ -297,7 +300,7 @@ class RegisteredState:
             try:
                 each.load_state_dict(put_together(captured.values[name], given))
             except (MemoryError, OSError) as error:
-                # A retry may succeed after these, so their type is kept.
+                # The type is kept: after these errors a retry may succeed.
                 error.add_note(f"It was raised by load_state_dict of the registered {name!r}.")
                 raise
             except Exception as error:
@@ -322,7 +325,7 @@ def _state_of(name: str, registered: Stateful) -> dict[str, Any]:
 
 
 def into_shard(state_shard: StateShard, captured: CapturedState) -> StateShard:
-    """Return the state shard with the registered state beside model and optimizer."""
+    """Return the state shard with the registered state added."""
     if not captured.values:
         return state_shard
     shards = {
@@ -345,7 +348,7 @@ def of_shard(state_shard: StateShard) -> CapturedState:
 
 
 def into_state(state: State, captured: CapturedState) -> State:
-    """Return a whole state with the registered state, as `into_shard` does for a shard."""
+    """Return the whole state with the registered state added, as `into_shard` for a shard."""
     if not captured.values:
         return state
     tensors = {REGISTERED + name: tensor for name, tensor in captured.tensors.items()}
@@ -354,7 +357,7 @@ def into_state(state: State, captured: CapturedState) -> State:
 
 
 def of_state(state: State) -> tuple[State, CapturedState]:
-    """Split a state that `into_state` returned into the two that it was given."""
+    """Split a state into the rest and the registered state that `into_state` added."""
     rest = {name: t for name, t in state.tensors.items() if not name.startswith(REGISTERED)}
     own = {
         name.removeprefix(REGISTERED): t
@@ -401,9 +404,10 @@ def _outline(tensor: Tensor) -> str:
 
 
 def _figures(tensor: Tensor) -> list[Json]:
-    """Return figures that are equal for equal tensors: outline, sums of sizes, signs and positions.
+    """Return figures that show if tensors differ: shape and dtype, the sum of magnitudes, and sums
+    that depend on signs and on positions.
 
-    Each figure is about as large as the sum of the magnitudes, so rounding is small beside it.
+    Each sum is about as large as the sum of magnitudes, so that rounding is small relative to it.
     """
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat

@@ -34,7 +34,7 @@ class CopyUpToDate:
     epoch: int
     version: int
     run: str = ""
-    """As in `Offer`."""
+    """Run of the primary's record: see `Offer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class ImageStart:
     next_chunk: int = 0
     """Chunk at which the transfer continues: the backup has all earlier ones."""
     run: str = ""
-    """As in `Offer`."""
+    """Run of the primary's record: see `Offer`."""
 
 
 @dataclass(frozen=True, slots=True)
