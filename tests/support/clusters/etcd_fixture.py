@@ -13,7 +13,7 @@ TEST_OPTIONS = EtcdOptions(fsync=False)
 
 @contextmanager
 def running_etcd(directory: Path, options: EtcdOptions = TEST_OPTIONS) -> Iterator[str]:
-    """host:port of an etcd that lives as long as the block; its data lies in `directory`."""
+    """Yield the host:port of an etcd that runs during the block, with its data in `directory`."""
     with Supervisor() as supervisor:
         (etcd,) = start_etcd(supervisor.spawn, directory / "etcd", options)
         yield etcd.endpoint

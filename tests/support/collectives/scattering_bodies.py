@@ -9,7 +9,8 @@ from shoal.layouts.sharded.reduce_scatter import reduce_scatter, sends_each_part
 
 
 def sums_and_means() -> dict[str, Any]:
-    """Return how far each part is from torch's own result, and if there is a better way."""
+    """Return the distance of each part to torch's own result, and whether `sends_each_part_once`
+    holds for each operation."""
     group = dist.group.WORLD
     assert group is not None
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -20,7 +20,7 @@ def name_of(page: Path) -> str:
 
 
 def blocks(page: Path, *languages: str) -> Iterator[str]:
-    """The fenced blocks in these languages."""
+    """Yield the fenced blocks in these languages."""
     for _, language, text in FENCE.findall(page.read_text()):
         if language in languages:
             yield text

@@ -1,4 +1,4 @@
-"""Values of several members in one: what a rank gives and gets in a test."""
+"""Reduction of values over the ranks of a test, as for the members of a session."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,8 @@ from shoal.session.shared_calls import Reduction, named, reduce
 
 
 def reduced(op: Reduction, given: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Reduce; return by name this rank's results, with tensors as (dtype, list)."""
+    """Reduce the values in `given`, one mapping for each rank. Returns this rank's results by name,
+    with tensors as (dtype, list)."""
     group = dist.group.WORLD
     assert group is not None
     names = [f"m{rank}" for rank in range(group.size())]

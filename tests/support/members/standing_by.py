@@ -1,4 +1,4 @@
-"""Wait until the status page shows a member on standby."""
+"""Wait until the status stream shows a member on standby."""
 
 import json
 
@@ -8,7 +8,7 @@ DEADLINE_S = 60.0
 
 
 def await_standby(http_url: str, job: str, member_id: str) -> None:
-    """Return once the page shows the member standing by."""
+    """Return once the stream shows the member standing by."""
     params = {"job": job}
     with (
         httpx.Client(timeout=DEADLINE_S, trust_env=False) as client,

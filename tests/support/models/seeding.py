@@ -1,4 +1,4 @@
-"""Models that are made alike by ranks which are threads of one process: torch has one generator."""
+"""Equal models for ranks that are threads of one process, and so share torch's generator."""
 
 import threading
 from collections.abc import Iterator

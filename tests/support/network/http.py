@@ -1,4 +1,4 @@
-"""Plain HTTP, asked often: without the certificates that httpx reads at each call, for 20 ms."""
+"""Frequent requests over plain HTTP, without the 20 ms in which httpx reads certificates."""
 
 import httpx
 

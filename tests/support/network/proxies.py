@@ -1,4 +1,4 @@
-"""A proxy that a company's environment names, and that nothing of Shoal's may ask."""
+"""A proxy named by environment variables, to which Shoal must never connect."""
 
 import socket
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ VARIABLES = ("http_proxy", "https_proxy", "all_proxy", "grpc_proxy", "ftp_proxy"
 
 
 class DeadProxy:
-    """A port that answers nothing, so that its callers wait, and that knows if it had a caller."""
+    """A port that accepts connections without an answer, and tells if there was any."""
 
     def __enter__(self) -> Self:
         self._socket = socket.create_server(("127.0.0.1", 0))
@@ -32,7 +32,7 @@ class DeadProxy:
         return named | {name.upper(): value for name, value in named.items()}
 
     def was_asked(self) -> bool:
-        """True if anything has connected to it."""
+        """Accept a connection that was made, and return whether there was one."""
         try:
             self._socket.accept()[0].close()
         except BlockingIOError:

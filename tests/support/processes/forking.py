@@ -1,6 +1,6 @@
-"""Fork server of the tests: it has already imported what takes long.
+"""Fork server of the tests, which has already imported the modules that take long to import.
 
-A process has one such server, shared by all modules, and the last preload list wins: so the only
+A process has one such server, shared by all modules, and the last preload list wins. So the only
 list is here, for ranks and for servers. Modules of the tests cannot be in it, as they are not on
 the server's path.
 """
@@ -19,7 +19,7 @@ forked.set_forkserver_preload(
         "shoal.strategies.local_sgd.strategy",
         "shoal.strategies.layout.zero1",
         "shoal_server.parameters.process",
-        # What torch imports only when a first optimizer is made.
+        # Modules that torch imports only when the first optimizer is built.
         "torch._dynamo",
         "torch.distributed.checkpoint",
         "torch.distributed.pipelining",

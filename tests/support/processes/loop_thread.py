@@ -29,7 +29,7 @@ class LoopThread:
 
     def close(self) -> None:
         try:
-            # What was put off to threads is over, so they end too.
+            # The work given to the executor has ended, so its threads end without delay.
             self.run(self._loop.shutdown_default_executor())
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)

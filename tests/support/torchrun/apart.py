@@ -1,4 +1,4 @@
-"""A training script for torchrun whose nodes end one by one: after one collective each is alone.
+"""A training script for torchrun whose nodes may end one by one, as it has only one collective.
 
 Run with a directory. A worker of the node NODE (an environment variable) writes a line of JSON for
 each step to a file of its own there. It ends once the directory holds a file named "done-NODE", or

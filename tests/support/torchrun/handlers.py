@@ -28,7 +28,7 @@ def together(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
 
 
 def await_change(handler: RendezvousHandler, at_least: int = 1) -> int:
-    """Poll as torchrun's agent does, until the handler says that it is time to re-form."""
+    """Poll as torchrun's agent does, until this many nodes wait. Returns their number."""
     deadline_s = time.monotonic() + PATIENCE_S
     while (num_waiting := handler.num_nodes_waiting()) < at_least:
         assert time.monotonic() < deadline_s, "no change was seen"

@@ -9,8 +9,8 @@ from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 
 
 def train_fresh_only(report: Report, run: Run) -> None:
-    """Train without stale gradients; a member with a gate waits there once, with a gradient
-    computed."""
+    """Train without stale gradients. A member with a gate waits there once, after it computed a
+    gradient."""
     model, optimizer = model_and_optimizer(seed=0)
     strategy = AsyncSGD(staleness="reject", reject_above=0)
     waits = bool(run.gate)

@@ -1,7 +1,7 @@
 """The program of a relay that halts in the middle of a segment.
 
 Its arguments are the address of a coordinator and a series. Prints a line once it has verified two
-chunks, and goes no further.
+chunks, and then waits forever.
 """
 
 import ctypes
