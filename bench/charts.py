@@ -14,7 +14,7 @@ PLOT_HEIGHT, LEFT, BOTTOM, LEGEND = 320, 48, 36, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """One bar of a group."""
+    """A bar of a group."""
 
     label: str
     value: float
@@ -47,7 +47,7 @@ def bars(groups: Mapping[str, Sequence[Bar]]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line, or points of others if `is_points`."""
+    """A line, or published points of peers if `is_points`."""
 
     label: str
     points: Sequence[tuple[float, float]]

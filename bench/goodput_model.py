@@ -44,7 +44,7 @@ class System:
     """"measured" or "published"."""
     source: str
     pause_s: float
-    """At each failure; of one that restarts, without what is trained again."""
+    """Seconds lost at each failure; of a system that restarts, without the steps trained again."""
     checkpoint_s: float | None = None
     """Time of a checkpoint; None: the system goes on in place."""
 

@@ -35,7 +35,7 @@ from xml.sax.saxutils import escape
 
 import torch
 from torchrun import free_port
-from training.jobs import START_S, ShoalJob, logs_in, torchrun_agent
+from training.jobs import START_S, TUNED_RDZV, ShoalJob, logs_in, torchrun_agent
 from training.steps import Step, Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -46,13 +46,11 @@ RECORD, PLOT = DOCS / "results" / "survival.json", DOCS / "survival.svg"
 
 NUM_WORKERS = 3
 STEPS_BEFORE = 100
-"""Each worker takes so many before the clock starts."""
+"""Steps of each worker before the clock starts."""
 EVENTS = (("SIGKILL", 5.0), ("SIGTERM", 25.0), ("one more", 45.0))
-"""In seconds from the start of the clock; each system has 20 s for each of them."""
+"""Seconds from the start of the clock, by event; each system has 20 s for each event."""
 END_S = 65.0
 BIN_S = 0.5
-TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-"""Settings of torchrun's rendezvous; by default 30 s, 5 s and 3."""
 
 Record = Mapping[str, Any]
 
@@ -99,7 +97,7 @@ def torchrun_job(directory: Path) -> Iterator[Job]:
                 name=f"node-{number}",
                 port=port,
                 max_nodes=NUM_WORKERS,
-                conf=f"{TUNED},is_host={is_host}",
+                conf=f"{TUNED_RDZV},is_host={is_host}",
                 script=("on_torchrun.py", str(place)),
             )
             return supervisor.spawn(node).pid

@@ -18,7 +18,14 @@ from types import TracebackType
 from typing import Self
 
 from torch.distributed import TCPStore
-from training.jobs import await_file, logs_in, python_script, shoal_launcher, torchrun_agent
+from training.jobs import (
+    TUNED_RDZV,
+    await_file,
+    logs_in,
+    python_script,
+    shoal_launcher,
+    torchrun_agent,
+)
 from training.steps import Steps
 
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
@@ -30,8 +37,6 @@ of pods does."""
 START_S = 300.0
 """Limit of the start of all machines, each of which loads torch on the same cores."""
 TORCHFT_PYTHON = os.environ.get("SHOAL_BENCH_TORCHFT", sys.executable)
-RDZV_CONF = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-"""Tuned; by default 30 s, 5 s and 3: then each loss and join costs far longer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +44,7 @@ class Plan:
     """Settings of a run that some systems need."""
 
     directory: Path
-    """Of the job: logs, steps, checkpoints, the result."""
+    """Folder of the job: logs, steps, checkpoints, the result."""
     pause_s: float
     """Part of each step in which the worker waits, as for a device."""
     max_machines: int
@@ -98,7 +103,7 @@ def torchrun(plan: Plan) -> Iterator[Running]:
             name=name,
             port=store.port,
             max_nodes=plan.max_machines,
-            conf=RDZV_CONF,
+            conf=f"is_host=false,{TUNED_RDZV}",
             script=(
                 *("on_exactness_torchrun.py", str(plan.directory)),
                 *(str(plan.pause_s), str(plan.checkpoint_every)),

@@ -37,7 +37,7 @@ def test_a_line_that_neither_adds_nor_removes_is_refused(changes: Any) -> None:
 
 
 def test_each_number_of_machines_has_an_equal_share_of_the_scaled_time(changes: Any) -> None:
-    """Of 32 nodes, each for as long as any other, a quarter of the time is left to each of four."""
+    """Quantiles of 32 nodes, present equally long, leave a quarter of the time to each of four."""
     level = changes.Level
     course = [level(at_s=10.0 * at, machines=at + 1) for at in range(33)]
     scaled = changes.scaled([*course[:32], level(at_s=320.0, machines=32)], 4)
@@ -66,7 +66,7 @@ def test_a_trace_and_a_seed_give_the_same_changes(changes: Any) -> None:
 
 
 def test_machines_of_the_start_are_settled(changes: Any) -> None:
-    """They train when the clock starts: one of two may go at once, and then the other stays."""
+    """Machines train when the clock starts: one of two may go at once, and then the other stays."""
     levels = [changes.Level(at_s=at, machines=n) for at, n in ((0.0, 2), (1.0, 1), (2.0, 2))]
     found = changes.changes_of([*levels, changes.Level(at_s=3.0, machines=1)], 1)
     assert [(change.at_s, change.joins) for change in found[2:]] == [

@@ -87,7 +87,7 @@ def last_loss(strategy: Strategy, steps: int = 4) -> float:
 
 
 def test_the_strategy_trains(module_of: Callable[[str], Any]) -> None:
-    """Its loss falls, in a session without other members."""
+    """The example's loss falls, in a session without other members."""
     strategy = module_of("majority_sign").MajoritySign
     assert last_loss(strategy()) < last_loss(strategy(), steps=1)
 

@@ -30,7 +30,7 @@ def test_the_readme_is_short_and_shows_a_job_that_survives() -> None:
 
 
 def test_every_page_is_in_one_place_of_the_navigation() -> None:
-    """In one of the four groups; the first page is before them."""
+    """Each page is in one of the four groups; the first page is before them."""
     assert GROUP.findall(navigation()) == [
         "Tutorials",
         "How-to guides",
@@ -43,7 +43,7 @@ def test_every_page_is_in_one_place_of_the_navigation() -> None:
 
 
 def test_a_long_page_begins_with_what_most_people_need() -> None:
-    """Of three to eight lines, right below the title."""
+    """The box has three to eight lines, right below the title."""
     names = list(long_pages())
     assert len(names) > 10
     wrong = []

@@ -65,7 +65,7 @@ LEFT_MESSAGES: dict[str, str] = {}
 
 
 def docstrings(path: Path) -> Iterator[str]:
-    """Those of modules, classes and functions, and those of attributes: a string by itself."""
+    """Yield docstrings of modules, classes, functions, and attributes (a string by itself)."""
     for node in walked(path):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             for each in node.body:
@@ -108,7 +108,7 @@ def test_docstrings_open_with_a_noun_or_a_verb() -> None:
 
 
 def test_docstrings_name_their_subjects() -> None:
-    """With more than a quarter of pronouns a sentence has to be read twice."""
+    """A sentence with more than a quarter of pronouns has to be read twice."""
     found = [
         f"{path.relative_to(ROOT)}: {text[:100]}"
         for path in modules().values()
@@ -129,7 +129,7 @@ def test_phrases_have_plain_words() -> None:
 
 
 def test_messages_have_plain_words() -> None:
-    """What an operator reads in a log or an error says what was seen, without pictures."""
+    """A log line or an error says to an operator what was seen, without pictures."""
     pattern = re.compile(r"\b(" + "|".join(MESSAGE_PHRASES) + r")\b")
     found = [
         f"{path.relative_to(ROOT)}: {text}"

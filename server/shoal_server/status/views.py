@@ -355,7 +355,7 @@ class LostShardView(View):
     snapshot: str
     """Result of restoring it from a snapshot, in a sentence."""
     told: str
-    """All of this in words, and the remedy."""
+    """Text with all fields of the loss, and the remedy."""
 
 
 @dataclass(frozen=True, kw_only=True)

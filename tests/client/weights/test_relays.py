@@ -46,7 +46,7 @@ def fetched(relay: Relay, digest: bytes, *, may_be_local: bool, series: str = SE
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_a_relay_passes_on_what_it_has(relay: Relay, may_be_local: bool) -> None:
-    """On one host it is the same memory."""
+    """Relay and child of one host use the same memory."""
     segment = sealed(os.urandom(2 * CHUNK_BYTES + 3))
     with relay.version([segment.digest]):
         relay.add(segment)
@@ -136,7 +136,7 @@ def test_another_series_is_refused(relay: Relay) -> None:
 
 @pytest.mark.parametrize("may_be_local", WAYS.values(), ids=WAYS.keys())
 def test_a_relay_is_not_taken_at_its_word(relay: Relay, may_be_local: bool) -> None:
-    """It has other bytes than the digests that it gives."""
+    """The relay has other bytes than the digests that it gives."""
     segment = sealed(b"what was published")
     writer = SegmentWriter(segment.num_bytes)
     forged = writer.seal(segment.chunk_digests)
@@ -201,7 +201,7 @@ def test_servers_send_a_version_once_to_all_relays(
 def test_a_relay_beside_a_server_passes_nothing_on(
     cluster: ParameterCluster, script: Script
 ) -> None:
-    """Its memory is the server's, which is to be free to drop it."""
+    """The relay's memory is the server's, which must stay free to drop it."""
     parts = [os.urandom(CHUNK_BYTES), b"bytes"]
     record = script.publish(*parts)
     with closing(relaying(cluster, "beside", may_be_local=True)) as beside:
@@ -226,7 +226,7 @@ def test_slices_are_refused_by_name(cluster: ParameterCluster, script: Script) -
 def test_a_relay_that_dies_costs_a_retry(
     cluster: ParameterCluster, script: Script, sent: signal.Signals
 ) -> None:
-    """What it had sent counts; the rest comes from a server."""
+    """Chunks that the relay had sent count; the rest comes from a server."""
     part = os.urandom(6 * CHUNK_BYTES)
     record = script.publish(part, b"bytes")
     command = [sys.executable, halting_relay.__file__, cluster.coordinator.grpc, SERIES]
