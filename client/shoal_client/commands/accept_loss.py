@@ -88,7 +88,7 @@ def accept_loss(config: AcceptLossConfig) -> int:
     finally:
         coordinators.close()
     for shard in reply.shards:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.accepted_unix_s))
+        at = _local(shard.accepted_unix_s)
         again = ", before" if shard.before else ""
         print(
             f"loss of {_in_short(shard)} of job {config.job} accepted by {printable(shard.by)}"
@@ -111,7 +111,7 @@ def _samples_in_words(reply: AcceptLossReply) -> str:
 def _confirm(job: str, lost: Sequence[GivenUpShard], samples: str) -> None:
     """Raise InvalidSpec unless the user types the job's name."""
     for shard in lost:
-        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(shard.lost_unix_s))
+        at = _local(shard.lost_unix_s)
         print(
             f"{_in_short(shard)} was lost at {at} with {', '.join(shard.servers) or 'its servers'}"
         )

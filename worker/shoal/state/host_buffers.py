@@ -5,12 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from shoal.state.host_copies import CopyUnderWay, copy_to_host, host_memory
+from shoal.state.host_copies import CopyUnderWay, aligned, copy_to_host, host_memory
 from shoal.state.inventory import Meta
 from shoal.state.shards import Chunk, Json, StateShard, TensorShard
-
-# Every shard starts at a multiple of this, so that its bytes can be viewed as any dtype.
-_ALIGNMENT_BYTES = 64
 
 
 class HostBuffer:
@@ -35,7 +32,7 @@ class HostBuffer:
         for name, chunk in chunks.items():
             num_bytes = chunk.num_elements * metas[name].dtype.itemsize
             spans[name] = slice(end, end + num_bytes)
-            end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+            end += aligned(num_bytes)
         if self._memory.numel() != end:
             # Free the old memory before the new is allocated.
             self._memory = torch.empty(0, dtype=torch.uint8)
@@ -73,7 +70,6 @@ class StepCopies:
         self._under_way = CopyUnderWay()
         self._peers: dict[int, StateShard] = {}
         self._names: frozenset[str] = frozenset()
-        self._knows = False
         self._staying = HostBuffer()
         self._leaving = HostBuffer()
         self._given: dict[int, HostBuffer] = {}
@@ -98,7 +94,7 @@ class StepCopies:
         shards, self.travelling = self._leaving.arrange(leaving, metas, own)
         shards |= self._staying.arrange(staying, metas, own)[0]
         self._under_way = copy_to_host([shard.tensor for shard in shards.values()], own)
-        self._names, self._knows = state_shard.elsewhere, bool(state_shard.elsewhere)
+        self._names = state_shard.elsewhere
         self.own = StateShard(
             step=state_shard.step, shards=shards, values=state_shard.values, elsewhere=self._names
         )
@@ -118,8 +114,6 @@ class StepCopies:
             values=self.own.values,
             elsewhere=self._names,
         )
-        # Set last: the trainer may ask at any moment.
-        self._knows = True
 
     def buffers_for(
         self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]

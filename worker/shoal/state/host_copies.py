@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 log = structlog.get_logger(__name__)
 
-_ALIGNMENT_BYTES = 64
-"""Alignment of a tensor in a buffer, so that its bytes can be viewed as any dtype."""
+ALIGNMENT_BYTES, MESSAGE_ALIGNMENT_BYTES = 64, 16
+"""Alignment of tensors side by side in memory, and in a message, where both ends compute it."""
 BATCH_BYTES = 64 * 1024 * 1024
 """Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
 of such sizes for the next call."""
@@ -122,9 +122,13 @@ def on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
+def aligned(num_bytes: int, alignment_bytes: int = ALIGNMENT_BYTES) -> int:
+    return -(-num_bytes // alignment_bytes) * alignment_bytes
+
+
 def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
     """Return uninitialized tensors like these, in one block of memory on the host."""
-    sizes = [-(-each.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for each in tensors]
+    sizes = [aligned(each.nbytes) for each in tensors]
     memory = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned)
     return [
         part[: each.nbytes].view(each.dtype).view(each.shape)

@@ -105,10 +105,11 @@ class _PlainCopy:
 
     def plain(self, value: Any, path: tuple[str, ...]) -> Json:
         self._num_values += 1
-        if self._num_values > MAX_VALUES or len(path) > MAX_DEPTH:
-            raise self._refused(
-                path, f"more than {MAX_VALUES:,} values", "a long list as one tensor"
-            )
+        if len(path) > MAX_DEPTH:
+            raise self._refused(path, "values nested too deep", f"at most {MAX_DEPTH} levels")
+        if self._num_values > MAX_VALUES:
+            seen = f"more than {MAX_VALUES:,} values"
+            raise self._refused(path, seen, "a long list as one tensor")
         if _is_numpy_number(value) or (self._is_exact and _is_alone(value)):
             value = value.item()
         if isinstance(value, int) and value.bit_length() > self._max_bits:

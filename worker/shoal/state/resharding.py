@@ -17,6 +17,7 @@ from shoal.backends.abortable.gather import MAX_MESSAGE_BYTES, gather, meet_afte
 from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
 from shoal.backends.shared_memory.memory import SharedMemory
 from shoal.model.tied_tensors import under_all_names
+from shoal.state.host_copies import MESSAGE_ALIGNMENT_BYTES, aligned
 from shoal.state.inventory import (
     Meta,
     TensorTable,
@@ -44,8 +45,6 @@ IN_FLIGHT_BYTES = 64 * 1024 * 1024
 MIN_BUCKET_BYTES = 256 * 1024
 MAX_BUCKET_BYTES = 8 * 1024 * 1024
 ROUNDS_IN_FLIGHT = 2
-# Every part starts at a multiple of this in its bucket, so that it can be viewed as any dtype.
-_ALIGNMENT_BYTES = 16
 
 
 def reshard(
@@ -307,7 +306,7 @@ class _Transfer:
         buckets: list[list[NamedChunk]] = []
         free_bytes = 0
         for part in parts:
-            padded_bytes = _padded(self._num_bytes(part))
+            padded_bytes = aligned(self._num_bytes(part), MESSAGE_ALIGNMENT_BYTES)
             if padded_bytes > free_bytes:
                 buckets.append([])
                 free_bytes = self._bucket_bytes
@@ -322,7 +321,7 @@ class _Transfer:
         for part in parts:
             num_bytes = self._num_bytes(part)
             spans.append((start, start + num_bytes))
-            start += _padded(num_bytes)
+            start += aligned(num_bytes, MESSAGE_ALIGNMENT_BYTES)
         return spans
 
     def _num_bytes(self, part: NamedChunk) -> int:
@@ -342,7 +341,3 @@ class _Transfer:
             if shard is not None and shard.chunk.overlap(part.chunk) == part.chunk:
                 return shard.tensor.detach()[part.chunk.within(shard.chunk)]
         raise AssertionError(f"planned to send {part}, which this rank does not hold")
-
-
-def _padded(num_bytes: int) -> int:
-    return -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from shoal.backends.shared_memory.memory import SharedMemory
+from shoal.state.host_copies import ALIGNMENT_BYTES
 
 NUM_SETS = 2
 MIN_BOX_BYTES = 256 * 1024
 """Minimum size of a box: with smaller ones the barriers cost more than sockets do."""
-_ALIGNMENT_BYTES = 64
 
 Cut = list[tuple[int, Tensor]]
 """Contents of one box: pairs of a piece's offset in the box and the piece."""
@@ -111,4 +111,4 @@ class SharedExchange:
 
 def _box_bytes(memory: SharedMemory) -> int:
     exact = len(memory.data) // (NUM_SETS * memory.world_size**2)
-    return exact // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES
+    return exact // ALIGNMENT_BYTES * ALIGNMENT_BYTES

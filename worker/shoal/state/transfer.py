@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.backends.abortable.p2p import AbortableP2P, P2PMessage
-from shoal.state.host_copies import as_bytes, copy_to_host
+from shoal.state.host_copies import MESSAGE_ALIGNMENT_BYTES, aligned, as_bytes, copy_to_host
 from shoal.state.replicated import State
 from shoal.state.shards import DTYPES, name_of
 from shoal_proto.errors import MalformedMessage
@@ -29,8 +29,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 CHUNKS_IN_FLIGHT = 2
 FAN_OUT = 2
 """Number of members to which each member sends; with 1 the tree would be a chain of all members."""
-# Every tensor starts at a multiple of this in its bucket, so that it can be viewed as any dtype.
-_ALIGNMENT_BYTES = 16
 
 
 def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
@@ -155,7 +153,7 @@ def _buckets(sizes_bytes: Sequence[int]) -> Iterator[list[tuple[int, int, int]]]
     run: list[tuple[int, int, int]] = []
     for index, size in enumerate(sizes_bytes):
         start = run[-1][2] if run else 0
-        padded = -(-size // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        padded = aligned(size, MESSAGE_ALIGNMENT_BYTES)
         if run and start + padded > BUCKET_BYTES:
             yield run
             run, start = [], 0

@@ -28,7 +28,7 @@ class IntegerSpans:
     __hash__ = None  # type: ignore[assignment]  # it changes
 
     def __repr__(self) -> str:
-        return f"Spans({list(self)})"
+        return f"IntegerSpans({list(self)})"
 
     @property
     def size(self) -> int:

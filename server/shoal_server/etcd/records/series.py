@@ -56,8 +56,8 @@ def encode_head(head: SeriesHead) -> bytes:
 def parse_head(series: str, value: bytes) -> SeriesHead:
     """Raises InternalError for bytes that are no head, and for those of a later release."""
     found = _parsed(pb.SeriesHead, series, value)
-    if found.format != FORMAT:
-        raise _unreadable(series, f"format {found.format}", f"format {FORMAT}")
+    if not 0 < found.format <= FORMAT:
+        raise _unreadable(series, f"format {found.format}", f"format 1 to {FORMAT}")
     kept = tuple(found.kept)
     if list(kept) != sorted(set(kept)) or (kept and not 0 < kept[0] <= kept[-1] <= found.number):
         raise _unreadable(series, f"versions {kept[:8]} up to {found.number}", "rising numbers")

@@ -454,6 +454,11 @@ def test_whoever_is_lost_every_sample_is_completed_in_the_end(
     assert trained - counts.completed <= counts.repeated_max
 
 
+def test_spans_print_as_what_makes_them() -> None:
+    spans = IntegerSpans([(0, 3), (5, 9)])
+    assert list(eval(repr(spans))) == list(spans)
+
+
 RANGES = st.tuples(st.booleans(), st.integers(0, 20), st.integers(0, 20))
 
 

@@ -164,13 +164,21 @@ def test_tensors_and_arrays_come_back_with_shape_and_dtype() -> None:
     assert got["scalar"] == 0.5
 
 
+def nested(num_levels: int) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for _ in range(num_levels):
+        state = {"in": state}
+    return state
+
+
 @pytest.mark.parametrize(
     ("state", "words"),
     [
         ({"a": {"b": [object()]}}, r"a object at a\.b\.0"),
         ({"fn": len}, "builtin_function_or_method at fn"),
         ({"sparse": torch.eye(2).to_sparse()}, "sparse"),
-        ({"much": list(range(20_001))}, "20,000 values"),
+        ({"much": list(range(20_001))}, "more than 20,000 values"),
+        (nested(51), "values nested too deep.*at most 50 levels"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two tensors"),
     ],
 )
