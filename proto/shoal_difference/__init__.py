@@ -1,2 +1,4 @@
-"""Exact differences between two versions of published weights. Needs numpy and zstandard, which the
-client and the coordinator do without: it is a package of its own for the parts that have them."""
+"""Exact differences between two versions of published weights.
+
+A package of its own, as it needs numpy and zstandard, which client and coordinator lack.
+"""

@@ -42,10 +42,10 @@ class HeldStream:
         self,
         coordinators: Coordinators,
         request: pb.AttendRequest,
-        hear: Callable[[pb.Notice], None],
+        handle: Callable[[pb.Notice], None],
     ) -> ShoalError | None:
-        """Hold the stream until it ends or `hear` raises a ShoalError. Returns the error that ended
-        it."""
+        """Hold the stream until it ends or `handle` raises a ShoalError. Returns the error that
+        ended it."""
         address = self.address = coordinators.current
         try:
             with self._joining.within(), tracing.span("Attend"):
@@ -60,7 +60,7 @@ class HeldStream:
                 for notice in stream:
                     self._first_reply.answered()
                     note_answer(address)
-                    hear(notice)
+                    handle(notice)
         except grpc.RpcError as rpc_error:
             found = from_rpc_error(rpc_error, address)
             return self._first_reply.error(address) or explained(found, address, COORDINATOR_NAME)
@@ -77,8 +77,8 @@ class HeldStream:
 
 
 class SessionThreads:
-    """Threads of a session. They end when `closing` is set, or one by one with an error, of theirs
-    or of the script's callbacks."""
+    """Threads of a session. Each ends when `closing` is set, or with an error of its own or of a
+    script's callback."""
 
     def __init__(self, on_failure: Callable[[ShoalError], None]) -> None:
         """`on_failure`: called with the error of a thread that fails, on that thread."""
@@ -107,8 +107,8 @@ class SessionThreads:
             failure = InternalError(
                 f"a thread of the membership failed: {name}",
                 seen=repr(error),
-                fix="The log has where it failed. If it is your storage or network that failed,"
-                " start the worker again; if it is Shoal, please report it.",
+                fix="The log has the traceback. If storage or network failed, start the worker"
+                " again; otherwise please report it.",
             )
             failure.__cause__ = error
             # Before the log: a traceback with its variables can take a second to write.

@@ -112,12 +112,12 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             self._load(staged.items)
         except Exception as error:  # noqa: BLE001 - raised below, once the engine serves again
             failure = error
-        if not _all_have(failure is None):
+        if not _all_true(failure is None):
             log.error("version_not_loaded", version=staged.version.number, reason=str(failure))
             _forget_load(self.model)
             self._load(self._serves)
             raise PublicationAbandoned(
-                f"vLLM could not load version {staged.version.number}; it serves what it served",
+                f"vLLM could not load version {staged.version.number}; it serves the one before",
                 seen=repr(failure) if failure is not None else "an error of another worker",
                 expected="tensors with the names and shapes of the model that it serves",
             ) from failure
@@ -132,7 +132,7 @@ class ShoalWeightTransferEngine(WeightTransferEngine):
             self._check_whole(found)
         except ShoalError as error:
             failure = error
-        if not _all_have(failure is None):
+        if not _all_true(failure is None):
             raise failure or PublicationAbandoned(
                 "another worker of this engine could not stage the version; none installs it"
             )
@@ -199,7 +199,7 @@ def _forget_load(model: nn.Module) -> None:
     layerwise.LOADING_LAYERS.clear()
 
 
-def _all_have(own: bool) -> bool:
+def _all_true(own: bool) -> bool:
     """True if `own` is true on all workers of the engine. Collective."""
     group = get_world_group()
     if group.world_size == 1:
@@ -267,7 +267,7 @@ class ShoalTrainerEngine(TrainerWeightTransferEngine):
             own.series, weights, coordinator=own.coordinator, keep=own.keep, copies=own.copies
         )
         version = ticket.wait("committed", timeout=COMMIT_S)
-        assert version is not None, "one that is committed is a version"
+        assert version is not None, "a committed ticket has a version"
         install(self.client, version)
 
     def shutdown(self) -> None:

@@ -349,7 +349,7 @@ def _with_gradient(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def _guard() -> StepGuard | None:
-    """The guard of the session whose step is open on this thread."""
+    """The guard of the session whose step is open on this thread; None outside of steps."""
     found = current().guard
     return found if isinstance(found, StepGuard) else None
 

@@ -86,7 +86,7 @@ class PendingWrite:
         self._finished = job.phase in OVER
 
     def admit(self, member: MemberState) -> None:
-        """Write the member's key, and the job's own with it."""
+        """Add the member's key to the write, and the job's own."""
         self._members[member.member_id] = member
         self._state_changed = True
 
@@ -94,7 +94,7 @@ class PendingWrite:
         self._members[member_id] = None
 
     def save(self) -> None:
-        """Write the job's own key."""
+        """Add the job's own key to the write."""
         self._state_changed = True
 
     def finish(self) -> None:

@@ -1,7 +1,7 @@
 """Series of published weights in etcd: a head, and a record of each version that it names.
 
 The leading coordinator writes them, and parameter servers follow them: a server keeps the segments
-that name it as a holder, and refuses what is sent to it under an epoch before the head's.
+that name it as a holder, and refuses segments sent under an epoch before the head's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -84,7 +84,7 @@ def parse_version(series: str, value: bytes) -> PublishedVersion:
     found = _parsed(pb.VersionRecord, series, value)
     version = version_from_pb(found)
     if found.digest != version.digest:
-        raise _unreadable(series, "a digest that is not that of the segments", "that one")
+        raise _unreadable(series, "a digest of other segments", "the digest of its segments")
     return version
 
 

@@ -84,7 +84,7 @@ class WeightHoldings:
         digest: bytes,
         num_bytes: int,
         origin: SegmentOrigin,
-        way: SegmentTransport,
+        transport: SegmentTransport,
     ) -> Segment:
         """Receive a segment, as a descriptor if possible, and hold it once it is verified. Its
         memory is reserved meanwhile.
@@ -93,11 +93,11 @@ class WeightHoldings:
         if it has another digest, and Unavailable if nothing is received for STALLED_S.
         """
         with self._claimed(num_bytes) as claim:
-            if way.is_local:
-                descriptor = await _soon(way.receive_descriptor())
+            if transport.is_local:
+                descriptor = await _soon(transport.receive_descriptor())
                 segment = await self._in_thread(partial(Segment.adopt, descriptor, num_bytes))
             else:
-                segment = await self._from_chunks(num_bytes, way)
+                segment = await self._from_chunks(num_bytes, transport)
             self._check(segment, digest)
             # The series may have reached a later epoch meanwhile.
             self._store.admit(series, digest, origin)
@@ -204,7 +204,7 @@ class WeightHoldings:
             loop = asyncio.get_running_loop()
             loop.call_soon(loop.run_in_executor, None, gone.clear)
 
-    async def _from_chunks(self, num_bytes: int, way: SegmentTransport) -> Segment:
+    async def _from_chunks(self, num_bytes: int, transport: SegmentTransport) -> Segment:
         """Receive a segment. While a chunk arrives, threads digest the previous one and prepare
         memory for the next."""
         writer = SegmentWriter(num_bytes)
@@ -213,7 +213,7 @@ class WeightHoldings:
         digests: list[asyncio.Future[bytes]] = []
         ready: list[asyncio.Future[bool]] = []
         try:
-            async with aclosing(way.receive_chunks(writer)) as chunks:
+            async with aclosing(transport.receive_chunks(writer)) as chunks:
                 for index in range(num_chunks(num_bytes)):
                     start = (index + 1) * CHUNK_BYTES
                     size = min(CHUNK_BYTES, num_bytes - start)
