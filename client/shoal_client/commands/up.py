@@ -225,8 +225,8 @@ def _welcome(cluster: LocalCluster, directory: Path) -> str:
     tls = (
         "none (--insecure): every user of this machine has access"
         if certificates is None
-        else f"{certificates.resolve()} (SHOAL_TLS); your commands here find them, the page is"
-        " yours alone"
+        else f"{certificates.resolve()} (SHOAL_TLS); your commands on this machine use them,"
+        " and only you can open the page"
     )
     shown = "" if pages == DEFAULT_URL else f"\n  export SHOAL_HTTP={pages}"
     return f"""\

@@ -230,7 +230,7 @@ class LeaderLoop:
             known.why_nobody = "nobody leads: the next leader is being elected"
         elif not leader.address:
             known.why_nobody = (
-                f"nobody is known to lead: what lies at {keys.LEADER} in etcd cannot be read"
+                f"nobody is known to lead: the record at {keys.LEADER} in etcd cannot be read"
             )
         elif not known.address:
             known.why_nobody = "this coordinator was elected, and reads what etcd holds of jobs"

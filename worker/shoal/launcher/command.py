@@ -121,12 +121,13 @@ def _await_coordinator(config: RunConfig) -> None:
             if left_s <= 0:
                 raise
             if not is_logged:
-                _say(f"{error} Waiting for one for up to {left_s:.0f} s ({ADMISSION_VARIABLE}).")
+                limit = f"up to {left_s:.0f} s ({ADMISSION_VARIABLE})"
+                _say(f"{error} Waiting for a coordinator for {limit}.")
             is_logged = True
             time.sleep(min(left_s, back_off.pause_s(chance())))
             continue
         if is_logged:
-            _say("a coordinator is there")
+            _say("a coordinator has answered")
         return
 
 

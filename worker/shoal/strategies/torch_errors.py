@@ -46,8 +46,8 @@ def _gradient_twice(state: StepState) -> InvalidSpec:
         seen=f"a backward pass within a backward pass under {state.strategy}, of a block that is"
         " used more than once",
         expected="one gradient of each parameter in a pass",
-        fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) in place of other"
-        " means to compute a block again; or strategy='fsdp'.",
+        fix="Use torch.utils.checkpoint.checkpoint(..., use_reentrant=False) to compute a block"
+        " again, or strategy='fsdp'.",
     )
 
 
@@ -64,7 +64,7 @@ def _written_in_place(state: StepState) -> InvalidSpec:
     return InvalidSpec(
         f"a tensor was written to between the forward and the backward pass, in step {state.step}",
         seen="weights, buffers or activations that the backward pass needs as they were",
-        expected="session.backward before they are written to: by session.update, or by the script",
+        expected="session.backward before session.update or the script writes to them",
         fix="Call the model again for a loss after session.update; write in place to copies."
         " torch.autograd.set_detect_anomaly(True) names the operation.",
     )
@@ -75,7 +75,7 @@ def _parts_and_wholes(state: StepState) -> InvalidSpec:
     return InvalidSpec(
         "the step computed with parameters that are sharded over the members under"
         f" {state.strategy}",
-        seen="a parameter, a gradient or a module of the model by itself, beside a whole tensor",
+        seen="a parameter, a gradient or a module of the model, used together with a whole tensor",
         expected="a call of the model that session.distribute returned, which gathers them",
         fix="Compute what the loss needs in the model's forward(), and clip with"
         " session.clip_grad_norm. ddp and zero1 leave parameters whole.",

@@ -19,9 +19,9 @@ LOOK = "`shoal repair {job}` shows what is wrong, and what can be done."
 def unreadable(job: str, key: str, error: Exception) -> JobQuarantined:
     """Error for a job with a record that cannot be read."""
     return JobQuarantined(
-        f"job {job} is quarantined: what lies at {key} in etcd cannot be read",
+        f"job {job} is quarantined: the record at {key} in etcd cannot be read",
         seen=str(error)[:SEEN_LENGTH],
-        expected="what a coordinator of this version writes there",
+        expected="a record as a coordinator of this release writes it",
         fix=LOOK.format(job=job),
         details={"job": job, "key": key},
     )
@@ -32,14 +32,14 @@ def failed(job: str, error: Exception) -> JobQuarantined:
     return JobQuarantined(
         f"job {job} is quarantined: its coordinator could not continue with it",
         seen=(str(error) if isinstance(error, ShoalError) else repr(error))[:SEEN_LENGTH],
-        expected="every change of a job to be kept in etcd",
-        fix=f"`shoal repair {job} --apply` takes it up again as etcd has it.",
+        expected="every change of the job to be stored in etcd",
+        fix=f"`shoal repair {job} --apply` loads it again from etcd.",
         details={"job": job},
     )
 
 
 class Quarantine:
-    """Quarantined jobs: the reason, and since when (on the clock of all jobs)."""
+    """Quarantined jobs, each with the reason and the start, by the clock of all jobs."""
 
     def __init__(
         self, clock: Callable[[], float], on_event: Callable[[str, str, str], object]

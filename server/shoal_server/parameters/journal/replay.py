@@ -119,9 +119,9 @@ def _made(images: JournalImages, kept: StoredImage, make: Callable[[Image], Stat
 
 def _foreign(file: str, seen: str) -> JournalDamaged:
     return JournalDamaged(
-        f"the journal's file {file} has the right checksum, and was written by something else",
+        f"the journal's file {file} has the right checksum, but cannot be applied",
         seen=seen[:300],
-        expected="what this release of Shoal writes",
+        expected="records as this release of Shoal writes them",
         fix="Restore a snapshot, or start the server with an empty --journal.",
     )
 
@@ -154,7 +154,7 @@ def _cut(path: Path, num_bytes: int, seen_bytes: int) -> None:
 
 def _gap(file: str, seen: str, expected: str) -> JournalDamaged:
     return JournalDamaged(
-        f"the journal {file} does not begin where the previous one ended",
+        f"records are missing in the journal, before those of {file}",
         seen=seen,
         expected=expected,
         fix="Restore from a snapshot; an older copy of the journal lacks what came since.",

@@ -497,7 +497,7 @@ def test_a_flipped_bit_loses_at_most_the_last_push_or_is_named(
 def test_a_missing_segment_is_named(written: Path, tmp_path: Path) -> None:
     second = segments(written)[1]
     directory = copied(written, tmp_path, lambda directory: (directory / second).unlink())
-    with pytest.raises(JournalDamaged, match="does not begin where"):
+    with pytest.raises(JournalDamaged, match="records are missing in the journal"):
         contents(directory)
 
 

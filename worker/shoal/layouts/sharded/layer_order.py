@@ -52,17 +52,17 @@ class LayerOrder:
         words = torch.empty_like(own)
         work = dist.all_to_all_single(words, own, group=self._group, async_op=True)
         wait_abortable(work, self._group)
-        deeds = words.tolist()
-        if len(set(deeds)) > 1:
+        operations = words.tolist()
+        if len(set(operations)) > 1:
             meet_after_collective(self._group)
             ranks = dist.get_process_group_ranks(self._group)
-            refusal = different_layers(ranks, deeds, self._names)
+            refusal = different_layers(ranks, operations, self._names)
             self._tell(refusal)
             raise refusal
 
 
 class NotedOrder:
-    """Check by records, for devices: a message before each collective would stall their stream. A
+    """Check for devices, by records: a message before each collective would stall their stream. A
     rank that has waited for long compares the records.
     """
 
@@ -83,10 +83,10 @@ class NotedOrder:
 
 
 def different_layers(
-    ranks: Sequence[int], deeds: Sequence[int], names: Sequence[str]
+    ranks: Sequence[int], operations: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
-    """Build the refusal of ranks that differ; `deeds`: each rank's next or last operation."""
-    by_rank = zip(ranks, deeds, strict=True)
+    """Build the refusal of ranks that differ; `operations`: each rank's next or last operation."""
+    by_rank = zip(ranks, operations, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",
         seen="; ".join(f"rank {rank}: {_in_words(exchange, names)}" for rank, exchange in by_rank),

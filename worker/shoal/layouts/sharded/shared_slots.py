@@ -186,8 +186,8 @@ class SharedSlots:
         words = self._memory.meet(own | in_use)
         if len({word >> NUM_GATHERED for word in words}) > 1:
             meet_before_leaving(self._memory.meet, GenerationBroken)
-            deeds = [_exchange_number(word >> NUM_GATHERED) for word in words]
-            refusal = different_layers(self.ranks, deeds, self.names)
+            operations = [_exchange_number(word >> NUM_GATHERED) for word in words]
+            refusal = different_layers(self.ranks, operations, self.names)
             self.report_refusal(refusal)
             raise refusal
         self._used_anywhere = 0

@@ -57,8 +57,7 @@ class PlanEntry:
     style: str
     """One of the styles at the head of this file."""
     paired: bool = False
-    """True for a column whose outputs are not gathered, as a row takes the parts; and for that
-    row."""
+    """True for a column and the row that takes the column's outputs without a gather."""
     why: str
     parts: Mapping[str, ParameterSplit]
     """Splits by the parameter's name in the module; parameters of an earlier entry are left out."""
@@ -99,7 +98,7 @@ _SHOWN: Mapping[SequenceRole, str] = {
     SequenceRole.DROPOUT: "dropouts",
     SequenceRole.COLUMN: "gather",
     SequenceRole.ROW: "scatter",
-    SequenceRole.AROUND: "are given all",
+    SequenceRole.AROUND: "take all positions",
 }
 
 
@@ -126,8 +125,8 @@ class TensorPlan:
 
     @property
     def bytes_per_rank(self) -> tuple[int, ...]:
-        """Bytes of all parameters, by rank. Gradients take as much again; buffers are not counted,
-        and whole on each rank."""
+        """Bytes of all parameters, by rank. Gradients take as much again. Buffers, which are whole
+        on each rank, are not counted."""
         return tuple(
             sum(entry.bytes_on(rank, self.degree) for entry in self.entries)
             for rank in range(self.degree)
