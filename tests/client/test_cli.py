@@ -317,7 +317,7 @@ def test_a_command_says_at_once_that_nobody_listens(
     begun_s = time.monotonic()
     assert main([*arguments, "--coordinator", address]) == 1
     took_s = time.monotonic() - begun_s
-    told = capsys.readouterr().err
-    assert f"no coordinator answers at {address}" in told
-    assert "`shoal up`" in told and "[Unavailable]" in told
+    errors = capsys.readouterr().err
+    assert f"no coordinator answers at {address}" in errors
+    assert "`shoal up`" in errors and "[Unavailable]" in errors
     assert took_s < unhurried(2.0)

@@ -218,8 +218,8 @@ def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
     ):
         assert "a part of the cluster has ended" in heard(cluster, "has ended")
         assert cluster.wait(DEADLINE_S) == 1
-        told = (tmp_path / "cluster" / "shoal" / "coordinator.log").read_text()
-    assert "cannot listen" in told
+        text = (tmp_path / "cluster" / "shoal" / "coordinator.log").read_text()
+    assert "cannot listen" in text
 
 
 def test_without_a_command_it_says_so(tmp_path: Path) -> None:

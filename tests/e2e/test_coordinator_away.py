@@ -74,6 +74,6 @@ def test_training_outlasts_the_coordinator_and_etcd(
             updates = sum(steps) if strategy == "async-sgd" else steps[0]
             assert updates == EPOCHS * STEPS_PER_EPOCH, "some were taken again"
             assert {float(weight) for each in found for weight in each[1:]} == {updates}, output
-        told = leader.log_path.read_text()
-        assert "member_removed" not in told
-        assert "phase_aborted" not in told
+        text = leader.log_path.read_text()
+        assert "member_removed" not in text
+        assert "phase_aborted" not in text

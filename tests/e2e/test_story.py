@@ -34,15 +34,15 @@ def test_a_killed_and_a_drained_worker_are_a_line_each(
 
     rank_0, killed, drained = sorted(pids)
     os.kill(pids[killed], signal.SIGKILL)
-    told = read_until(follow, "generation ")[-1]
+    text = read_until(follow, "generation ")[-1]
     lost = rf"lost {killed} \(SIGKILL\); 2 go on; paused [0-9.]+ s; 0 steps lost"
-    assert re.search(rf"generation \d+: {lost}$", told), told
+    assert re.search(rf"generation \d+: {lost}$", text), text
 
     code, said = finish(shoal_command.start("drain", drained, "--job", "train", *address))
     assert code == 0, said
-    told = read_until(follow, "generation ")[-1]
+    text = read_until(follow, "generation ")[-1]
     left = rf"{drained} \(drained: an operator asked for it\) left; 1 goes on;"
-    assert re.search(rf"generation \d+: {left} paused [0-9.]+ s; 0 steps lost$", told), told
+    assert re.search(rf"generation \d+: {left} paused [0-9.]+ s; 0 steps lost$", text), text
     follow.send_signal(signal.SIGINT)
     code, output = finish(follow)
     assert (code, output.strip()) == (130, "")

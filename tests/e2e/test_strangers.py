@@ -159,7 +159,7 @@ def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
     run = shoal_command.start(
         *("run", "-n", "2", "--job", "secret", "-v", "train.py"), environment=environment
     )
-    said = read_until(run, "trains", count=2)
+    text = read_until(run, "trains", count=2)
     secrets_ = {secret: "the job's secret"}
     for key in (tmp_path / "up" / "certs").rglob("*.key"):
         body = key.read_text().splitlines()[1]
@@ -181,7 +181,7 @@ def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
             assert each not in command, f"{what} in the arguments of {command}"
             assert each not in held, f"{what} in the environment of {command}"
     run.send_signal(signal.SIGINT)
-    code, output = finish(run, said)
+    code, output = finish(run, text)
     assert code == 128 + signal.SIGINT, output
     up.send_signal(signal.SIGINT)
     code, told_by_up = finish(up, welcome)

@@ -146,7 +146,7 @@ def test_asynchronous_training_within_tls_outlives_its_parts(
         *("run", "-n", "3", "--job", "async-sgd", "train.py", "async-sgd"),
         environment=environment,
     )
-    said = read_until(run, "stepped on", count=6)
+    text = read_until(run, "stepped on", count=6)
     shards = f"{cluster['SHOAL_HTTP']}/api/v1/jobs/async-sgd/shards"
 
     (victim, *_) = [
@@ -155,14 +155,14 @@ def test_asynchronous_training_within_tls_outlives_its_parts(
         if line.endswith("train.py async-sgd") and "shoal_client" not in line
     ]
     os.kill(victim, signal.SIGKILL)
-    said += read_until(run, "stepped on 10")
+    text += read_until(run, "stepped on 10")
     for part in ("ps-0", "coordinator"):
         awaited(partial(every_shard_has_a_copy, shards), 120.0, "every shard has a copy")
         os.kill(part_pids(shoal_command)[part], signal.SIGKILL)
         read_until(up, f"shoal up: {part} serves again")
-        said += read_until(run, "stepped on", count=6)
+        text += read_until(run, "stepped on", count=6)
     (tmp_path / "done").touch()
-    code, output = finish(run, said)
+    code, output = finish(run, text)
     assert code == 0, output
     found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
     assert len(found) == 3, output

@@ -220,9 +220,9 @@ def test_of_a_push_with_an_unknown_end_nothing_is_left() -> None:
 
 def test_what_fp16_cannot_hold_is_told_by_name() -> None:
     compressor = PushCompressor(find_compression("fp16"))
-    with pytest.raises(NonFiniteGradient, match="parameter w is beyond what fp16") as told:
+    with pytest.raises(NonFiniteGradient, match="parameter w is beyond what fp16") as raised:
         encode(compressor, 1e6)
-    assert told.value.details == {"parameter": "w"}
+    assert raised.value.details == {"parameter": "w"}
 
 
 # What a stranger may send.

@@ -72,10 +72,10 @@ def test_a_loss_that_does_not_fall_is_told(servers: ParameterServers) -> None:
         right, warning = in_turns(servers, 3, staleness="none")
     assert right < 0.5
     assert warning.startswith(("the loss has not fallen: ", "the loss has risen: "))
-    told = [line for line in logs if line["event"] in ("loss_not_falling", "loss_rising")]
-    assert told
-    assert told[0]["log_level"] == "warning"
-    assert "Lower the learning rate or the momentum" in told[0]["fix"]
+    logged = [line for line in logs if line["event"] in ("loss_not_falling", "loss_rising")]
+    assert logged
+    assert logged[0]["log_level"] == "warning"
+    assert "Lower the learning rate or the momentum" in logged[0]["fix"]
 
 
 def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None:
@@ -83,5 +83,5 @@ def test_what_is_done_about_staleness_is_told(servers: ParameterServers) -> None
     model = nn.Linear(2, 2)
     with capture_logs() as logs:
         AsyncSGD().distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    told = [line for line in logs if line["event"] == "staleness_policy_chosen"]
-    assert [line["policy"] for line in told] == ["staleness='damp'"]
+    logged = [line for line in logs if line["event"] == "staleness_policy_chosen"]
+    assert [line["policy"] for line in logged] == ["staleness='damp'"]

@@ -16,11 +16,11 @@ def test_a_factorisation_machine_learns_on_real_servers(cluster: LocalCluster) -
     with Ranks() as ranks:
         run = Training(coordinator=cluster.coordinator, job="clicks", member_id="a")
         member = ranks.start(embedding_bodies.train, run)
-        told = member.expect("finished")
-    assert told["rows_made"] == NUM_IDS
-    assert told["rows_applied"] > NUM_IDS
-    assert told["last_loss"] < 0.7 * told["first_loss"]
-    assert told["num_samples"] == 2 * NUM_CLICKS
+        message = member.expect("finished")
+    assert message["rows_made"] == NUM_IDS
+    assert message["rows_applied"] > NUM_IDS
+    assert message["last_loss"] < 0.7 * message["first_loss"]
+    assert message["num_samples"] == 2 * NUM_CLICKS
 
 
 def test_a_member_that_is_killed_takes_no_row_with_it(cluster: LocalCluster) -> None:
@@ -39,7 +39,7 @@ def test_a_member_that_is_killed_takes_no_row_with_it(cluster: LocalCluster) -> 
             )
             for name in "ab"
         ]
-        told = crew[0].expect("finished")
+        message = crew[0].expect("finished")
         assert crew[1].join() == -signal.SIGKILL
-    assert told["num_rows_known"] == NUM_IDS
-    assert told["last_loss"] < 0.8 * told["first_loss"]
+    assert message["num_rows_known"] == NUM_IDS
+    assert message["last_loss"] < 0.8 * message["first_loss"]

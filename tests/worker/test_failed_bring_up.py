@@ -47,17 +47,17 @@ def test_the_others_train_on_and_it_hears_its_own_error(
         assert after["step"] > step
         assert "raised" not in [*a.kinds(), *b.kinds()]
     shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
-    told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
-    assert [each["member_id"] for each in told] == ["c"] * 3
-    assert "try 3 of 3" in told[-1]["reason"]
+    events = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
+    assert [each["member_id"] for each in events] == ["c"] * 3
+    assert "try 3 of 3" in events[-1]["reason"]
 
 
 def failures_of(cluster: LocalCluster, run: Run) -> list[str]:
     """What was told of bring-ups that failed by a member's own fault."""
     shown = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
-    told = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
-    assert {each["member_id"] for each in told} <= {"a"}
-    return [each["reason"] for each in told]
+    events = [each for each in shown["events"] if each["kind"] == "bring_up_failed"]
+    assert {each["member_id"] for each in events} <= {"a"}
+    return [each["reason"] for each in events]
 
 
 @pytest.mark.sampled()

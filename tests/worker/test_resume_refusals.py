@@ -263,8 +263,8 @@ def test_nor_with_a_registered_object_of_another_class(tmp_path: Path, strategy:
         step_of(tmp_path, strategy, net(), schedule=lambda each: ExponentialLR(each, 0.5))
     with capture_logs() as logs:
         step_of(tmp_path, strategy, net())
-    told = [each["names"] for each in logs if each["event"] == "registered_state_left_behind"]
-    assert told == ["schedule"]
+    logged = [each["names"] for each in logs if each["event"] == "registered_state_left_behind"]
+    assert logged == ["schedule"]
 
 
 def test_a_state_that_says_nothing_of_its_optimizer_is_told_by_its_settings() -> None:

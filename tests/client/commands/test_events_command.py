@@ -99,8 +99,8 @@ def test_status_of_a_job_that_there_is_not_is_refused_by_name(
     url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["status", "--job", "nojob", "--http", url]) == 1
-    told = capsys.readouterr().err
-    assert "there is no job nojob" in told and "digits" in told
+    errors = capsys.readouterr().err
+    assert "there is no job nojob" in errors and "digits" in errors
 
 
 def test_top_fits_a_narrow_terminal(

@@ -34,9 +34,9 @@ def test_of_a_job_the_lines_of_all_members_are_shown(
     world.printed["w0"] = ["zero"]
     world.printed["w2"] = [f"line {number}" for number in range(30)]
     assert main(["logs", "digits", "--http", url]) == 0
-    shown, told = capsys.readouterr()
+    shown, errors = capsys.readouterr()
     assert shown.splitlines() == ["[w0] zero", *(f"[w2] line {n}" for n in range(20, 30))]
-    assert told == "shoal logs: no launcher passes on the output of w1\n"
+    assert errors == "shoal logs: no launcher passes on the output of w1\n"
 
 
 def test_lines_are_followed_until_the_launcher_ends(
@@ -54,9 +54,9 @@ def test_lines_are_followed_until_the_launcher_ends(
     with StatusClient(url) as client:
         lines, after = logs._newest(client, "digits", "w1", 100)
         logs._follow(client, "digits", {"w1": after}, prefixed=False, pause=meanwhile)
-    shown, told = capsys.readouterr()
+    shown, errors = capsys.readouterr()
     assert lines == ["first"] and shown.splitlines() == ["second", "third"]
-    assert told == "shoal logs: the launcher of w1 has ended\n"
+    assert errors == "shoal logs: the launcher of w1 has ended\n"
 
 
 def test_what_a_launcher_left_is_said_to_be_that(
@@ -64,8 +64,8 @@ def test_what_a_launcher_left_is_said_to_be_that(
 ) -> None:
     world.printed["w1"], world.launchers_live = ["the loss is nan"], False
     assert main(["logs", "digits", "w1", "-f", "--http", url]) == 0
-    shown, told = capsys.readouterr()
-    assert shown == "the loss is nan\n" and "has ended; it left these lines" in told
+    shown, errors = capsys.readouterr()
+    assert shown == "the loss is nan\n" and "has ended; it left these lines" in errors
 
 
 def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
@@ -84,9 +84,9 @@ def test_files_of_this_host_are_shown_where_the_coordinator_has_nothing(
     kept.write("\x1b[2Jof a file")
     kept.close()
     assert main(arguments) == 0
-    shown, told = capsys.readouterr()
+    shown, errors = capsys.readouterr()
     assert shown == "of a file\n"
-    assert "no launcher passes on the output of w9; these are the files of this host" in told
+    assert "no launcher passes on the output of w9; these are the files of this host" in errors
 
 
 def test_a_member_is_named_once() -> None:
@@ -179,8 +179,8 @@ def test_a_member_of_another_host_is_refused_by_name(
 ) -> None:
     arguments = ["logs", "w9", "--job", "digits", "--log-dir", str(tmp_path), "--http", NOWHERE]
     assert main(arguments) == 1
-    told = capsys.readouterr().err
-    assert "nothing of member w9 of job digits is kept on this host" in told
+    errors = capsys.readouterr().err
+    assert "nothing of member w9 of job digits is kept on this host" in errors
 
 
 def test_a_disk_that_takes_nothing_costs_the_lines_alone(tmp_path: Path) -> None:

@@ -114,9 +114,9 @@ def test_the_last_members_of_a_job_without_any_are_named(
     world.printed["w2"] = ["the end"]
     world.change("digits", members=())
     assert main(["logs", "digits", "--http", url]) == 0
-    shown, told = capsys.readouterr()
+    shown, errors = capsys.readouterr()
     assert "[w2] the end" in shown
-    assert "these were the last: w0, w1, w2" in told
+    assert "these were the last: w0, w1, w2" in errors
 
 
 @pytest.fixture

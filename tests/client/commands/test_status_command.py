@@ -251,6 +251,6 @@ def test_an_error_of_others_is_no_order_to_the_terminal(
 ) -> None:
     """Neither is what an argument had in it that the error repeats."""
     assert main(["status", "--http", url, "--job", FORGED]) == 2
-    told = capsys.readouterr().err
-    assert "bad name of a job" in told
-    assert not {"\x1b", "\x07", "\u202e"} & set(told)
+    errors = capsys.readouterr().err
+    assert "bad name of a job" in errors
+    assert not {"\x1b", "\x07", "\u202e"} & set(errors)

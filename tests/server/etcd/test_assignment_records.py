@@ -91,7 +91,7 @@ async def read(store: MemoryStore, job: str = "job") -> JobAssignments | None:
     return None if found is None else found.assignments
 
 
-class Told:
+class Changes:
     """What a mirror has told."""
 
     def __init__(self) -> None:
@@ -132,16 +132,16 @@ async def test_a_placement_that_came_to_no_end_is_none(store: WatchedStore) -> N
             raise Unavailable("the coordinator is killed")
 
     store.before = die
-    told = Told()
-    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
         with pytest.raises(Unavailable):
             await records.place(store, placed(250, "first"))
         assert await read(store) is None
         store.before = lambda then: None
         assert (await records.place(store, placed(2, "second"))).succeeded
         assert await read(store) == placed(2, "second")
-        await told.until(lambda: bool(told.changed))
-        assert told.changed == [("job", {0, 1})]
+        await changes.until(lambda: bool(changes.changed))
+        assert changes.changed == [("job", {0, 1})]
         assert mirror.assembled("job") == placed(2, "second")
     assert await store.keys(keys.assignments_of_run("job", "first")) == ()
 
@@ -179,23 +179,23 @@ async def test_records_taken_away_while_they_were_written_are_not_decided(
 
 async def test_who_leads_no_longer_places_nothing(store: WatchedStore) -> None:
     """Each write is fenced, and not the deciding one alone."""
-    told: list[str] = []
-    deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], told.append)
+    changes: list[str] = []
+    deposed = LeaderStore(store, lambda: [created_at(keys.LEADER, Revision(7))], changes.append)
     with pytest.raises(NotLeader):
         await records.place(deposed, placed(3))
     assert await store.keys(keys.ASSIGNMENTS) == ()
-    assert len(told) == 1
+    assert len(changes) == 1
 
 
 async def test_changes_of_a_hundred_shards_go_in_one_transaction(store: WatchedStore) -> None:
     """And one that somebody else wrote meanwhile holds up no other."""
     await records.place(store, placed(120))
-    told = Told()
-    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
         store.num_written.clear()
         assert await mirror.change("job", range(100), without(B))
         assert store.num_written == [100]
-        assert told.changed[1:] == [("job", set(range(100)))]
+        assert changes.changed[1:] == [("job", set(range(100)))]
         others = iter([7])
 
         def write_too(then: Sequence[Operation]) -> None:
@@ -338,12 +338,12 @@ async def test_what_came_of_a_write_is_known_before_anybody_goes_on_from_it(
 async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
     """Also where word of it has not come yet; and it is told."""
     await records.place(store, placed(2))
-    told = Told()
-    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
         removed = records.taken_away("job")
         await store.transact((), [removed])
         assert not await mirror.change("job", [0], without(B))
-        await told.until(lambda: told.gone == ["job"])
+        await changes.until(lambda: changes.gone == ["job"])
         assert mirror.of_job("job") == {}
         assert list(mirror.jobs) == []
 
@@ -351,12 +351,12 @@ async def test_a_job_that_is_gone_is_not_changed(store: WatchedStore) -> None:
 async def test_another_run_of_a_job_is_told_as_the_end_of_the_last(store: WatchedStore) -> None:
     """Also to one that never saw the last one's records go."""
     await records.place(store, placed(3, "first"))
-    told = Told()
-    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
         await records.place(store, placed(2, "second"))
-        await told.until(lambda: len(told.changed) == 2)
-        assert told.gone == ["job"]
-        assert told.changed[-1] == ("job", {0, 1})
+        await changes.until(lambda: len(changes.changed) == 2)
+        assert changes.gone == ["job"]
+        assert changes.changed[-1] == ("job", {0, 1})
         assert mirror.assembled("job") == placed(2, "second")
 
 
@@ -418,8 +418,8 @@ async def test_a_record_that_cannot_be_read_concerns_its_job_only(
 async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) -> None:
     """As long as the job is of the same run; else all of it is."""
     await records.place(store, placed(3, "first"))
-    told = Told()
-    async with AssignmentMirror(store, told.on_change, told.on_gone) as mirror:
+    changes = Changes()
+    async with AssignmentMirror(store, changes.on_change, changes.on_gone) as mirror:
         async with AssignmentMirror(store, lambda job, ids: None, lambda job: None) as other:
             await other.change("job", [0, 1], without(B))
         await mirror.refresh("job", [1])
@@ -427,4 +427,4 @@ async def test_one_shard_is_read_anew_without_the_others(store: WatchedStore) ->
         await records.place(store, placed(2, "second"))
         await mirror.refresh("job", [1])
         assert mirror.assembled("job") == placed(2, "second")
-    assert told.gone == ["job"]
+    assert changes.gone == ["job"]

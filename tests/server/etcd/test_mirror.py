@@ -14,7 +14,7 @@ from shoal_server.etcd.mirror import MirroredKey, PrefixMirror, follow_key
 from .conftest import Bench
 
 
-class Told(list[tuple[str, ...]]):
+class Changes(list[tuple[str, ...]]):
     """What a mirror has told, in order."""
 
     def __init__(self) -> None:
@@ -35,42 +35,42 @@ def parse(item: MirroredKey) -> str | None:
 
 
 def mirrored(
-    store: KeyValueStore, prefix: str, told: Told, *, resync: bool = False
+    store: KeyValueStore, prefix: str, changes: Changes, *, resync: bool = False
 ) -> PrefixMirror[str]:
     """A mirror that writes down what it tells."""
     return PrefixMirror(
         store,
         prefix,
         parse,
-        on_put=lambda name, new, old: told.append(("put", name, new, str(old))),
-        on_delete=lambda name, old: told.append(("delete", name, old)),
-        on_change=told.note_change,
+        on_put=lambda name, new, old: changes.append(("put", name, new, str(old))),
+        on_delete=lambda name, old: changes.append(("delete", name, old)),
+        on_change=changes.note_change,
         resync=resync,
     )
 
 
-async def until(told: Told, *last: str) -> None:
+async def until(changes: Changes, *last: str) -> None:
     """Wait until the mirror has told this, as the end of a batch."""
     async with asyncio.timeout(10):
-        while told[-2:] != [last, ("change",)]:
-            told.changed.clear()
-            await told.changed.wait()
+        while changes[-2:] != [last, ("change",)]:
+            changes.changed.clear()
+            await changes.changed.wait()
 
 
 async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) -> None:
     """The list comes first, then each change in its order, with what it replaced."""
     await bench.store.put(bench.prefix + "a", b"1")
     await bench.store.put(bench.prefix + "b", b"2")
-    told = Told()
-    async with mirrored(bench.store, bench.prefix, told) as found:
+    changes = Changes()
+    async with mirrored(bench.store, bench.prefix, changes) as found:
         assert found.is_in_sync
         assert dict(found.records) == {"a": "1", "b": "2"}
-        assert told == [("put", "a", "1", "None"), ("put", "b", "2", "None"), ("change",)]
-        told.clear()
+        assert changes == [("put", "a", "1", "None"), ("put", "b", "2", "None"), ("change",)]
+        changes.clear()
         await bench.store.transact((), [Put(bench.prefix + "a", b"3"), Delete(bench.prefix + "b")])
         await bench.store.put(bench.prefix + "c", b"4")
-        await until(told, "put", "c", "4", "None")
-        assert [each for each in told if each != ("change",)] == [
+        await until(changes, "put", "c", "4", "None")
+        assert [each for each in changes if each != ("change",)] == [
             ("put", "a", "3", "1"),
             ("delete", "b", "2"),
             ("put", "c", "4", "None"),
@@ -83,14 +83,14 @@ async def test_what_is_there_is_applied_before_the_block_begins(bench: Bench) ->
 async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
     """What was read apart from the watch is not undone by older news that comes after it."""
     key = bench.prefix + "a"
-    told = Told()
-    async with mirrored(bench.store, bench.prefix, told) as found:
+    changes = Changes()
+    async with mirrored(bench.store, bench.prefix, changes) as found:
         for value in (b"1", b"2", b"3"):
             await bench.store.put(key, value)
         assert await found.look_up("a") == "3"
         await bench.store.put(bench.prefix + "end", b"1")
-        await until(told, "put", "end", "1", "None")
-        puts = [each for each in told if each[:2] == ("put", "a")]
+        await until(changes, "put", "end", "1", "None")
+        puts = [each for each in changes if each[:2] == ("put", "a")]
         assert puts[-1][2] == "3"
         assert [each[2] for each in puts] == sorted({each[2] for each in puts})
         found.note(MirroredKey(key, b"old", Revision(1)))
@@ -101,13 +101,13 @@ async def test_of_each_key_the_newest_revision_counts(bench: Bench) -> None:
 
 async def test_records_that_cannot_be_read(bench: Bench) -> None:
     """One that parses to none is dropped; one that does not parse leaves what was known."""
-    told = Told()
+    changes = Changes()
     for name in ("kept", "dropped"):
         await bench.store.put(bench.prefix + name, b"1")
-    async with mirrored(bench.store, bench.prefix, told) as found:
+    async with mirrored(bench.store, bench.prefix, changes) as found:
         await bench.store.put(bench.prefix + "kept", b"\xff")
         await bench.store.put(bench.prefix + "dropped", b"")
-        await until(told, "delete", "dropped", "1")
+        await until(changes, "delete", "dropped", "1")
         assert dict(found.records) == {"kept": "1"}
 
 
@@ -167,8 +167,8 @@ class BreakingStore(MemoryStore):
 async def test_what_breaks_a_watch_is_raised() -> None:
     """Without `resync` the owner is told, and the mirror changes no more."""
     store = BreakingStore()
-    told = Told()
-    async with mirrored(store, "p/", told) as found:
+    changes = Changes()
+    async with mirrored(store, "p/", changes) as found:
         failed = asyncio.ensure_future(found.wait_failed())
         store.broken.set()
         with pytest.raises(CorruptError, match="lost history"):
@@ -181,7 +181,7 @@ async def test_a_list_that_fails_is_raised_at_once() -> None:
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd"))
     with pytest.raises(Unavailable):
-        async with mirrored(store, "p/", Told()):
+        async with mirrored(store, "p/", Changes()):
             raise AssertionError("the block has begun")
 
 
@@ -190,14 +190,14 @@ async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.Monke
     monkeypatch.setattr(mirror, "RESYNC_PAUSE_S", 0.02)
     store = BreakingStore()
     store.failures.append(Unavailable("no etcd yet"))
-    told = Told()
-    async with mirrored(store, "p/", told, resync=True) as found:
+    changes = Changes()
+    async with mirrored(store, "p/", changes, resync=True) as found:
         assert not found.is_in_sync
         await store.put("p/goes", b"1")
         await store.put("p/stays", b"2")
         async with asyncio.timeout(10):
             await found.wait_in_sync()
-        told.clear()
+        changes.clear()
         store.noticed.clear()
         store.failures.append(Unavailable("still away"))
         store.broken.set()
@@ -209,6 +209,6 @@ async def test_all_is_listed_anew_after_whatever_broke(monkeypatch: pytest.Monke
         store.broken.clear()
         async with asyncio.timeout(10):
             await found.wait_in_sync()
-        assert told == [("delete", "goes", "1"), ("put", "comes", "3", "None"), ("change",)]
+        assert changes == [("delete", "goes", "1"), ("put", "comes", "3", "None"), ("change",)]
         assert dict(found.records) == {"comes": "3", "stays": "2"}
         assert store.num_lists == 4

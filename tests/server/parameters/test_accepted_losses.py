@@ -151,9 +151,9 @@ def test_what_is_given_up_begins_anew_and_the_rest_stays(
     victim = first.fetch_map().shards[0]
     wait_until(lambda: victim.shard_id in known_versions(servers))
     lose(servers, victim.server_id)
-    with pytest.raises(StateLost, match="shoal accept-loss job`") as told:
+    with pytest.raises(StateLost, match="shoal accept-loss job`") as raised:
         first.push(filled(-1.0))
-    details = told.value.details
+    details = raised.value.details
     assert (details["shard"], details["servers"]) == (str(victim.shard_id), victim.server_id)
     assert int(details["at_least_version"]) <= int(details["version"]) == 4
 
@@ -271,9 +271,9 @@ def test_rows_of_a_table_that_is_given_up_have_initial_values(opened: ExitStack)
     lose(servers, "ps-0")
     wait_lost(servers, 1)
     for call in (lambda: tables.push({where: acknowledged}), values):
-        with pytest.raises(StateLost, match="rows of table users") as told:
+        with pytest.raises(StateLost, match="rows of table users") as raised:
             call()
-        assert (told.value.details["table"], told.value.details["shard"]) == ("users", "0")
+        assert (raised.value.details["table"], raised.value.details["shard"]) == ("users", "0")
     accept(servers)
     assert values() == [1.0, 1.0]
     tables._sequence = 0

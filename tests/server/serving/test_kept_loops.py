@@ -24,5 +24,5 @@ async def test_a_loop_that_fails_or_ends_begins_again(monkeypatch: pytest.Monkey
     with structlog.testing.capture_logs() as logs:
         async with tasks.running(tasks.keep_on(loop, "shards")), asyncio.timeout(10.0):
             await lives.wait()
-    told = [(entry["event"], entry["loop"]) for entry in logs]
-    assert told == [("loop_failed", "shards"), ("loop_ended", "shards")]
+    logged = [(entry["event"], entry["loop"]) for entry in logs]
+    assert logged == [("loop_failed", "shards"), ("loop_ended", "shards")]

@@ -226,9 +226,9 @@ def test_a_bring_up_within_a_communicators_creation_ends_with_a_cut(tmp_path: Pa
     with Ranks() as ranks:
         path = str(tmp_path / "store")
         crew = [ranks.start(nccl_bodies.cut_in_bring_up, path, rank) for rank in range(2)]
-        told = crew[0].expect("broken")
-        assert told["seconds"] < unhurried(2.0)
-        assert "ended while it was brought up" in told["text"]
+        message = crew[0].expect("broken")
+        assert message["seconds"] < unhurried(2.0)
+        assert "ended while it was brought up" in message["text"]
         assert crew[0].join() == 0
 
 

@@ -863,9 +863,9 @@ def test_a_run_waits_for_a_coordinator_as_long_as_it_is_told_to(
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
         process = shoal_run("print('ran')", "--coordinator", f"127.0.0.1:{port}")
-        told = read_until(process, "Waiting for a coordinator for up to")[-1]
-        assert "for up to 600 s (SHOAL_ADMISSION_S)." in told
-        assert f"no coordinator answers at 127.0.0.1:{port}" in told
+        text = read_until(process, "Waiting for a coordinator for up to")[-1]
+        assert "for up to 600 s (SHOAL_ADMISSION_S)." in text
+        assert f"no coordinator answers at 127.0.0.1:{port}" in text
     with serving(book, port):
         code, output = finish(process)
     assert code == 0, output

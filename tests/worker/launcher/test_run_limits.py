@@ -18,6 +18,6 @@ def test_limits_of_a_coordinator_that_stands_are_refused_by_name(
     script.touch()
     stands = ["--coordinator", "127.0.0.1:9"]
     assert main(["run", *stands, option, "60", str(script)]) == 2
-    told = capsys.readouterr().err
-    assert f"{option} with the coordinator 127.0.0.1:9" in told
-    assert "shoal coordinator" in told
+    errors = capsys.readouterr().err
+    assert f"{option} with the coordinator 127.0.0.1:9" in errors
+    assert "shoal coordinator" in errors

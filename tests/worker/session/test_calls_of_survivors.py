@@ -179,8 +179,10 @@ def test_who_waits_to_join_keeps_out_of_the_next_call_behind_the_same_step_too(
         url = f"{cluster.http_url}/api/v1/jobs/{crew.job}/events?limit=1000"
 
         def is_ready() -> bool:
-            told = http.get(url).json()["events"]
-            return ("member_proposed", "d") in [(each["kind"], each["member_id"]) for each in told]
+            events = http.get(url).json()["events"]
+            return ("member_proposed", "d") in [
+                (each["kind"], each["member_id"]) for each in events
+            ]
 
         awaited(lambda: is_ready() or None, WAIT_S, "d is ready to train")
         crew.gate.set()

@@ -78,8 +78,8 @@ class Failing:
         url = f"{self._cluster.http_url}/api/v1/jobs/{self.job}/events?limit=1000"
 
         def is_ready() -> bool:
-            told = http.get(url).json()["events"]
-            return ("member_proposed", name) in [(e["kind"], e["member_id"]) for e in told]
+            events = http.get(url).json()["events"]
+            return ("member_proposed", name) in [(e["kind"], e["member_id"]) for e in events]
 
         awaited(lambda: is_ready() or None, WAIT_S, f"{name} is ready to train")
 

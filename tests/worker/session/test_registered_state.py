@@ -294,7 +294,7 @@ def test_a_schedule_that_counts_a_members_own_steps_is_told_where_members_train_
                 schedule.step()
             if batch.step == 2:
                 break
-    told = [each for each in logs if each["event"] == "schedule_counts_own_steps"]
-    assert len(told) == (0 if given else 1)
-    assert all("AsyncSGD(schedule=...)" in each["fix"] for each in told)
+    logged = [each for each in logs if each["event"] == "schedule_counts_own_steps"]
+    assert len(logged) == (0 if given else 1)
+    assert all("AsyncSGD(schedule=...)" in each["fix"] for each in logged)
     assert schedule.last_epoch == (2 if given else 3)

@@ -250,14 +250,14 @@ def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
 def test_members_that_are_all_told_to_end_leave_together() -> None:
     """Signals come one after the other; no generation of some of them is formed in between."""
     w = running("a", "b", "c")
-    told = drain_notices(w)
+    notices = drain_notices(w)
     for name in "abc":
         w.drain(name)
         w.run(w.now_s + 0.05)
     w.run(w.now_s + 1.0)
     for name in "abc":
-        assert told[name][-1].now, name
-        assert told[name][-1].unreplaced, name
+        assert notices[name][-1].now, name
+        assert notices[name][-1].unreplaced, name
     assert list(w.written) == [1], "no further generation"
 
 
@@ -275,7 +275,7 @@ def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
     """The change for the first one is agreed when the others are told: it takes place, and those
     that are left leave together."""
     w = running("a", "b", "c", max_delay_s=0.02)
-    told = drain_notices(w)
+    notices = drain_notices(w)
     w.drain("b")
     deadline_s = w.now_s + 5.0
     while w.job.attempt is None:
@@ -284,12 +284,12 @@ def test_all_that_are_told_to_end_amid_a_change_carry_it_out_first() -> None:
     w.drain("a")
     w.drain("c")
     w.run(w.now_s + 1.0)
-    assert told["b"][-1].now
-    assert not told["b"][-1].unreplaced
+    assert notices["b"][-1].now
+    assert not notices["b"][-1].unreplaced
     assert w.written[2][0].roster.member_ids == ("a", "c")
     for name in "ac":
-        assert told[name][-1].now, name
-        assert told[name][-1].unreplaced, name
+        assert notices[name][-1].now, name
+        assert notices[name][-1].unreplaced, name
 
 
 @pytest.mark.parametrize("step", [3, 9])

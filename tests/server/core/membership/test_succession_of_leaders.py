@@ -139,9 +139,11 @@ def test_a_change_of_the_leader_before_is_not_taken_back_once_somebody_may_have_
     for name in "abc":
         job.handle(events.MemberJoined(**who(name), spec=SPEC, info=MemberInfo()), 0.1)
     error = events.BreakReported(**who("c"), generation=Generation(2), error="no memory", own=True)
-    told = [e for e in job.handle(error, 0.2) if isinstance(e, events.SendNotice)]
+    notices = [e for e in job.handle(error, 0.2) if isinstance(e, events.SendNotice)]
     broken = {
-        (e.member_id, e.notice.generation) for e in told if isinstance(e.notice, events.BreakNotice)
+        (e.member_id, e.notice.generation)
+        for e in notices
+        if isinstance(e.notice, events.BreakNotice)
     }
     assert {("a", 1), ("b", 1), ("a", 2), ("b", 2), ("c", 2)} <= broken
     assert job.running is None
@@ -203,8 +205,8 @@ def test_the_break_of_the_old_generation_is_told_before_the_abort() -> None:
         offer = events.NextStepReached(**who(name), generation=Generation(2), next_step=Step(9))
         job.handle(offer, 0.2)
     effects = job.handle(events.MemberLost(**who("c"), reason="exit"), 0.3)
-    told = [e.notice for e in effects if isinstance(e, events.SendNotice) and e.member_id == "a"]
-    kinds = [type(notice) for notice in told]
+    notices = [e.notice for e in effects if isinstance(e, events.SendNotice) and e.member_id == "a"]
+    kinds = [type(notice) for notice in notices]
     assert kinds.index(events.BreakNotice) < kinds.index(events.OutcomeNotice)
 
 
@@ -215,8 +217,8 @@ def test_who_reports_a_generation_that_is_over_is_told_so() -> None:
     effects = job.handle(
         events.BreakReported(**who("a"), generation=Generation(2), error="reset"), 0.2
     )
-    told = [e.notice for e in effects if isinstance(e, events.SendNotice)]
-    assert [n.generation for n in told if isinstance(n, events.BreakNotice)] == [2]
+    notices = [e.notice for e in effects if isinstance(e, events.SendNotice)]
+    assert [n.generation for n in notices if isinstance(n, events.BreakNotice)] == [2]
 
 
 def test_a_newcomer_that_may_have_trained_is_waited_for() -> None:
@@ -291,9 +293,9 @@ def test_who_comes_back_to_a_generation_that_goes_on_stays_in_it() -> None:
     for generation in (1, 2):
         job = new_leader("abc", roster(2, "abc", running=old), before=old)
         effects = attend(job, "a", 0.1, generation=generation)
-        told = [each.notice for each in effects if isinstance(each, events.SendNotice)]
-        assert told
-        assert not any(isinstance(notice, events.BreakNotice) for notice in told)
+        notices = [each.notice for each in effects if isinstance(each, events.SendNotice)]
+        assert notices
+        assert not any(isinstance(notice, events.BreakNotice) for notice in notices)
 
 
 def test_who_is_left_out_while_it_brings_up_what_is_over_hears_of_that() -> None:
