@@ -37,7 +37,7 @@ class Location:
         if not colon:
             protocol = LOCAL
         if "::" in url or "://" in protocol:
-            raise _bad(url, "one place and no chain of file systems")
+            raise _bad(url, "one location, not a chain of file systems")
         if protocol not in _PROTOCOLS:
             raise _bad(url, EXPECTED)
         if _CONTROL.search(url):
@@ -85,7 +85,7 @@ class AllowedRoots:
         raise AccessDenied(
             "snapshots are not allowed there",
             seen=url,
-            expected=f"a place below {', '.join(self.urls)}" if self.urls else "no place at all",
+            expected=f"a URL below {', '.join(self.urls)}" if self.urls else "no snapshots at all",
             fix="Start the coordinators with --snapshot-root URL to allow another one.",
         )
 

@@ -82,7 +82,7 @@ class IndexedTensor:
 
 @dataclass(frozen=True)
 class CheckpointIndex:
-    """Contents of a checkpoint: its tensors with their chunks, and the places of its objects."""
+    """Contents of a checkpoint: its tensors with their chunks, and the spans of its objects."""
 
     tensors: Mapping[names.Path, IndexedTensor]
     objects: Mapping[names.Path, FileSpan]

@@ -130,7 +130,7 @@ def _refused(path: Path, _: tuple[str, ...], seen: str, expected: str) -> Invali
 
 def _not_representable(path: Path, seen: str) -> InvalidSpec:
     return InvalidSpec(
-        f"the checkpoint's entry {key_of(path)} has no place in a state",
+        f"the checkpoint's entry {key_of(path)} cannot be part of a state",
         seen=seen,
         expected="tensors of the model; tensors and plain values of the optimizer",
     )

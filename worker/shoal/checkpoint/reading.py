@@ -157,7 +157,7 @@ class _Reader:
         return tensor
 
     def _object(self, span: FileSpan) -> Any:
-        """Load what torch.save wrote at this place: tensors and plain values only, never code."""
+        """Load what torch.save wrote to this span: tensors and plain values only, never code."""
         file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))

@@ -105,7 +105,7 @@ class _Writer:
         )
 
     def write_share(self, items: Sequence[PlannedChunk]) -> list[list[FileSpan]]:
-        """Write this rank's share; return the places of each rank's `_entries`, by rank."""
+        """Write this rank's share; return the file spans of each rank's `_entries`, by rank."""
 
         def act() -> Any:
             if self._first:

@@ -29,8 +29,7 @@ def is_arrow(dataset: object) -> bool:
 
 
 def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
-    """The table rows of the samples at `places(number of samples)`. None: the samples are all rows,
-    in order."""
+    """Table rows of the samples at `positions_of(number of samples)`. None: all rows, in order."""
     taken = vars(dataset)[_CHOSEN]
     if taken is None or not len(taken):
         return None if taken is None else []

@@ -248,7 +248,7 @@ class _OpenShard:
 
     def _of_another_length(self, seen: str) -> InvalidSpec:
         return InvalidSpec(
-            f"{self._name} holds another number of samples than was said",
+            f"{self._name} holds another number of samples than was given",
             seen=f"{seen} samples",
             expected=f"{self._length}",
             fix="Give its length as Shards.count returns it. A reader gives all samples of"

@@ -199,7 +199,7 @@ def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssign
 def _samples_not_chosen(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
     kept = plan.kept_shard_ids
     return InvalidSpec(
-        "it is not said what becomes of the job's samples",
+        "the loss was accepted without a choice for the job's samples",
         seen=f"{len(plan.lost)} of {len(plan.current.shards)} shards are given up, and"
         f" {len(kept)} are not (shard {kept[0]} is one); {_progress(counts)}",
         expected="`--samples keep`, to continue after the samples that were trained on, or"

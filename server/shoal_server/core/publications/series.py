@@ -299,7 +299,7 @@ class PublishedSeries:
             refusal=PublicationRefusal.OVERLOADED,
             what=f"{self.name} keeps as many versions as it may; readers hold leases on them",
             seen=f"{len(self.head.kept)} versions; leased: {shown}",
-            expected=f"room for one more beside {self.head.keep}",
+            expected=f"at most {self.head.keep} versions, so that one more can be kept",
         )
 
     def _contribute(self, event: PartContributed, now_s: float) -> Effects:

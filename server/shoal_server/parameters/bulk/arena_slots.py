@@ -1,4 +1,4 @@
-"""Another server's shared memory that this server writes to, divided into places of one size."""
+"""Another server's shared memory that this server writes to, divided into slots of one size."""
 
 import asyncio
 import ctypes
@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable
 
 SLOT_BYTES = 2 * 1024 * 1024
-"""Size of a place. Most shards of parameters fit, so that a push to one is in one piece."""
+"""Size of a slot. Most shards of parameters fit, so that a push to one is in one piece."""
 NUM_SLOTS = 16
 """Twice the number of shards of one push that are in progress at a time, so that each finds a free
-place although places are freed in batches of half of them."""
+slot although slots are freed in batches of half of them."""
 
 
 class ArenaSlots:
-    """The places of one connection. A place is filled, announced, and free again once the other end
+    """The slots of one connection. A slot is filled, announced, and free again once the other end
     frees it. Lives on the event loop."""
 
     def __init__(self, mapped: mmap.mmap) -> None:
@@ -24,7 +24,7 @@ class ArenaSlots:
         self._freed = asyncio.Event()
         self._before_free: dict[int, Callable[[], None]] = {}
         self._draft: tuple[int, int] | None = None
-        """A place that is filled but not announced, and its address in memory."""
+        """A slot that is filled but not announced, and its address in memory."""
 
     async def fill(self, data: memoryview) -> int:
         """Copy at most SLOT_BYTES to the next free slot, and return its offset."""
@@ -34,7 +34,7 @@ class ArenaSlots:
         return at
 
     def fill_now(self, data: memoryview) -> int | None:
-        """Copy data as `fill` does, without waiting; None if no place is free. The latest draft is
+        """Copy data as `fill` does, without waiting; None if no slot is free. The latest draft is
         not copied again."""
         draft, is_here = self._draft, data.obj is self._memory.obj
         if draft is not None and is_here and draft[1] == _address(data):
@@ -48,7 +48,7 @@ class ArenaSlots:
 
     def draft(self, data: memoryview) -> memoryview | None:
         """Copy at most SLOT_BYTES to a slot that may or may not be announced. A new draft
-        replaces the previous one. None if no place is free."""
+        replaces the previous one. None if no slot is free."""
         if self._draft is None:
             if not self._free:
                 return None
@@ -63,12 +63,12 @@ class ArenaSlots:
     def lend(
         self, at: int, num_bytes: int, keep: Callable[[memoryview], Callable[[], None]]
     ) -> None:
-        """Let this process read a place too: the function that `keep` returns is called before the
-        place is free again."""
+        """Let this process read a slot too: the function that `keep` returns is called before the
+        slot is free again."""
         self._before_free[at] = keep(self._memory[at : at + num_bytes])
 
     def free(self, at: int) -> None:
-        """Free a place whose data the other end has taken."""
+        """Free a slot whose data the other end has taken."""
         if (before := self._before_free.pop(at, None)) is not None:
             before()
         self._free.append(at)

@@ -13,7 +13,7 @@ class LateFrames:
     loop."""
 
     def __init__(self, wire: FrameConnection, freed_together: int) -> None:
-        """`freed_together`: number of freed places that are sent at once, with all waiting
+        """`freed_together`: number of freed slots that are sent at once, with all waiting
         frames."""
         self._wire = wire
         self._freed_together = freed_together
@@ -28,7 +28,7 @@ class LateFrames:
             self._timer = asyncio.get_running_loop().call_later(WITHIN_S, self._send)
 
     def free(self, frame: bytes) -> None:
-        """Queue the frame of a freed place. It is sent once there are enough of them, or with other
+        """Queue the frame of a freed slot. It is sent once there are enough of them, or with other
         frames."""
         self._freed.append(frame)
         if len(self._freed) >= self._freed_together:
@@ -54,7 +54,7 @@ class LateFrames:
 
     def _take(self) -> bytes:
         """Return all queued frames, and empty the queues. Frames of `put` come first: they
-        acknowledge the data in the freed places."""
+        acknowledge the data in the freed slots."""
         self.close()
         waiting = b"".join([*self._newest.values(), *self._freed])
         self._newest.clear()

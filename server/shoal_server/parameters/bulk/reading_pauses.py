@@ -6,7 +6,7 @@ PAUSE_S = 0.003
 """Length of a pause. Reading at once wakes this process, and the kernel often runs it in place of
 the process that has just written."""
 MANY = 8
-"""Most pushes in one pause: after more, the sender would soon wait for free places."""
+"""Most pushes in one pause: after more, the sender would soon wait for free slots."""
 AWAITED_S = 0.1
 """Time without pauses after somebody waited for data."""
 

@@ -15,7 +15,7 @@ def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalEr
         return DiskFull(
             "the disk of the journal is full",
             seen=str(error),
-            expected=f"room at {directory}",
+            expected=f"free space at {directory}",
             fix=fix
             or "Free space there: pushes are acknowledged as durable again within seconds, "
             "and nothing has to be restarted. Other pushes go on meanwhile.",

@@ -117,7 +117,7 @@ class Journal:
             self._claim.flush()
             self._claim.truncate(len(owner))
         except OSError as error:
-            fix = "Make room there, or mend the disk, and start this server again."
+            fix = "Free space there, or repair the disk, and start this server again."
             raise disk_failure(self._config.directory, error, fix=fix) from error
 
     def recover(self, make: Callable[[Image], State]) -> Sequence[RecoveredShard[State]]:
@@ -196,7 +196,7 @@ class Journal:
                 "the journal has grown as large as it may",
                 seen=f"{num_bytes} bytes",
                 expected=f"at most {self._config.max_bytes}",
-                fix="Take snapshots more often, or give the journal more room.",
+                fix="Retry a little later: new images of shards free old segments.",
             )
 
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":

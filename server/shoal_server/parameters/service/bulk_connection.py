@@ -231,7 +231,7 @@ class _BulkCall:
         self._is_over = False
         self._end_follows = False
         num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
-        # Half of the places are freed late: the sender can go on with the other half.
+        # Half of the slots are freed late: the sender can go on with the other half.
         self._late = LateFrames(wire, max(num_slots // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
@@ -422,8 +422,8 @@ class _BulkCall:
             self._note(await self._wire.next_frame())
             if self._is_over:
                 raise MalformedMessage(
-                    f"the call ended without a place for shard {shard_id}",
-                    seen=f"places for {len(self._reply_slots)} shards",
+                    f"the call ended without a slot for shard {shard_id}",
+                    seen=f"slots for {len(self._reply_slots)} shards",
                     expected="a FREE_SLOT for each shard that is pulled",
                 )
 

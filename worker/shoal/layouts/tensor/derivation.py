@@ -146,7 +146,7 @@ class _Derivation:
     def _unsplittable(self) -> Iterator[tuple[str, str]]:
         for name, module in self._modules.items():
             if self._chosen.get(name) == WHOLE:
-                yield name, "you said so"
+                yield name, "as given"
             elif type(module) not in STYLES:
                 yield name, f"no way to split a {type(module).__name__} is known"
             elif reason := odd(module):
