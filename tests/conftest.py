@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import hashlib
 import os
 import signal
 import time
@@ -18,11 +19,23 @@ settings.load_profile("shoal")
 BEGUN_S = time.monotonic()
 WITHIN_S = float(os.environ.get("SHOAL_TESTS_WITHIN_S", "0"))
 """Seconds after which no further test begins; 0: no limit. `make test-long` sets it."""
+ORDER = os.environ.get("SHOAL_TESTS_ORDER", "")
+"""A text that orders the files of tests, so that a limit leaves out other files for each commit."""
 
 # A shell that starts the tests in its background has them ignore Ctrl-C, and with them all that
 # they start: what Ctrl-C does there could not be tested.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files by a hash of ORDER and their name."""
+
+    def order(item: pytest.Item) -> bytes:
+        return hashlib.sha256(f"{ORDER} {item.nodeid.partition('::')[0]}".encode()).digest()
+
+    if ORDER:
+        items.sort(key=order)
 
 
 @pytest.hookimpl(tryfirst=True)
