@@ -34,11 +34,11 @@ def accuracy(strategy: str, num_workers: int) -> float:
         timeout=LIMIT_S,
         check=False,
     )
-    told = [float(share) / 100 for share in RIGHT.findall(done.stdout)]
-    if done.returncode or not told:
+    shares = [float(share) / 100 for share in RIGHT.findall(done.stdout)]
+    if done.returncode or not shares:
         raise SystemExit(f"{strategy} with {num_workers} workers failed:\n{done.stderr[-3000:]}")
-    print(f"{strategy}, {num_workers} workers: {min(told):.3f}", flush=True)
-    return min(told)
+    print(f"{strategy}, {num_workers} workers: {min(shares):.3f}", flush=True)
+    return min(shares)
 
 
 def main() -> None:

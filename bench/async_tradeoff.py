@@ -67,16 +67,16 @@ def train_by_processes(num_workers: int, seed: int, **options: str) -> Found:
         [*command, asked], capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
     lines = [line for line in done.stdout.splitlines() if '"right"' in line]
-    told = [json.loads(line[line.index("{") :]) for line in lines]
+    results = [json.loads(line[line.index("{") :]) for line in lines]
     if done.returncode and "NonFiniteGradient" in done.stderr + done.stdout:
         return Found(right=0.0, staleness=0.0, steps_per_s=0.0)
-    if done.returncode or not told:
+    if done.returncode or not results:
         raise SystemExit(f"{options} with {num_workers} workers failed:\n{done.stderr[-3000:]}")
-    num_steps = sum(each["steps"] for each in told)
+    num_steps = sum(each["steps"] for each in results)
     found = Found(
-        right=min(each["right"] for each in told),
-        staleness=sum(each["staleness"] * each["steps"] for each in told) / num_steps,
-        steps_per_s=num_steps / max(each["seconds"] for each in told),
+        right=min(each["right"] for each in results),
+        staleness=sum(each["staleness"] * each["steps"] for each in results) / num_steps,
+        steps_per_s=num_steps / max(each["seconds"] for each in results),
     )
     print(num_workers, options, found, flush=True)
     return found

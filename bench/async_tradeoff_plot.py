@@ -49,8 +49,8 @@ def panel(title: str, series: Series, high: float, unit: str) -> str:
         parts.append(
             f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#8884"/>'
         )
-        told = f"{value:.0%}" if unit == "%" else f"{value:.0f}"
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{told}</text>')
+        label = f"{value:.0%}" if unit == "%" else f"{value:.0f}"
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for value in sorted({x for points in series.values() for x, _ in points}):
         parts.append(
             f'<text x="{at_x(value):.1f}" y="{HEIGHT - BOTTOM + 16}" text-anchor="middle">'

@@ -28,12 +28,12 @@ def bars(groups: Mapping[str, Sequence[Bar]]) -> str:
     heights = [len(group) * BAR + 16 for group in groups.values()]
     height = sum(heights) + 10
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}"{HEAD}']
-    room, top = WIDTH - LABEL - FIGURE, 10
+    width, top = WIDTH - LABEL - FIGURE, 10
     for (name, group), own_height in zip(groups.items(), heights, strict=True):
         most = max(bar.value for bar in group) or 1.0
         parts.append(f'<text x="0" y="{top + len(group) * BAR // 2 + 4}">{escape(name)}</text>')
-        for place, bar in enumerate(group):
-            y, length = top + place * BAR, max(1.0, room * bar.value / most)
+        for row, bar in enumerate(group):
+            y, length = top + row * BAR, max(1.0, width * bar.value / most)
             colour = OWN if bar.is_own else OTHERS[0]
             parts.append(
                 f'<rect x="{LABEL}" y="{y}" width="{length:.1f}"'

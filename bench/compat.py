@@ -97,10 +97,10 @@ class Compared:
         return self.difference <= TOLERANCES[self.name] and is_as_close
 
     def __str__(self) -> str:
-        told = f"{self.difference:.3g} of {TOLERANCES[self.name]:g}"
+        text = f"{self.difference:.3g} of {TOLERANCES[self.name]:g}"
         if self.name in AUTOCAST:
-            told += f", in 16 bits {self.in_16_bits:.3g} of {self.plain_in_16_bits:.3g}"
-        return f"{told}: {'exact' if self.is_exact else 'not exact'}"
+            text += f", in 16 bits {self.in_16_bits:.3g} of {self.plain_in_16_bits:.3g}"
+        return f"{text}: {'exact' if self.is_exact else 'not exact'}"
 
     def rows(self) -> list[Row]:
         metric = f"compat_difference_{self.name}"

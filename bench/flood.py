@@ -187,8 +187,8 @@ class Strangers:
 
     async def _tell(self) -> None:
         while True:
-            told = {**self.open, "most": self.most, "nan_calls": self.num_nan}
-            print(json.dumps(told), flush=True)
+            counts = {**self.open, "most": self.most, "nan_calls": self.num_nan}
+            print(json.dumps(counts), flush=True)
             await asyncio.sleep(1.0)
 
 
@@ -210,7 +210,7 @@ def as_strangers(address: str, page: str, sizes: Sizes) -> None:
 @contextmanager
 def flood(address: str, page: str, sizes: Sizes) -> Iterator[Path]:
     """The strangers have come, within the block; what they tell of themselves is in a file."""
-    with tempfile.NamedTemporaryFile(suffix=".jsonl") as told:
+    with tempfile.NamedTemporaryFile(suffix=".jsonl") as output:
         arguments = [
             "--silent",
             sizes.silent,
@@ -220,10 +220,11 @@ def flood(address: str, page: str, sizes: Sizes) -> Iterator[Path]:
             sizes.attending,
         ]
         process = subprocess.Popen(
-            [sys.executable, __file__, "--flood", address, page, *map(str, arguments)], stdout=told
+            [sys.executable, __file__, "--flood", address, page, *map(str, arguments)],
+            stdout=output,
         )
         try:
-            path = Path(told.name)
+            path = Path(output.name)
             await_members(path, process, sizes)
             yield path
         finally:
@@ -258,10 +259,10 @@ def measure(
         with ShoalJob(cluster, place, max_members=NUM_WORKERS) as job:
             quiet = strikes(job.steps, place, signal.SIGKILL, num_kills)
             page = cluster.http_url.removeprefix("http://")
-            with flood(cluster.coordinator, page, sizes) as told:
-                print(f"the flood: {newest(told)}", flush=True)
+            with flood(cluster.coordinator, page, sizes) as output:
+                print(f"the flood: {newest(output)}", flush=True)
                 flooded = strikes(job.steps, place, signal.SIGKILL, num_kills)
-                last = newest(told)
+                last = newest(output)
         print(f"the flood, at its end: {last}")
     return quiet, flooded, last
 

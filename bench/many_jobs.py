@@ -178,9 +178,9 @@ class Coordinators:
         while not ready.exists():
             if process.wait(POLL_S) is not None or time.monotonic() > give_up_s:
                 raise SystemExit(f"a coordinator did not start:\n{log_path.read_text()[-2000:]}")
-        told = json.loads(ready.read_text())
-        self._running.append((process, told["grpc"], told["http"]))
-        return str(told["grpc"])
+        addresses = json.loads(ready.read_text())
+        self._running.append((process, addresses["grpc"], addresses["http"]))
+        return str(addresses["grpc"])
 
     @property
     def leader(self) -> tuple[Process, str, str]:
@@ -349,9 +349,9 @@ def main() -> None:
             after = jobs(both.leader[2])
             fields = ("generation", "num_members", "num_training", "num_restarts", "state")
             wrong = [
-                f"{job}: {[told[f] for f in fields]}, then {[after[job][f] for f in fields]}"
-                for job, told in before.items()
-                if any(told[f] != after[job][f] for f in fields)
+                f"{job}: {[known[f] for f in fields]}, then {[after[job][f] for f in fields]}"
+                for job, known in before.items()
+                if any(known[f] != after[job][f] for f in fields)
             ]
             disturbed += len(wrong)
             print(f"served after {took_s[-1]:.2f} s; disturbed: {wrong}", flush=True)

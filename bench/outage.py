@@ -90,8 +90,8 @@ class Cluster:
             *("--http", "127.0.0.1:0", "--ready-file", str(ready)),
         )
         await_true(ready.exists, "the coordinator serves", self.coordinator_log, START_S)
-        told = json.loads(ready.read_text())
-        self.address, self.http_url = told["grpc"], told["http"]
+        addresses = json.loads(ready.read_text())
+        self.address, self.http_url = addresses["grpc"], addresses["http"]
 
     def start_etcd(self) -> None:
         running: Sequence[RunningEtcd] = start_members(self._supervisor.spawn, [self.etcd.member])

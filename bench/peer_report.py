@@ -10,7 +10,7 @@ from statistics import median
 from typing import Any
 
 from charts import Bar, bars
-from rows import told
+from rows import cell_text
 
 Entries = Sequence[Mapping[str, Any]]
 PAGE = "report.md"
@@ -52,7 +52,7 @@ def _with_python(command: str) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(map(told, row))} |" for row in rows)])
+    return "\n".join([*lines, *(f"| {' | '.join(map(cell_text, row))} |" for row in rows)])
 
 
 def grouped(entries: Entries, keys: Sequence[str]) -> dict[tuple[Any, ...], list[Any]]:

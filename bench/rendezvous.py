@@ -114,13 +114,13 @@ def bring_up_times_s(coordinator: str, size: int, num_rounds: int) -> dict[str, 
     rounds = WARM_UP + num_rounds
     with Ranks([coordinator], size, bring_up, KINDS, rounds) as ranks:
         messages = ranks.collect(size * (rounds * len(KINDS) + 1), 5 * START_S)
-    told = [message for message in messages if message is not None]
-    if len(told) < size * rounds * len(KINDS):
-        raise SystemExit(f"{size} ranks: only {len(told)} of their bring-ups were told")
+    reported = [message for message in messages if message is not None]
+    if len(reported) < size * rounds * len(KINDS):
+        raise SystemExit(f"{size} ranks: only {len(reported)} of their bring-ups were told")
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for kind in KINDS:
         for attempt in range(WARM_UP, rounds):
-            own = [message[2:] for message in told if message[:2] == (kind, attempt)]
+            own = [message[2:] for message in reported if message[:2] == (kind, attempt)]
             times[kind].append(max(end for _, end in own) - min(start for start, _ in own))
     return times
 
@@ -152,9 +152,9 @@ def leader_loss_time_s() -> float:
 def loss_time_s(coordinator: str, kind: str, number: int) -> float:
     """Seconds from the signal to rank 0 until the last of the others knows."""
     with Ranks([coordinator], LOSS_WORLD_SIZE, lose_host, kind) as ranks:
-        told = ranks.collect(LOSS_WORLD_SIZE, START_S)
+        reported = ranks.collect(LOSS_WORLD_SIZE, START_S)
         time.sleep(IN_STORE_S)
-        _, member_id, pid = next(message for message in told if message[0] == "hosts")
+        _, member_id, pid = next(message for message in reported if message[0] == "hosts")
         with HostReporter([coordinator]) as reporter:
             host = os.uname().nodename
             common = {"job": ranks.job, "member_id": member_id, "pid": pid, "host": host}

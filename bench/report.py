@@ -19,7 +19,7 @@ from typing import Any
 
 import peer_report
 from charts import Bar, bars
-from rows import RESULTS, told
+from rows import RESULTS, cell_text
 
 DOCS = Path(__file__).parents[1] / "docs"
 ON_GPU = DOCS / "benchmarks" / "results" / "gpu.json"
@@ -132,7 +132,7 @@ def gpu_section(ran: Mapping[str, Any]) -> str:
     ]
     for case in ran["cases"]:
         figures = ", ".join(
-            f"{name} {told(value)}" for name, value in case.get("figures", {}).items()
+            f"{name} {cell_text(value)}" for name, value in case.get("figures", {}).items()
         )
         fault = case.get("error", "").strip().splitlines()[-1:]
         cells = (f"{case['name']}: {case['title']}", "yes" if case["passed"] else "no")

@@ -77,14 +77,14 @@ def print_entries(title: str, entries: Sequence[Mapping[str, Any]], columns: Seq
     for column in columns:
         table.add_column(column)
     for entry in entries:
-        table.add_row(*(told(entry.get(column)) for column in columns))
+        table.add_row(*(cell_text(entry.get(column)) for column in columns))
     Console(width=max(80, 18 * len(columns))).print(table)
 
 
-def told(value: object) -> str:
+def cell_text(value: object) -> str:
     """A value in few digits; of several, each."""
     if isinstance(value, list | tuple):
-        return " / ".join(map(told, value))
+        return " / ".join(map(cell_text, value))
     return f"{value:.4g}" if isinstance(value, float) else "" if value is None else str(value)
 
 

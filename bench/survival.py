@@ -138,7 +138,7 @@ def measure(job: Job) -> dict[str, Any]:
         act()
     time.sleep(max(0.0, began_s + END_S - time.monotonic()))
     job.steps.read()
-    return told(steps_of(job.steps), began_s)
+    return pauses_of(steps_of(job.steps), began_s)
 
 
 def steps_of(steps: Steps) -> list[Step]:
@@ -151,7 +151,7 @@ def steps_of(steps: Steps) -> list[Step]:
     return sorted((step for each in most for step in each), key=lambda step: step.at_s)
 
 
-def told(steps: Sequence[Step], began_s: float) -> dict[str, Any]:
+def pauses_of(steps: Sequence[Step], began_s: float) -> dict[str, Any]:
     """Steps per second in each bin, the number of workers, and the longest pause of each event."""
     bins = [0] * int(END_S / BIN_S)
     for step in steps:
@@ -251,8 +251,8 @@ def panel(name: str, record: Record, top: float) -> list[str]:
     ):
         # A pause that has not ended by then was longer.
         is_cut = not measured["steps_per_s"][int(until_s / record["bin_s"]) - 1]
-        told_s = f"{'over ' if is_cut else ''}{measured['longest_pause_s'][event]:.2g} s"
-        pause = escape(f"longest pause {told_s}")
+        pause_s = f"{'over ' if is_cut else ''}{measured['longest_pause_s'][event]:.2g} s"
+        pause = escape(f"longest pause {pause_s}")
         parts.append(f'<text x="{at_x(at_s, end_s) + 5:.1f}" y="{top - 3}">{pause}</text>')
     return [*parts, *roster(measured, record["bin_s"], end_s, base + 9, colour)]
 

@@ -257,9 +257,9 @@ class Peer:
             env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_raylet_start_wait_time_s": "400"},
         )
         stack.callback(self.end)
-        assert self._told() == ["ready"]
+        assert self._report() == ["ready"]
 
-    def _told(self) -> list[str]:
+    def _report(self) -> list[str]:
         assert self.process.stdout is not None
         while True:
             line = self.process.stdout.readline()
@@ -271,7 +271,7 @@ class Peer:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{number}\n")
         self.process.stdin.flush()
-        one, other = self._told()
+        one, other = self._report()
         return float(one), float(other)
 
     def end(self) -> None:
@@ -374,19 +374,19 @@ class BareSocket:
         stack.callback(sender.wait)
         stack.callback(sender.kill)
         self._connected = stack.enter_context(listener.accept()[0])
-        self._room = memoryview(bytearray(self._num_bytes))
-        self._receive(self._room)
+        self._buffer = memoryview(bytearray(self._num_bytes))
+        self._receive(self._buffer)
 
-    def _receive(self, room: memoryview) -> float:
+    def _receive(self, buffer: memoryview) -> float:
         began_s, got = time.monotonic(), 0
         self._connected.send(b"g")
-        while got < len(room):
-            got += self._connected.recv_into(room[got:])
-        return len(room) / (time.monotonic() - began_s)
+        while got < len(buffer):
+            got += self._connected.recv_into(buffer[got:])
+        return len(buffer) / (time.monotonic() - began_s)
 
     def bytes_per_s(self) -> float:
         """Into memory that was received into before."""
-        return self._receive(self._room)
+        return self._receive(self._buffer)
 
     def first_bytes_per_s(self) -> float:
         """Into memory that was never touched."""

@@ -193,8 +193,8 @@ class Cluster:
             ) as answer:
                 found: Mapping[str, object] = json.load(answer)
         except urllib.error.HTTPError as error:
-            said = error.read(2000).decode(errors="replace")
-            raise OSError(f"{method} secret {name}: {error.code} {said}") from error
+            problem = error.read(2000).decode(errors="replace")
+            raise OSError(f"{method} secret {name}: {error.code} {problem}") from error
         return found
 
 

@@ -164,7 +164,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
         pack_wheels(Path(wheels), out / "wheels.tar.xz")
     pack_cases(out / "cases.tar.xz")
     shutil.copy(Path(__file__).with_name("gpu_run.py"), out / "run.py")
-    told = {
+    contents = {
         "python": python,
         "machine": machine,
         "ranges": ranges(),
@@ -172,7 +172,7 @@ def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: 
         "left_out": sorted([*left_out, *FOR_GPUS]),
         "files": digests(out),
     }
-    (out / "bundle.json").write_text(json.dumps(told, indent=2) + "\n")
+    (out / "bundle.json").write_text(json.dumps(contents, indent=2) + "\n")
     size = sum(path.stat().st_size for path in out.iterdir())
     if size > MOST_BYTES:
         parts = sorted(((p.stat().st_size, p.name) for p in out.iterdir()), reverse=True)

@@ -68,11 +68,11 @@ def description() -> dict[str, object]:
     """What the folder says of itself. Raises NotRun."""
     path = HERE / "bundle.json"
     try:
-        told = json.loads(path.read_text())
+        contents = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise NotRun(f"{path.name} of {HERE} cannot be read ({error}): {AGAIN}") from error
-    assert isinstance(told, dict)
-    return told
+    assert isinstance(contents, dict)
+    return contents
 
 
 def damages(digests: Mapping[str, str]) -> list[str]:
@@ -87,21 +87,21 @@ def damages(digests: Mapping[str, str]) -> list[str]:
     return found
 
 
-def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
+def look(contents: Mapping[str, object]) -> tuple[list[str], list[str]]:
     """Versions that are there, and faults that keep the cases from running, a line each."""
-    files = told["files"]
+    files = contents["files"]
     assert isinstance(files, dict)
     seen, wrong = [], damages(files)
     python = platform.python_version()
     seen.append(f"python {python} on {platform.machine()}")
-    if ".".join(python.split(".")[:2]) != told["python"]:
+    if ".".join(python.split(".")[:2]) != contents["python"]:
         wrong.append(
-            f"this is Python {python}, and the wheels are for {told['python']}:"
+            f"this is Python {python}, and the wheels are for {contents['python']}:"
             f" make gpu-bundle PYTHON_VERSION={'.'.join(python.split('.')[:2])}"
         )
-    if platform.machine() != told["machine"]:
+    if platform.machine() != contents["machine"]:
         wrong.append(
-            f"this is {platform.machine()}, and the wheels are for {told['machine']}:"
+            f"this is {platform.machine()}, and the wheels are for {contents['machine']}:"
             f' make gpu-bundle BUNDLE="--machine {platform.machine()}"'
         )
     if shutil.which("nvidia-smi"):
@@ -110,7 +110,7 @@ def look(told: Mapping[str, object]) -> tuple[list[str], list[str]]:
         seen.append(f"GPU and driver: {found.stdout.strip() or found.stderr.strip()}")
     else:
         seen.append("GPU and driver: none found, as there is no nvidia-smi")
-    ranges, carried = told["ranges"], told["carried"]
+    ranges, carried = contents["ranges"], contents["carried"]
     assert isinstance(ranges, dict) and isinstance(carried, list)
     for name, wanted in ranges.items():
         own = seen_version(name)
@@ -203,10 +203,10 @@ def own_nccl(into: Path) -> Path:
     try:
         with lzma.open(HERE / f"{NCCL}.xz") as packed, target.open("wb") as file:
             shutil.copyfileobj(packed, file)
-        told = ctypes.CDLL(str(target)).ncclGetVersion(ctypes.byref(number)) == 0
+        has_version = ctypes.CDLL(str(target)).ncclGetVersion(ctypes.byref(number)) == 0
     except (OSError, EOFError, lzma.LZMAError, AttributeError) as error:
         raise NotRun(f"{NCCL}.xz of {HERE} is no NCCL ({error}): make it once more") from error
-    if not told:
+    if not has_version:
         raise NotRun(f"{NCCL}.xz of {HERE} does not tell its version")
     print(f"NCCL {number.value} of this folder is used", flush=True)
     return target

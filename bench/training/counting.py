@@ -35,7 +35,7 @@ def counted(strategy: str, place: Path) -> list[Row]:
     else:
         moved, held = shoal.run_in_memory(count_step, NUM_RANKS, strategy, models())[0]
     model = new_model()
-    told = shoal.plan(
+    planned = shoal.plan(
         model,
         strategy_of(strategy),
         world_size=NUM_RANKS,
@@ -43,8 +43,8 @@ def counted(strategy: str, place: Path) -> list[Row]:
         inputs=samples()[0][:GLOBAL_BATCH],
     ).ranks[0]
     pairs = [
-        ("bytes_per_step", moved, told.bytes_per_step),
-        ("bytes_per_rank", held, told.held),
+        ("bytes_per_step", moved, planned.bytes_per_step),
+        ("bytes_per_rank", held, planned.held),
     ]
     return [
         Row(

@@ -140,8 +140,8 @@ def _carry_out(given: Sequence[str]) -> int:
         return run()
     except ShoalError as error:
         # The name leads to its section in docs/troubleshooting.md.
-        told = printable(str(error), lines=True)
-        print(f"shoal: {told} [{type(error).__name__}]", file=sys.stderr)
+        message = printable(str(error), lines=True)
+        print(f"shoal: {message} [{type(error).__name__}]", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -189,11 +189,11 @@ def _shown(default: object) -> object:
 def _sentence(error: Exception) -> str:
     """The error in the arguments, as one line."""
     if isinstance(error, UnknownOptionError):
-        told = " ".join(str(error).split())
-        suggestion = _SUGGESTION.search(told)
+        message = " ".join(str(error).split())
+        suggestion = _SUGGESTION.search(message)
         if suggestion is not None and suggestion[1] in DESTRUCTIVE:
-            return f"{told[: suggestion.start()].rstrip()} --help shows the options."
-        return told
+            return f"{message[: suggestion.start()].rstrip()} --help shows the options."
+        return message
     if isinstance(error, UnusedCliTokensError):
         return f"unexpected arguments: {' '.join(error.unused_tokens or ())}"
     if isinstance(error, MissingArgumentError) and error.argument is not None:

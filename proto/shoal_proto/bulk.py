@@ -37,7 +37,7 @@ class FrameKind(IntEnum):
     PLACED = 5
     """The same, at `at` of the shared memory. The sender does not change the data until it is
     answered."""
-    ROOM = 6
+    FREE_SLOT = 6
     """Free shared memory. From a client: `num_bytes` at `at`, for the values of a shard. From a
     server to another one: the data at `at` were applied or copied."""
     END = 7
@@ -54,7 +54,7 @@ class FrameKind(IntEnum):
     TABLE_PUSH = 12
     """A call: TablePushRequest with the header."""
     TABLE_LOOKUP = 13
-    """A call: TableLookupRequest with the header. In PIECE, PLACED and ROOM, `shard_id` is the
+    """A call: TableLookupRequest with the header. In PIECE, PLACED and FREE_SLOT, `shard_id` is the
     number of an item."""
     SEGMENT_PUT = 14
     """A call: PutSegmentRequest. Its chunks or descriptor follow once the server asks for them."""

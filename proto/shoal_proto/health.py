@@ -84,7 +84,7 @@ class HealthFigures:
     course: CourseFigures | None = None
     """Progress of the job."""
 
-    def said(self) -> dict[str, Any]:
+    def known_figures(self) -> dict[str, Any]:
         """Return the figures that are not None, by name."""
         known = {each.name: getattr(self, each.name) for each in fields(HealthFigures)}
         return {name: value for name, value in known.items() if value is not None}

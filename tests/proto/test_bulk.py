@@ -42,11 +42,13 @@ def test_frames_are_whole_however_the_stream_is_cut(bodies: list[bytes], sizes: 
     stream, expected = b"", []
     for body in bodies:
         stream += (
-            bulk.message(FrameKind.PUSH, body) + bulk.header(FrameKind.ROOM, at=5) + a_piece(body)
+            bulk.message(FrameKind.PUSH, body)
+            + bulk.header(FrameKind.FREE_SLOT, at=5)
+            + a_piece(body)
         )
         expected += [
             (FrameKind.PUSH, 0, 0, body),
-            (FrameKind.ROOM, 0, 5, b""),
+            (FrameKind.FREE_SLOT, 0, 5, b""),
             (FrameKind.PIECE, 8, 0, body),
         ]
     # Byte by byte would take long for large bodies.

@@ -147,9 +147,9 @@ def test_what_has_arrived_is_not_asked_for_again() -> None:
     staged = StagedSegment(whole.digest)
     staged.open(whole.chunk_digests, whole.num_bytes)
     assert staged.missing == [0, 1, 2]
-    room = staged.room(1)
-    room[:] = data[CHUNK_BYTES : 2 * CHUNK_BYTES]
-    staged.verify(1, room)
+    chunk = staged.chunk_buffer(1)
+    chunk[:] = data[CHUNK_BYTES : 2 * CHUNK_BYTES]
+    staged.verify(1, chunk)
     assert staged.missing == [0, 2]
     assert staged.received_bytes == CHUNK_BYTES
 

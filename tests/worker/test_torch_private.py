@@ -29,7 +29,7 @@ from shoal.torch_private.floor import check_version
 from shoal_proto.errors import InvalidSpec
 
 ROOT = Path(shoal.__file__).parent
-ROOM = ROOT / "torch_private"
+PRIVATE = ROOT / "torch_private"
 
 
 def private_names(tree: ast.Module) -> Iterator[str]:
@@ -69,7 +69,7 @@ def is_private(name: str) -> bool:
 
 
 def test_only_one_room_names_what_is_private_to_torch() -> None:
-    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOM)]
+    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}: {name}"
         for path in files
@@ -79,7 +79,7 @@ def test_only_one_room_names_what_is_private_to_torch() -> None:
 
 
 def test_nor_does_another_room_reach_into_objects_of_torch() -> None:
-    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(ROOM)]
+    files = [path for path in ROOT.rglob("*.py") if not path.is_relative_to(PRIVATE)]
     found = {
         f"{path.relative_to(ROOT)}:{line}: {name}"
         for path in files

@@ -7,10 +7,10 @@ from shoal_client.shards.parts import GradientPart
 from shoal_proto import bulk
 from shoal_proto.bulk import MAX_ARENA_BYTES, FrameKind
 
-NUM_PLACES = 12
+NUM_SLOTS = 12
 SMALL_ARENA_BYTES = 32 * 1024 * 1024
 """Up to this size, each part of a call has its own slot: then neither end waits for the other."""
-MIN_PLACES = 3
+MIN_SLOTS = 3
 """Minimum number of slots. A server reads one shard ahead; with fewer both ends would wait for each
 other."""
 PAGE_BYTES = 4096
@@ -19,13 +19,13 @@ PAGE_BYTES = 4096
 def arena_bytes(largest_bytes: int, num_parts: int) -> int:
     """Size of the shared memory for calls of about `num_parts` parts of at most `largest_bytes`; 0:
     the parts are too large."""
-    place = _place_bytes(largest_bytes)
-    places = max(NUM_PLACES, min(num_parts, SMALL_ARENA_BYTES // place))
-    places = min(places, MAX_ARENA_BYTES // place)
-    return place * places if places >= MIN_PLACES else 0
+    slot_bytes_each = _slot_bytes(largest_bytes)
+    num_slots = max(NUM_SLOTS, min(num_parts, SMALL_ARENA_BYTES // slot_bytes_each))
+    num_slots = min(num_slots, MAX_ARENA_BYTES // slot_bytes_each)
+    return slot_bytes_each * num_slots if num_slots >= MIN_SLOTS else 0
 
 
-def _place_bytes(largest_bytes: int) -> int:
+def _slot_bytes(largest_bytes: int) -> int:
     return max(-(-largest_bytes // PAGE_BYTES), 1) * PAGE_BYTES
 
 
@@ -34,8 +34,8 @@ class Arena:
 
     def __init__(self, mapped: mmap.mmap, largest_bytes: int) -> None:
         self._memory = memoryview(mapped)
-        self.place_bytes = _place_bytes(largest_bytes)
-        self._all = [i * self.place_bytes for i in range(len(mapped) // self.place_bytes)]
+        self.slot_bytes = _slot_bytes(largest_bytes)
+        self._all = [i * self.slot_bytes for i in range(len(mapped) // self.slot_bytes)]
         self._free: list[int] = []
         self._taken: dict[int, int] = {}
         self.copied_bytes = 0
@@ -49,18 +49,20 @@ class Arena:
         self.copied_bytes = 0
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         return bool(self._free)
 
     def fits(self, part: GradientPart) -> bool:
-        return part.num_bytes <= self.place_bytes
+        return part.num_bytes <= self.slot_bytes
 
-    def place(self, part: GradientPart) -> Iterator[bytes]:
+    def write_part(self, part: GradientPart) -> Iterator[bytes]:
         """Copy a part into a free slot; yield the frames that announce it to the server."""
         at = self._free.pop()
         self._taken[part.shard_id] = at
-        yield bulk.header(FrameKind.ROOM, shard_id=part.shard_id, at=at, num_bytes=self.place_bytes)
-        for offset_bytes, buffers in part.pieces(self.place_bytes):
+        yield bulk.header(
+            FrameKind.FREE_SLOT, shard_id=part.shard_id, at=at, num_bytes=self.slot_bytes
+        )
+        for offset_bytes, buffers in part.pieces(self.slot_bytes):
             size = self._fill(at, buffers)
             yield bulk.header(
                 FrameKind.PLACED,

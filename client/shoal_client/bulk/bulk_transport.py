@@ -34,13 +34,13 @@ class BulkTransport:
         token: Callable[[], Token],
         *,
         transport: str,
-        room_for: Callable[[int], int] = int,
+        slot_bytes_for: Callable[[int], int] = int,
     ) -> None:
-        """`room_for`: returns the size of slots to ask for, given the size of the largest part."""
+        """`slot_bytes_for`: returns the slot size to ask for, given that of the largest part."""
         self._address = address
         self._open_bulk = open_bulk
         self._token = token
-        self._room_for = room_for
+        self._slot_bytes_for = slot_bytes_for
         self._lock = threading.Lock()
         self._is_closed = False
         self._connection: BulkConnection | None = None
@@ -64,7 +64,7 @@ class BulkTransport:
         offer = self._open_bulk(OpenBulkRequest(token=self._token()), timeout=timeout_s)
         if not self._is_local_tried:
             offer.local_name = ""
-        self._largest_bytes = self._room_for(largest_bytes)
+        self._largest_bytes = self._slot_bytes_for(largest_bytes)
         connection = connect(offer, self._address, self._largest_bytes, num_parts)
         if connection is None:
             self._not_until_s = time.monotonic() + AGAIN_S

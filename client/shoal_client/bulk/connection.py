@@ -166,25 +166,25 @@ class BulkConnection:
                 self._socket.close()
 
     def _next_frame(self, sending: Sending, give_up_s: float) -> Frame:
-        heard_s = time.monotonic()
+        received_s = time.monotonic()
         while (frame := self._reader.next()) is None:
             sending.go_on()
             if self._receive():
-                heard_s = time.monotonic()
+                received_s = time.monotonic()
                 continue
             now_s = time.monotonic()
             if now_s >= give_up_s:
                 raise DeadlineExceeded(f"{self._address} did not answer in time")
-            if now_s - heard_s >= SILENCE_S:
+            if now_s - received_s >= SILENCE_S:
                 raise self._broken(f"nothing for {SILENCE_S:g} s")
             if self._comes_soon():
-                heard_s = time.monotonic()
+                received_s = time.monotonic()
                 continue
             # Wait: there is nothing to read, and the kernel takes no more data.
             events = select.POLLIN | (select.POLLOUT if sending.is_stuck else 0)
             waiting = select.poll()
             waiting.register(self._socket, events)
-            until_s = min(give_up_s, heard_s + SILENCE_S)
+            until_s = min(give_up_s, received_s + SILENCE_S)
             waiting.poll(max(until_s - now_s, 0.0) * 1000 + 1)
         return frame
 

@@ -74,10 +74,10 @@ class Sending:
             return
 
     def _make_ready(self) -> None:
-        untold_from = self._copied_bytes
+        copied_before_bytes = self._copied_bytes
         while (
             not self._is_over
-            and self._ready_bytes + self._copied_bytes - untold_from < LOW_WATER_BYTES
+            and self._ready_bytes + self._copied_bytes - copied_before_bytes < LOW_WATER_BYTES
         ):
             buffers = next(self._frames, None)
             if buffers is None:
@@ -96,16 +96,16 @@ class Sending:
         """Yield the frames to send; an empty one while a part waits for a slot."""
         for part in parts:
             if self._arena is not None and self._arena.fits(part):
-                while not self._arena.has_room and part.shard_id not in self._answered:
+                while not self._arena.has_free_slot and part.shard_id not in self._answered:
                     yield []
                 if part.shard_id not in self._answered:
-                    yield list(self._arena.place(part))
+                    yield list(self._arena.write_part(part))
                 continue
             if part.shard_id in self._answered:
                 continue
             if self._arena is not None:
                 # No slot is large enough: the values are returned as pieces.
-                yield [bulk.header(FrameKind.ROOM, shard_id=part.shard_id)]
+                yield [bulk.header(FrameKind.FREE_SLOT, shard_id=part.shard_id)]
             for offset_bytes, buffers in part.pieces(PIECE_BYTES):
                 checksum = 0
                 for buffer in buffers:

@@ -55,8 +55,8 @@ def show(config: JobListConfig) -> int:
     console.print(_table(jobs))
     for job in jobs:
         if ending := job.get("last_ending"):
-            told = f"{job['job']} is interrupted; the last member to leave was {ending}"
-            console.print(escape(told), style="red", soft_wrap=True)
+            message = f"{job['job']} is interrupted; the last member to leave was {ending}"
+            console.print(escape(message), style="red", soft_wrap=True)
     return 0
 
 

@@ -64,12 +64,12 @@ def repair(config: RepairConfig) -> int:
         reply = coordinators.call(_repair, request, timeout_s=ANSWER_WITHIN_S)
     finally:
         coordinators.close()
-    for line in told(config.job, reply):
+    for line in report_lines(config.job, reply):
         print(printable(line))
     return 0 if reply.goes_on else BROKEN
 
 
-def told(job: str, reply: pb.RepairReply) -> list[str]:
+def report_lines(job: str, reply: pb.RepairReply) -> list[str]:
     """The answer in lines."""
     lines = []
     if reply.quarantined:

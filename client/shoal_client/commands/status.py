@@ -39,8 +39,8 @@ SHOWN_PHASES = {
     "committed": "starting",
     "aborted": "starting",
 }
-MAX_TOLD_SHARDS = 8
-MAX_TOLD_MEMBERS = 10
+MAX_SHOWN_SHARDS = 8
+MAX_SHOWN_MEMBERS = 10
 WIDE = 100
 """Width from which on a terminal shows members' hosts, and tables in one piece."""
 
@@ -185,7 +185,7 @@ class StatusClient:
                 fix="Give it with --job NAME.",
             )
         if not found:
-            shown = ", ".join(known[:MAX_TOLD_MEMBERS])
+            shown = ", ".join(known[:MAX_SHOWN_MEMBERS])
             raise UnknownMember(
                 f"no job has a member {member_id}",
                 expected=f"one of {shown}" if shown else "a job with members",
@@ -339,8 +339,8 @@ def why(config: WhyConfig) -> int:
     generation = f", generation {answer['generation']}" if answer["generation"] else ""
     phase = SHOWN_PHASES.get(answer["phase"], answer["phase"])
     console.print(f"job {escape(answer['job'])}: {phase}{generation}: {escape(answer['reason'])}")
-    for told in answer.get("lost_shards", ()):
-        console.print(f"lost: {escape(told)}", style="red")
+    for loss in answer.get("lost_shards", ()):
+        console.print(f"lost: {escape(loss)}", style="red")
     if answer["last_error"]:
         console.print(f"its last error: {escape(answer['last_error'])}", style="red")
     return 0
@@ -370,8 +370,8 @@ def _why_job(job: Json, *, as_json: bool) -> int:
 
 def _print_last_ending(console: Console, summary: Json) -> None:
     if ending := summary.get("last_ending"):
-        told = f"last member to leave: {escape(ending)}"
-        console.print(told, style="red", highlight=False, soft_wrap=True)
+        message = f"last member to leave: {escape(ending)}"
+        console.print(message, style="red", highlight=False, soft_wrap=True)
 
 
 def _print_job(console: Console, job: Json) -> None:
@@ -413,13 +413,15 @@ def _print_weights(console: Console, series: Json) -> None:
     for reader in series["readers"]:
         if reader["differs"]:
             text = f"served weights differ: {reader['reader_id']} has other bytes than version"
-            told = (
+            message = (
                 f"{text} {reader['version']} of {series['series']}: digest {reader['digest'][:12]}"
             )
-            console.print(escape(told), style="red", highlight=False)
+            console.print(escape(message), style="red", highlight=False)
     if series["lost"]:
-        told = ", ".join(map(str, series["lost"]))
-        console.print(f"lost: versions {told}: no server has them", style="red", highlight=False)
+        versions = ", ".join(map(str, series["lost"]))
+        console.print(
+            f"lost: versions {versions}: no server has them", style="red", highlight=False
+        )
 
 
 def _print_members(console: Console, members: Json) -> None:
@@ -496,10 +498,10 @@ def _print_samples(console: Console, samples: Json) -> None:
 
 
 def _print_servers(console: Console, view: Json) -> None:
-    place = ["state", "address", "shards>", "copies>", "MiB>", "updates>"]
+    columns = ["state", "address", "shards>", "copies>", "MiB>", "updates>"]
     load = ["pushes>", "retries>", "refused>", "lag>", "queued MiB>", "held MiB>", "limit MiB>"]
     # In a narrow terminal these are two tables.
-    for names in [[*place, *load]] if console.width >= WIDE else [place, load]:
+    for names in [[*columns, *load]] if console.width >= WIDE else [columns, load]:
         table = _table("server", *names)
         for server in view["servers"]:
             shards = [s for s in view["shards"] if s["server_id"] == server["server_id"]]
@@ -511,13 +513,15 @@ def _print_servers(console: Console, view: Json) -> None:
         for peer in server["full_peers"]:
             text = f"{peer['server_id']} takes no more copies from {server['server_id']}: "
             console.print(escape(text + peer["reason"]), highlight=False)
-    for told in view["lost_in_words"]:
-        console.print(f"lost: {escape(told)}", style="red", highlight=False)
+    for loss in view["lost_in_words"]:
+        console.print(f"lost: {escape(loss)}", style="red", highlight=False)
     _print_accepted_losses(console, view["accepted_losses"])
     versions = {s["torch_version"]: s["server_id"] for s in view["servers"] if s["torch_version"]}
     if len(versions) > 1:
-        told = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())
-        text = f"servers run several versions of torch ({told}): copies may differ in the last bits"
+        listed = ", ".join(f"{server_id} {version}" for version, server_id in versions.items())
+        text = (
+            f"servers run several versions of torch ({listed}): copies may differ in the last bits"
+        )
         console.print(escape(text), highlight=False)
     console.print(f"skew of parameter bytes over servers: {view['skew']:.3f}", highlight=False)
 
@@ -529,9 +533,9 @@ def _print_accepted_losses(console: Console, accepted: Json) -> None:
         key = (each["by"], each["accepted_unix_s"], each.get("samples_anew", False))
         alike.setdefault(key, []).append(each)
     for (by, accepted_unix_s, samples_anew), shards in alike.items():
-        told = [_given_up(each) for each in shards[:MAX_TOLD_SHARDS]]
-        more = len(shards) - len(told)
-        which = ", ".join(told) + (f" and {more} more" if more else "")
+        shown = [_given_up(each) for each in shards[:MAX_SHOWN_SHARDS]]
+        more = len(shards) - len(shown)
+        which = ", ".join(shown) + (f" and {more} more" if more else "")
         samples = "samples started over" if samples_anew else "samples stayed counted"
         ago = duration(time.time() - accepted_unix_s)
         console.print(

@@ -86,7 +86,7 @@ def _of_jobs(jobs: Json, height: int) -> RenderableType:
 
 def _of_job(job: Json, events: Json, height: int) -> RenderableType:
     summary = job["summary"]
-    speeds = [_said(each, "samples_per_s") for each in job["members"]]
+    speeds = [_health_figure(each, "samples_per_s") for each in job["members"]]
     total = sum(each for each in speeds if isinstance(each, int | float))
     head = Text.assemble(
         (summary["job"], "bold"),
@@ -102,20 +102,20 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
     now_s = time.time()
     for entry in job["members"][:height]:
         member = entry["member"]
-        step_s = _said(entry, "step_time_s")
+        step_s = _health_figure(entry, "step_time_s")
         name = escape(member["member_id"])
         table.add_row(
             f"[yellow]{name} (slow)[/yellow]" if member["member_id"] in slow else name,
             "-" if member["rank"] is None else str(member["rank"]),
             member["state"],
-            str(max(member["step"], _said(entry, "step") or 0)),
-            _figure(_said(entry, "loss"), ".4g"),
+            str(max(member["step"], _health_figure(entry, "step") or 0)),
+            _figure(_health_figure(entry, "loss"), ".4g"),
             "-" if step_s is None else f"{1000 * step_s:.1f}",
             duration(now_s - member["last_seen_unix_s"]),
         )
     more = len(job["members"]) - height
-    told = [Text(summary["reason"], style="dim"), *([Text("  ".join(logged))] if logged else [])]
-    parts: list[RenderableType] = [head, *told, table]
+    details = [Text(summary["reason"], style="dim"), *([Text("  ".join(logged))] if logged else [])]
+    parts: list[RenderableType] = [head, *details, table]
     if more > 0:
         parts.append(Text(f"and {more} more", style="dim"))
     return Group(*parts, Text(""), *(line_of(event) for event in events))
@@ -127,7 +127,7 @@ def slowest(members: Json) -> set[str]:
     times = {
         entry["member"]["member_id"]: step_s
         for entry in members
-        if isinstance(step_s := _said(entry, "step_time_s"), int | float)
+        if isinstance(step_s := _health_figure(entry, "step_time_s"), int | float)
     }
     if len(times) < 3:
         return set()
@@ -135,7 +135,7 @@ def slowest(members: Json) -> set[str]:
     return {name for name, step_s in times.items() if step_s > 1.5 * middle_s}
 
 
-def _said(entry: Json, figure: str) -> Json:
+def _health_figure(entry: Json, figure: str) -> Json:
     return (entry["health"] or {}).get(figure)
 
 

@@ -23,14 +23,14 @@ class LogLimit:
     log: structlog.typing.FilteringBoundLogger
     each_s: float = EACH_S
     clock: Callable[[], float] = time.monotonic
-    _told: dict[str, _EventCount] = field(default_factory=dict)
+    _last_logged: dict[str, _EventCount] = field(default_factory=dict)
 
     def info(self, event: str, **fields: object) -> None:
-        now_s, last = self.clock(), self._told.get(event)
+        now_s, last = self.clock(), self._last_logged.get(event)
         if last is not None and now_s - last.at_s < self.each_s:
             last.num_left_out += 1
             return
         if last is not None and last.num_left_out:
             fields["num_left_out"] = last.num_left_out
-        self._told[event] = _EventCount(now_s)
+        self._last_logged[event] = _EventCount(now_s)
         self.log.info(event, **fields)

@@ -120,8 +120,8 @@ def ring(entries: Sequence[RosterEntry], position: int) -> list[RosterEntry]:
     if number - 1 <= MAX_PEERS:
         return [*entries[:position], *entries[position + 1 :]]
     distances = [1 << k for k in range(number.bit_length()) if 1 << k <= number // 2]
-    places = {(position + way * d) % number for d in distances for way in (1, -1)}
-    return [entries[place] for place in sorted(places)]
+    positions = {(position + way * d) % number for d in distances for way in (1, -1)}
+    return [entries[index] for index in sorted(positions)]
 
 
 def check(peers: Iterable[RosterEntry], limit_s: float) -> dict[str, str]:

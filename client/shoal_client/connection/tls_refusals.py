@@ -119,8 +119,8 @@ def _connected(address: str) -> socket.socket:
 def _in_words(error: ssl.SSLError) -> str:
     reason = (error.reason or str(error)).replace("_", " ").lower()
     if "alert" in reason:
-        said = reason.partition("alert")[2].strip()
-        return f"it does not accept this process' certificate: {said}"
+        alert = reason.partition("alert")[2].strip()
+        return f"it does not accept this process' certificate: {alert}"
     return f"it does not speak TLS: {reason}"
 
 

@@ -50,7 +50,7 @@ class HostOutputs:
         self._tails = tails
         self._lock = threading.Lock()
         self._stream: grpc.Call | None = None
-        self._heard = threading.Event()
+        self._answered = threading.Event()
         """Set once the coordinator has answered on the stream, and so accepts last lines."""
         self._is_asking = True
         """True while there is a stream or one is being opened."""
@@ -69,7 +69,7 @@ class HostOutputs:
         trace: TracebackType | None,
     ) -> None:
         # The coordinator may not have answered yet: workers can fail early.
-        if self._is_asking and self._heard.wait(FIRST_ANSWER_S):
+        if self._is_asking and self._answered.wait(FIRST_ANSWER_S):
             self._leave_last_lines()
         with self._lock:
             self._closing.set()
@@ -97,7 +97,7 @@ class HostOutputs:
             self._is_asking = True
             error = self._hold(address, back_off)
             self._is_asking = False
-            self._heard.clear()
+            self._answered.clear()
             if self._closing.is_set():
                 return
             if isinstance(error, RetryError | CertificateRefused):
@@ -120,7 +120,7 @@ class HostOutputs:
                     self._first_reply.answered()
                     note_answer(address)
                     back_off.reset()
-                    self._heard.set()
+                    self._answered.set()
                     self._answer(wanted)
         except grpc.RpcError as rpc_error:
             found = from_rpc_error(rpc_error, address)

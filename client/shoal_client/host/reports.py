@@ -215,7 +215,7 @@ class HostReporter:
 
     def _send(self, request: Report) -> None:
         give_up_s = time.monotonic() + REPORT_LIMIT_S
-        told = {"report": type(request).__name__, "member": request.member_id}
+        log_fields = {"report": type(request).__name__, "member": request.member_id}
 
         def attempt() -> Ack:
             return self._coordinators.call(
@@ -229,15 +229,15 @@ class HostReporter:
         try:
             ack = self._coordinators.persist(
                 attempt,
-                waits_for=f"{told['report']} of {request.member_id}",
+                waits_for=f"{log_fields['report']} of {request.member_id}",
                 gives_up=lambda: self._closing.is_set() or time.monotonic() >= give_up_s,
             )
         except UnknownJob:
             return  # the worker had not joined yet, so no member waits for it
         except OUTLASTED as error:
-            log.warning("host_report_dropped", **told, reason=str(error))
+            log.warning("host_report_dropped", **log_fields, reason=str(error))
         except ShoalError as error:
-            log.info("host_report_refused", **told, reason=error.what)
+            log.info("host_report_refused", **log_fields, reason=error.what)
         else:
             self.lost = from_detail(ack.lost) if ack.HasField("lost") else self.lost
             self._phase = ack.phase

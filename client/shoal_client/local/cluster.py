@@ -315,12 +315,12 @@ class LocalCluster:
 
     def _give_up(self, name: str, reason: str) -> None:
         path = self._log_path(name)
-        told = f"{reason}. The end of its log, {path}:\n{tail(path)}"
+        message = f"{reason}. The end of its log, {path}:\n{tail(path)}"
         with self._lock:
-            first, self._given_up = not self._given_up, self._given_up or told
+            first, self._given_up = not self._given_up, self._given_up or message
             call = self._on_given_up
         if first:
-            call(told)
+            call(message)
 
     def _restart_etcd(self, member: EtcdMember) -> Process:
         (etcd,) = start_members(self._begin, [member])

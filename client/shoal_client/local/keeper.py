@@ -84,7 +84,7 @@ class Keeper:
         self._thread.join()
 
     def _keep(self) -> None:
-        name, failures, serves_since_s, said = self._process.name, 0, time.monotonic(), ""
+        name, failures, serves_since_s, logged = self._process.name, 0, time.monotonic(), ""
         seen, code = self._its_end()
         while not self._released.is_set():
             if time.monotonic() - serves_since_s >= self._policy.settled_s:
@@ -96,8 +96,8 @@ class Keeper:
                     f"{name} cannot stay up: it {seen}, as the last of {failures} ends in a row",
                 )
                 return
-            if seen != said or code != os.EX_TEMPFAIL:
-                said = seen
+            if seen != logged or code != os.EX_TEMPFAIL:
+                logged = seen
                 self._say(f"{name} {seen}; starting it again")
             if self._released.wait(self._policy.pause_s(failures)):
                 return
@@ -108,7 +108,7 @@ class Keeper:
                 seen = f"did not come up again ({getattr(error, 'seen', '') or error})"
                 code = error.exit_code if isinstance(error, NotStarted) else None
                 continue
-            serves_since_s, said = time.monotonic(), ""
+            serves_since_s, logged = time.monotonic(), ""
             self._say(f"{name} serves again")
             seen, code = self._its_end()
 

@@ -6,7 +6,7 @@ from shoal_proto.errors import Fenced, MemberDrained, ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 
-UNHEARD_TOLD_S = 0.3
+UNANSWERED_LEAVE_TIMEOUT_S = 0.3
 """Time limit of the last attempt of a member whose leave was not answered during its whole
 drain."""
 
@@ -27,7 +27,7 @@ class LeaveState:
         """True if the leave has been logged."""
         self.unreplaced = False
         """True if no generation follows without this member."""
-        self.is_unheard = False
+        self.is_unanswered = False
         """True if no coordinator answered during the whole drain."""
         self.has_begun = False
         self.is_acknowledged = False
@@ -46,7 +46,7 @@ class LeaveState:
 
     def call_timeout_s(self, timeout_s: float) -> float:
         """Time limit for the call to leave."""
-        return min(timeout_s, UNHEARD_TOLD_S) if self.is_unheard else timeout_s
+        return min(timeout_s, UNANSWERED_LEAVE_TIMEOUT_S) if self.is_unanswered else timeout_s
 
     def end_call(self, error: ShoalError | None, member_id: str) -> list[ev.Effect]:
         """Handle the end of the call to leave."""

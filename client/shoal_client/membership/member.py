@@ -89,12 +89,12 @@ class OwnJobs:
     a cross-validation."""
 
     def __init__(self, member: Member) -> None:
-        self._place = (member.spec.job, member.member_id)
+        self._key = (member.spec.job, member.member_id)
         self._is_anothers = member.launcher_job not in ("", member.spec.job)
 
     def completed(self) -> None:
         """Note that the process has trained the job to its end."""
-        _completed.add(self._place)
+        _completed.add(self._key)
 
     def ending(self, error: ShoalError, *, admitted: bool) -> MembershipEnding:
         """Ending that is reported to the launcher for this error.
@@ -103,7 +103,7 @@ class OwnJobs:
         has several jobs, it is: this one must not be skipped without notice.
         """
         ending = MembershipEnding.of(error)
-        several = self._is_anothers or self._place in _completed
+        several = self._is_anothers or self._key in _completed
         return (
             MembershipEnding.REFUSED
             if ending is MembershipEnding.FINISHED and several and not admitted
@@ -112,10 +112,10 @@ class OwnJobs:
 
     def explain(self, failure: ShoalError) -> ShoalError:
         """The error of a join, with advice for a script that joins several jobs."""
-        again = self._place in _completed
+        again = self._key in _completed
         if not isinstance(failure, JobFinished) or not (again or self._is_anothers):
             return failure
-        finished = f"job {self._place[0]} is finished"
+        finished = f"job {self._key[0]} is finished"
         if failure.what != finished:
             # Another refusal, such as a run that was started over: not due to several jobs.
             return failure

@@ -6,9 +6,9 @@ from shoal_client.membership import member_events as ev
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import membership_pb2 as pb
 
-ADMISSION_TOLD_AFTER_S = 1.0
+ADMISSION_LOGGED_AFTER_S = 1.0
 """Time after which a member logs that it still waits for admission."""
-_NOT_TOLD = {
+_UNANSWERED_EVENTS = {
     pb.PauseRequest: "pause_not_told",
     pb.DrainRequest: "drain_not_taken",
     pb.HeartbeatRequest: "heartbeat_failed",
@@ -21,7 +21,7 @@ class MemberCalls:
 
     def __init__(self, member_id: str) -> None:
         self._member_id = member_id
-        self._heard = True
+        self._is_answered = True
         """True if the last heartbeat was answered."""
         self._joined_s = self._joins_within_s = 0.0
         self._is_awaited = False
@@ -57,7 +57,7 @@ class MemberCalls:
     def not_admitted(self, error: ShoalError | None, now_s: float) -> list[ev.Effect]:
         """Log, once, that no coordinator has admitted the member for longer than a change of
         leaders takes."""
-        if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_TOLD_AFTER_S:
+        if self._is_awaited or error is None or now_s - self._joined_s < ADMISSION_LOGGED_AFTER_S:
             return []
         self._is_awaited = True
         fields = {
@@ -75,7 +75,7 @@ class MemberCalls:
 
     def answered(self, call: ev.CallLeader, now_s: float) -> list[ev.Effect]:
         if isinstance(call.request, pb.HeartbeatRequest):
-            self._heard = True
+            self._is_answered = True
         if not call.num_failures:
             return []
         away_s = round(now_s - call.since_s, 1)
@@ -105,10 +105,12 @@ class MemberCalls:
     def given_up(self, call: ev.CallLeader, error: ShoalError) -> list[ev.Effect]:
         is_news = True
         if isinstance(call.request, pb.HeartbeatRequest):
-            is_news, self._heard = self._heard, False
+            is_news, self._is_answered = self._is_answered, False
         fields = {"member": self._member_id, "reason": str(error)}
         return (
-            [ev.LogMessage(event=_NOT_TOLD[type(call.request)], fields=fields)] if is_news else []
+            [ev.LogMessage(event=_UNANSWERED_EVENTS[type(call.request)], fields=fields)]
+            if is_news
+            else []
         )
 
 

@@ -146,10 +146,10 @@ class MemberCore:
                 self.closed = True
                 effects = [ev.CancelStream()]
             case _:
-                effects = [self._until_answered(self._said(event), now_s)]
+                effects = [self._until_answered(self._request_of(event), now_s)]
         return effects
 
-    def _said(self, event: ev.Said) -> ev.Request:
+    def _request_of(self, event: ev.TrainerEvent) -> ev.Request:
         """Request of the trainer, which is repeated until it is answered."""
         match event:
             case ev.ProposalMade():
@@ -197,9 +197,9 @@ class MemberCore:
             case "stop_at":
                 self.track.take_stop_at(notice.stop_at)
             case "break":
-                told = getattr(notice, "break")
-                self.track.lost |= frozenset(told.lost_member_ids)
-                effects = self._break(told.generation, notice.reason, now_s)
+                break_notice = getattr(notice, "break")
+                self.track.lost |= frozenset(break_notice.lost_member_ids)
+                effects = self._break(break_notice.generation, notice.reason, now_s)
             case "pauses":
                 self.clock.pause(notice.pauses.member_ids, now_s)
             case "standby" if notice.reason != waited_for:
@@ -235,13 +235,13 @@ class MemberCore:
             return effects + self._calls.admitted(now_s)
         # A new leader knows the roster from etcd, but not the reports of members since.
         pause = self._own_pause
-        said = (
+        repeated = (
             self.track.proposed(),
             pause.request(self.token, now_s) if pause is not None else None,
             self.track.standing(),
             self.leaving.stays_as,
         )
-        return effects + [self._with_stream(each, now_s) for each in said if each is not None]
+        return effects + [self._with_stream(each, now_s) for each in repeated if each is not None]
 
     def _take_prepare(self, prepare: pb.Prepare) -> Effects:
         states = {entry.state for entry in prepare.roster.entries}
@@ -274,8 +274,8 @@ class MemberCore:
         effects: Effects = []
         if self.track.is_superseded_by(record):
             effects = self._break(self.track.generation, record.reason, now_s)
-        said = self.track.take_committed(record)
-        return effects + ([self._with_stream(said, now_s)] if said is not None else [])
+        ready = self.track.take_committed(record)
+        return effects + ([self._with_stream(ready, now_s)] if ready is not None else [])
 
     def _break(self, generation: int, reason: str, now_s: float) -> Effects:
         effects: Effects = []
@@ -434,7 +434,7 @@ class MemberCore:
         if self.closed:
             return []
         if now_s >= call.give_up_s:
-            self.leaving.is_unheard = True
+            self.leaving.is_unanswered = True
             reason = f"{call.request.reason}; meanwhile {error}"
             # No coordinator can form a generation without this member.
             return self._take_drain(reason, now=True, unreplaced=True)

@@ -174,7 +174,7 @@ Event = (
 )
 
 
-Said = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
+TrainerEvent = ProposalMade | GenerationBroughtUp | TrainerStopped | CollectiveFailed | WorkDone
 """Events of the trainer that are repeated until they are answered."""
 
 

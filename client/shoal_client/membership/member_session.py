@@ -504,11 +504,11 @@ class MemberSession:
         if self._threads.closing.wait(opening.after_s):
             return None
         error = self._stream.hold(
-            self._coordinators, opening.request, lambda notice: self._do(self._heard(notice))
+            self._coordinators, opening.request, lambda notice: self._do(self._received(notice))
         )
         return ev.StreamEnded(error=error, chance=chance())
 
-    def _heard(self, notice: pb.Notice) -> ev.NoticeReceived:
+    def _received(self, notice: pb.Notice) -> ev.NoticeReceived:
         refused = notice.WhichOneof("kind") == "refused"
         refusal = from_detail(notice.refused) if refused else None
         # The limit of every call on the thread that holds the stream: see

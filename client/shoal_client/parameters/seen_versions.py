@@ -18,10 +18,10 @@ class SeenVersions:
     def explained(self, lost: StateLost, what: str = "") -> StateLost:
         """The error, with the newest version seen of its shard. `what` replaces the error's own."""
         _, version = self._seen.get(int(lost.details.get("shard", -1)), (0, 0))
-        told = f"version {version}" if version else "no version of it"
+        seen_version = f"version {version}" if version else "no version of it"
         return StateLost(
             what or lost.what,
-            seen=f"{lost.seen}; this member has seen {told}",
+            seen=f"{lost.seen}; this member has seen {seen_version}",
             expected=lost.expected,
             fix=lost.fix,
             details={**lost.details, **({"version": str(version)} if version else {})},

@@ -347,10 +347,10 @@ def _redirected(shards: Sequence[Shard], errors: Sequence[ShoalError]) -> bool:
     """Update the shards with the primaries that the errors name. True if each error named a newer
     one, so that the next attempt need not wait."""
     by_id = {shard.shard_id: shard for shard in shards}
-    told = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
+    redirects = [routes.of(error) if isinstance(error, WrongEpoch) else [] for error in errors]
     news = [
         [r for r in found if r.shard_id in by_id and r.epoch > by_id[r.shard_id].epoch]
-        for found in told
+        for found in redirects
     ]
     for route in sorted(chain.from_iterable(news), key=lambda route: route.epoch):
         shard = by_id[route.shard_id]

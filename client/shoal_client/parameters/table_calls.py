@@ -36,13 +36,13 @@ from shoal_proto.v1.tables_pb2 import (
 )
 from shoal_proto.v1.tables_pb2_grpc import TablesStub
 
-MIN_PLACE_BYTES = 16 * 1024
+MIN_SLOT_BYTES = 16 * 1024
 
 
-def _room_for(num_bytes: int) -> int:
+def _slot_bytes_for(num_bytes: int) -> int:
     """Size of a slot for parts of this size, with a reserve: steps differ in their rows of a
     shard."""
-    return max(num_bytes + num_bytes // 4, MIN_PLACE_BYTES)
+    return max(num_bytes + num_bytes // 4, MIN_SLOT_BYTES)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +92,7 @@ class TableCalls:
             open_bulk,
             token,
             transport=transport,
-            room_for=_room_for,
+            slot_bytes_for=_slot_bytes_for,
         )
 
     @property

@@ -24,8 +24,8 @@ def keep_addresses(shard_map: ShardMap, last: ShardMap | None) -> None:
     known = {(shard.shard_id, shard.epoch, shard.server_id): shard.address for shard in last.shards}
     for shard in shard_map.shards:
         if not shard.address:
-            place = (shard.shard_id, shard.epoch, shard.server_id)
-            shard.address = known.get(place, "")
+            key = (shard.shard_id, shard.epoch, shard.server_id)
+            shard.address = known.get(key, "")
 
 
 def of_tables(shard_map: ShardMap) -> dict[tuple[str, int], Shard]:

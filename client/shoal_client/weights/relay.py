@@ -452,9 +452,9 @@ class _Wire:
         """Send a part of a memory file. Its bytes are copied: pages that the network refers to
         would keep the file from being sealed."""
         for at in range(start, start + num_bytes, SENT_BYTES):
-            room = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
-            os.preadv(descriptor, [room], at)
-            self.send(room)
+            buffer = memoryview(self._part)[: min(SENT_BYTES, start + num_bytes - at)]
+            os.preadv(descriptor, [buffer], at)
+            self.send(buffer)
 
 
 def _listeners(host: str, stack: ExitStack) -> tuple[list[socket.socket], str]:

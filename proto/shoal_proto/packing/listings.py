@@ -22,7 +22,7 @@ _MAX_BLOCKS = 1024
 _MAX_LINE_CHARACTERS = 1000
 _NUMBER = re.compile(r"(?<![0-9])(?:0|[1-9][0-9]{0,14})(?![0-9])")
 """Matches numbers without leading zeros: packing would lose these."""
-_PLACE = "\x00"
+_GAP = "\x00"
 _BREAKS = re.compile(r"[\x00\r\n\v\f\x1c-\x1e\x85\u2028\u2029\ud800-\udfff]")
 
 
@@ -72,16 +72,16 @@ def _pack(lines: Sequence[str]) -> bytes:
     known: dict[str, int] = {}
     last: list[list[int]] = []
     for line in lines:
-        pattern = _NUMBER.sub(_PLACE, line)
+        pattern = _NUMBER.sub(_GAP, line)
         numbers = [int(each) for each in _NUMBER.findall(line)]
-        place = known.get(pattern)
-        if place is None:
-            place = known[pattern] = len(last)
+        number = known.get(pattern)
+        if number is None:
+            number = known[pattern] = len(last)
             last.append([0] * len(numbers))
             coded.append(f"={pattern}")
-        changes = (now - before for now, before in zip(numbers, last[place], strict=True))
-        coded.append(" ".join(map(str, (place, *changes))))
-        last[place] = numbers
+        changes = (now - before for now, before in zip(numbers, last[number], strict=True))
+        coded.append(" ".join(map(str, (number, *changes))))
+        last[number] = numbers
     return zlib.compress("\n".join(coded).encode(), 9)
 
 
@@ -89,20 +89,20 @@ def _decode(coded: Sequence[str]) -> list[str]:
     patterns: list[list[str]] = []
     last: list[list[int]] = []
     lines = []
-    room = _MAX_LISTED_CHARACTERS
+    num_left = _MAX_LISTED_CHARACTERS
     for each in coded:
         if each.startswith("="):
-            patterns.append(each[1:].split(_PLACE))
+            patterns.append(each[1:].split(_GAP))
             last.append([0] * (len(patterns[-1]) - 1))
             continue
-        place, *changes = map(int, each.split(" "))
-        numbers = [before + by for before, by in zip(last[place], changes, strict=True)]
-        last[place] = numbers
-        parts = patterns[place]
+        number, *changes = map(int, each.split(" "))
+        numbers = [before + by for before, by in zip(last[number], changes, strict=True)]
+        last[number] = numbers
+        parts = patterns[number]
         line = parts[0] + "".join(f"{n}{part}" for n, part in zip(numbers, parts[1:], strict=True))
         lines.append(line)
-        room -= len(line)
-        if room < 0:
+        num_left -= len(line)
+        if num_left < 0:
             raise UnreadableListing("its lines are too long")
     return lines
 

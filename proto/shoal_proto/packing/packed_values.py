@@ -21,8 +21,8 @@ MAX_VALUES_BYTES = 128 * 1024 * 1024
 def pack(values: Sequence[bytes]) -> bytes:
     """Pack the values."""
     last = [b"", *values][: len(values)]
-    told = [_difference(value, before) for value, before in zip(values, last, strict=True)]
-    return zlib.compress(StoreReply(values=told).SerializeToString(), LEVEL)
+    differences = [_difference(value, before) for value, before in zip(values, last, strict=True)]
+    return zlib.compress(StoreReply(values=differences).SerializeToString(), LEVEL)
 
 
 def unpack(packed: bytes) -> list[bytes]:
@@ -32,7 +32,7 @@ def unpack(packed: bytes) -> list[bytes]:
         data = unpacking.decompress(packed, MAX_VALUES_BYTES)
         if not unpacking.eof:
             raise zlib.error("longer than any answer, or cut off")
-        told = StoreReply.FromString(data).values
+        differences = StoreReply.FromString(data).values
     except (zlib.error, DecodeError) as error:
         raise MalformedMessage(
             f"{len(packed)} bytes of packed values do not unpack",
@@ -40,7 +40,7 @@ def unpack(packed: bytes) -> list[bytes]:
             expected=f"a deflated StoreReply of at most {MAX_VALUES_BYTES} bytes",
         ) from error
     values, before = [], b""
-    for each in told:
+    for each in differences:
         before = _difference(each, before)
         values.append(before)
     return values

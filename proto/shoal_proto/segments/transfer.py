@@ -79,7 +79,7 @@ class StagedSegment:
         self.chunk_digests = b""
         self._writer: SegmentWriter | None = None
         self._verified: set[int] = set()
-        self._rooms: list[memoryview] = []
+        self._buffers: list[memoryview] = []
 
     def open(self, of_chunks: bytes, num_bytes: int) -> None:
         """Verify the chunk digests that a holder sent; the first call allocates the segment's
@@ -107,13 +107,13 @@ class StagedSegment:
         wanted = self.wanted or [range(last)]
         return [i for each in wanted for i in each if i < last and i not in self._verified]
 
-    def room(self, index: int) -> memoryview:
+    def chunk_buffer(self, index: int) -> memoryview:
         """Return the memory for a chunk."""
         assert self._writer is not None
         start = index * CHUNK_BYTES
-        room = self._writer.buffer[start : start + CHUNK_BYTES]
-        self._rooms.append(room)
-        return room
+        view = self._writer.buffer[start : start + CHUNK_BYTES]
+        self._buffers.append(view)
+        return view
 
     def populate(self, index: int) -> None:
         """Prepare the memory for a chunk."""
@@ -137,8 +137,8 @@ class StagedSegment:
         assert self._writer is not None
         # The error of a failed connection may still refer to these views, and a buffer with views
         # cannot be sealed.
-        for room in self._rooms:
-            room.release()
+        for view in self._buffers:
+            view.release()
         return self._writer.seal(self.chunk_digests, is_whole=not self.wanted)
 
     def close(self) -> None:
@@ -161,8 +161,8 @@ class SegmentConnection:
         self._address = address
         self.is_local = connected.family == socket.AF_UNIX
         """True if descriptors can be passed: both ends are in one network namespace."""
-        self._reader = FrameReader(self._room)
-        self._place: Callable[[int], memoryview] | None = None
+        self._reader = FrameReader(self._buffer_for)
+        self._next_buffer: Callable[[int], memoryview] | None = None
         self._descriptors: list[int] = []
         connected.settimeout(SILENCE_S)
 
@@ -329,8 +329,8 @@ class SegmentConnection:
                     first = number + AHEAD if number else 1
                     for later in missing[first : number + AHEAD + 1]:
                         checks.append(memory.submit(staged.populate, later))
-                    room = staged.room(index)
-                    self._place = partial(self._exactly, room)
+                    buffer = staged.chunk_buffer(index)
+                    self._next_buffer = partial(self._exactly, buffer)
                     frame = self._frame(give_up_s)
                     if (
                         frame.kind is not FrameKind.CHUNK
@@ -338,23 +338,23 @@ class SegmentConnection:
                     ):
                         seen = f"{frame.kind.name} at {frame.offset_bytes}"
                         raise self._malformed(seen, f"CHUNK at {index * CHUNK_BYTES}")
-                    checks.append(pool.submit(staged.verify, index, room))
+                    checks.append(pool.submit(staged.verify, index, buffer))
                     while checks and checks[0].done():
                         checks.popleft().result()
             for check in checks:
                 check.result()
         finally:
-            self._place = None
+            self._next_buffer = None
 
-    def _exactly(self, room: memoryview, num_bytes: int) -> memoryview:
-        if num_bytes != len(room):
-            raise self._malformed(f"a chunk of {num_bytes} bytes", f"{len(room)}")
-        return room
+    def _exactly(self, buffer: memoryview, num_bytes: int) -> memoryview:
+        if num_bytes != len(buffer):
+            raise self._malformed(f"a chunk of {num_bytes} bytes", f"{len(buffer)}")
+        return buffer
 
-    def _room(self, num_bytes: int) -> memoryview:
-        if self._place is None:
+    def _buffer_for(self, num_bytes: int) -> memoryview:
+        if self._next_buffer is None:
             raise self._malformed("a chunk that was not asked for")
-        return self._place(num_bytes)
+        return self._next_buffer(num_bytes)
 
     # --- frames ---
 
@@ -421,8 +421,8 @@ class SegmentConnection:
         connection."""
         try:
             self._frame(time.monotonic() + SILENCE_S)
-        except ShoalError as told:
-            return told
+        except ShoalError as reason:
+            return reason
         except OSError:
             return self._broken(repr(error))
         return self._broken(repr(error))

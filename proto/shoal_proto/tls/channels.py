@@ -90,20 +90,20 @@ class _ServerCertificate:
 
     def __init__(self, own: TlsIdentity) -> None:
         self._own = own
-        self._told = own.material
+        self._material = own.material
 
     def credentials(self) -> grpc.ServerCredentials:
         # gRPC accepts None for no change, which its types do not say.
         fetch: Any = self._fetch
         return grpc.dynamic_ssl_server_credentials(
-            _configuration(self._told), fetch, require_client_authentication=True
+            _configuration(self._material), fetch, require_client_authentication=True
         )
 
     def _fetch(self) -> grpc.ServerCertificateConfiguration | None:
         now = self._own.material
-        if now is self._told:
+        if now is self._material:
             return None
-        self._told = now
+        self._material = now
         return _configuration(now)
 
 

@@ -87,9 +87,9 @@ class _Member:
 
 
 class Clocks:
-    """The clocks of one job. `unheard`: members that have not reported to this leader yet."""
+    """The clocks of one job. `unreported`: members that have not reported to this leader yet."""
 
-    def __init__(self, unheard: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
+    def __init__(self, unreported: Iterable[MemberProcess] = (), now_s: float = 0.0) -> None:
         self._members: dict[str, _Member] = {}
         self._standing = PositionIndex()
         """All members that have a position."""
@@ -97,40 +97,40 @@ class Clocks:
         """Members among them that are in a step."""
         self._waits_since_s: dict[str, float] = {}
         """Time at which each waiting member was first refused its next step, the earliest first."""
-        self._unheard = {who.member_id: who.incarnation for who in sorted(unheard)}
+        self._unreported = {who.member_id: who.incarnation for who in sorted(unreported)}
         self._since_s = now_s
         self._floor = 0
 
     # --- reports of members ---
 
-    def advance(self, who: MemberProcess, said: ClockReport, now_s: float) -> ClockStatus:
+    def advance(self, who: MemberProcess, report: ClockReport, now_s: float) -> ClockStatus:
         """Note the member's position, and return whether it may go on. Repetitions change
         nothing."""
         name = who.member_id
-        self._unheard.pop(name, None)
+        self._unreported.pop(name, None)
         member = self._members.get(name)
         if member is None or member.incarnation != who.incarnation:
             member = _Member(
                 incarnation=who.incarnation,
-                bound=said.bound,
-                position=None if said.enters else said.position,
+                bound=report.bound,
+                position=None if report.enters else report.position,
                 moved_s=now_s,
             )
             self._members[name] = member
             self._waits_since_s.pop(name, None)
-        elif not said.enters and (member.position is None or said.position > member.position):
-            member.position, member.moved_s = said.position, now_s
+        elif not report.enters and (member.position is None or report.position > member.position):
+            member.position, member.moved_s = report.position, now_s
             self._waits_since_s.pop(name, None)
-        member.in_step = said.begins or said.position.pulled
-        member.bound = said.bound
-        self._place(name, member)
+        member.in_step = report.begins or report.position.pulled
+        member.bound = report.bound
+        self._index(name, member)
         return self.standing(who, now_s)
 
     def standing(self, who: MemberProcess, now_s: float) -> ClockStatus:
         """Return the member's clock, and whether it may go on now. Raises NoClock."""
         name, member = who.member_id, self._member(who)
-        start = self._start(member.bound, but=name) if not self._unheard else 0
-        if not self._unheard and not member.in_step:
+        start = self._start(member.bound, but=name) if not self._unreported else 0
+        if not self._unreported and not member.in_step:
             # A member that is in no step moves to the newest round that is open to it.
             member.position = max(member.position or ClockPosition(start), ClockPosition(start))
             self._standing.put(name, member.position)
@@ -142,25 +142,25 @@ class Clocks:
                 member.moved_s = now_s
         elif own.pulled or not member.in_step:
             self._waits_since_s.setdefault(name, now_s)
-        self._place(name, member)
+        self._index(name, member)
         return ClockStatus(
             clock=own.clock if own.pulled else max(own.clock, start),
             allowed=not reason,
-            slowest=0 if self._unheard else self.slowest,
+            slowest=0 if self._unreported else self.slowest,
             reason=reason,
         )
 
     def rest(self, who: MemberProcess, clock: int) -> None:
         """Note that the member takes no steps for now; `clock` is the round that it would be in."""
-        self._unheard.pop(who.member_id, None)
+        self._unreported.pop(who.member_id, None)
         self._floor = max(self._floor, clock)
         self.remove(who)
 
     def remove(self, who: MemberProcess) -> None:
         """Remove a member that is lost or left. A later process of its name keeps its clock."""
         name = who.member_id
-        if self._unheard.get(name) == who.incarnation:
-            del self._unheard[name]
+        if self._unreported.get(name) == who.incarnation:
+            del self._unreported[name]
         member = self._members.get(name)
         if member is not None and member.incarnation == who.incarnation:
             del self._members[name]
@@ -176,7 +176,7 @@ class Clocks:
             raise NoClock(who.member_id)
         return member
 
-    def _place(self, name: str, member: _Member) -> None:
+    def _index(self, name: str, member: _Member) -> None:
         """Update the indexes after the member's position or `in_step` changed."""
         if member.position is None:
             self._standing.drop(name)
@@ -203,8 +203,8 @@ class Clocks:
         return start + 1 if self._stepping.is_at(ClockPosition(start, pulled=True), but) else start
 
     def _why_not(self, name: str, member: _Member) -> str:
-        if self._unheard:
-            names = _names(self._unheard, len(self._unheard))
+        if self._unreported:
+            names = _names(self._unreported, len(self._unreported))
             return f"{names} to report their clocks to the new leader"
         if member.position is None:
             return "the other members' clocks"
@@ -232,7 +232,7 @@ class Clocks:
 
         While it stays the same, no member's wait is over. None: no member may go on.
         """
-        if self._unheard:
+        if self._unreported:
             return None
         lowest = self._standing.lowest
         return lowest if lowest is not None else ClockPosition(self._floor)
@@ -247,7 +247,7 @@ class Clocks:
     @property
     def is_idle(self) -> bool:
         """True if no member has a clock, and none has still to report one to this leader."""
-        return not self._members and not self._unheard
+        return not self._members and not self._unreported
 
     # --- status, and members that hold up others ---
 
@@ -272,10 +272,10 @@ class Clocks:
         longest_s = next(iter(self._waits_since_s.values()), now_s)
         if not now_s - longest_s > limit_s:
             return []
-        if self._unheard:
+        if self._unreported:
             late = now_s - self._since_s > limit_s
             text = f"it did not report its clock to the new leader within {limit_s:g} s"
-            return [(MemberProcess(*who), text) for who in self._unheard.items()] if late else []
+            return [(MemberProcess(*who), text) for who in self._unreported.items()] if late else []
         text = f"the others waited for its step for more than {limit_s:g} s"
         standing = [(name, m, m.position) for name, m in self._members.items() if m.position]
         # A member below this position holds up another.

@@ -35,10 +35,10 @@ class WatchTracker:
         fresh = tuple(event for event in events if event.mod_revision >= self.next)
         if not fresh:
             return None
-        told = tuple(self._tell(event) for event in fresh)
-        revision = told[-1].mod_revision
+        events = tuple(self._tell(event) for event in fresh)
+        revision = events[-1].mod_revision
         self.next = Revision(revision + 1)
-        return WatchBatch(revision, told)
+        return WatchBatch(revision, events)
 
     def reset(self, now: RangeResult) -> WatchBatch:
         """The batch that leads from the state delivered so far to the current one."""
@@ -51,10 +51,10 @@ class WatchTracker:
         puts = [
             WatchEvent(EventKind.PUT, item.key, item.value, item.mod_revision) for item in now.items
         ]
-        told = tuple(self._tell(event) for event in (*gone, *puts))
+        events = tuple(self._tell(event) for event in (*gone, *puts))
         self.next = Revision(max(self.next, now.revision + 1))
         self.seeded = True
-        return WatchBatch(now.revision, told, reset=True)
+        return WatchBatch(now.revision, events, reset=True)
 
     def _tell(self, event: WatchEvent) -> WatchEvent:
         # Our own record even if etcd sent a previous value: it omits compacted ones.

@@ -81,7 +81,7 @@ SNAPSHOT_THREADS = 2
 WEIGHT_THREADS = 4
 """Number of threads for digests of segments, and for their transfer from and to other servers."""
 LEASES_TO_WAIT_FOR = 4
-MAX_TOLD = 20
+MAX_LOGGED = 20
 """Most shards that one log line names."""
 
 
@@ -139,7 +139,7 @@ async def hand_everything_over(server: RunningServer, drain_s: float) -> None:
         log.error(
             "left_with_the_only_copies",
             job=job,
-            shard_ids=shard_ids[:MAX_TOLD],
+            shard_ids=shard_ids[:MAX_LOGGED],
             num_shards=len(shard_ids),
             reason="; ".join(f"{peer.server_id}: {why}" for peer, why in sorted(full.items()))
             or "no other server took them",

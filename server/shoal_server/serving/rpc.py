@@ -242,10 +242,10 @@ def _once(
     method: str,
     decode: Callable[[Context, Any], Any],
     inner: Callable[..., Any],
-    told: tuple[Durations, CallCounts],
+    metrics: tuple[Durations, CallCounts],
 ) -> Callable[..., Any]:
     name = method.removeprefix("/").rpartition(".")[2]
-    durations, counts = told
+    durations, counts = metrics
 
     async def call(data: Any, context: Context) -> Any:
         began_s, outcome = time.perf_counter(), "OK"

@@ -25,11 +25,11 @@ class Storage:
     """Files below one location. Paths are relative to it, with forward slashes; a path that leads
     out of it raises AccessDenied. Can be used from any thread."""
 
-    def __init__(self, place: str | Location, *, url: str = "") -> None:
+    def __init__(self, location: str | Location, *, url: str = "") -> None:
         """Raises InvalidSpec for a URL that is not an allowed kind of location, or for which no
         package is installed; Unavailable if the storage cannot be set up."""
-        self.location = Location.parse(place) if isinstance(place, str) else place
-        self.url = (place if isinstance(place, str) else url or place.path).rstrip("/")
+        self.location = Location.parse(location) if isinstance(location, str) else location
+        self.url = (location if isinstance(location, str) else url or location.path).rstrip("/")
         """URL as the caller gave it."""
         try:
             self._files, root = _opened(self.location)

@@ -124,10 +124,10 @@ class StatusBoard:
             log.info("generation_changed", job=job, reason=change.line)
             self.event(job, "generation_changed", change.line, generation=change.generation)
 
-    def snapshot_taken(self, job: str, unix_s: float, told: str) -> None:
+    def snapshot_taken(self, job: str, unix_s: float, message: str) -> None:
         """Record a complete snapshot of the job, taken at that time."""
         self._board(job).snapshot_unix_s = unix_s
-        self.event(job, "snapshot_taken", told)
+        self.event(job, "snapshot_taken", message)
 
     def snapshot_unix_s(self, job: str) -> float | None:
         """Time of the newest snapshot that this coordinator has taken; None without one."""
@@ -181,8 +181,8 @@ class StatusBoard:
         """Highest value of a figure that a member of the job has reported; None if none has."""
         board = self._jobs.get(job)
         courses = [each.latest.course for each in board.health.values()] if board else []
-        said = [getattr(course, figure) for course in courses if course is not None]
-        return max((value for value in said if value is not None), default=None)
+        reported = [getattr(course, figure) for course in courses if course is not None]
+        return max((value for value in reported if value is not None), default=None)
 
     def logged(self, job: str) -> LoggedValues:
         """Values that the script of the job has logged."""

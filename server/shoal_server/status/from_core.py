@@ -26,7 +26,7 @@ from shoal_server.status.views import (
 
 MAX_GENERATIONS = 100
 QUARANTINED = "quarantined"
-OWN_CODE_TOLD_S = 5.0
+OWN_CODE_SHOWN_AFTER_S = 5.0
 """Minimum time in the script's own code (a validation, a save) that the page mentions."""
 MAX_AWAY = 3
 
@@ -201,7 +201,7 @@ def _in_own_code(job: Job, now_s: float | None) -> Mapping[str, str]:
     found = {}
     for member in job.members_of(roster):
         since_s = member.trainer.own_code_since_s
-        if since_s is not None and now_s - since_s >= OWN_CODE_TOLD_S:
+        if since_s is not None and now_s - since_s >= OWN_CODE_SHOWN_AFTER_S:
             found[member.member_id] = f"in your code for {now_s - since_s:.0f} s"
     return found
 
@@ -212,7 +212,7 @@ def _while_away(view: MemberView, away: Mapping[str, str]) -> MemberView:
         return view
     if own := away.get(view.member_id):
         return replace(view, waiting_for=f"nothing: it has been {own}")
-    names = [f"{member_id}, which has been {told}" for member_id, told in away.items()]
+    names = [f"{member_id}, which has been {reason}" for member_id, reason in away.items()]
     more = f" and {len(names) - MAX_AWAY} more" if len(names) > MAX_AWAY else ""
     return replace(view, waiting_for="; ".join(names[:MAX_AWAY]) + more)
 

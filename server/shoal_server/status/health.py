@@ -88,4 +88,6 @@ class HealthReport(HealthFigures):
     def view(self, received_unix_s: float) -> HealthView:
         """The report as it is kept and shown."""
         process = public_id(self.incarnation)
-        return HealthView(received_unix_s=received_unix_s, public_id=process, **self.said())
+        return HealthView(
+            received_unix_s=received_unix_s, public_id=process, **self.known_figures()
+        )

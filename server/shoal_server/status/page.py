@@ -225,14 +225,14 @@ class PageMaker:
     def _job(self, job: JobView, *, all_members: bool) -> PageJob:
         reports = self._reading.board.reports(job.job)
         health = {
-            each.member_id: said
+            each.member_id: report
             for each in job.members
-            if (said := reports.get(each.member_id)) and said.public_id == each.public_id
+            if (report := reports.get(each.member_id)) and report.public_id == each.public_id
         }
         training = [
-            said
+            report
             for each in job.members
-            if each.state == "training" and (said := health.get(each.member_id))
+            if each.state == "training" and (report := health.get(each.member_id))
         ]
         slow = _slow(health)
         shown = job.members if all_members else _first(job, health, frozenset(slow))
@@ -275,8 +275,8 @@ def _first(
     """Members to show: at most 50, those that are not well first, then by rank."""
 
     def order(member: MemberView) -> tuple[bool, bool, int]:
-        said = health.get(member.member_id)
-        warned = said is not None and bool(said.last_error)
+        report = health.get(member.member_id)
+        warned = report is not None and bool(report.last_error)
         is_well = member.state in WELL and not warned and member.member_id not in slow
         return is_well, member.rank is None, member.rank or 0
 
@@ -286,7 +286,7 @@ def _first(
 
 
 def _slow(health: Mapping[str, HealthView]) -> tuple[str, ...]:
-    times = {name: t for name, said in health.items() if (t := said.step_time_s) is not None}
+    times = {name: t for name, report in health.items() if (t := report.step_time_s) is not None}
     if len(times) < 3:
         return ()
     middle_s = sorted(times.values())[len(times) // 2]

@@ -166,7 +166,7 @@ def _with_losses(view: ShardsView, shards: Sequence[Shard], held: JobAssignments
         lost=tuple(
             _lost_view(held.job, gone, tables.get(gone.shard_id, "")) for gone in losses.lost(held)
         ),
-        lost_in_words=tuple(losses.told_together(held.job, losses.lost(held))),
+        lost_in_words=tuple(losses.losses_in_words(held.job, losses.lost(held))),
         accepted_losses=tuple(
             AcceptedLossView(
                 shard_id=shard.shard_id,

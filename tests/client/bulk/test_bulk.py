@@ -144,10 +144,10 @@ def test_a_later_call_with_larger_shards_shares_more_memory(servers: ParameterSe
 def test_more_shards_are_refused_than_shared_memory_holds(transport: str) -> None:
     """They are refused before the client has come to send them: no place is kept for those."""
     with ParameterServers(1) as servers, closing(connect(servers, transport)) as client:
-        num_elements = 5 * client_arena.NUM_PLACES * 2**18
+        num_elements = 5 * client_arena.NUM_SLOTS * 2**18
         schema = [ParameterSpec(name="w", shape=[num_elements], dtype="float32")]
         shard_map = client.place(schema)
-        assert len(shard_map.shards) > 2 * client_arena.NUM_PLACES
+        assert len(shard_map.shards) > 2 * client_arena.NUM_SLOTS
         values = memoryview(bytearray(4 * num_elements))
         client.create(MOMENTUM, {"w": values})
         client.pull({"w": values})

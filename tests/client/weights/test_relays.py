@@ -56,9 +56,9 @@ def test_a_relay_passes_on_what_it_has(relay: Relay, may_be_local: bool) -> None
 
 
 def arrive(staged: StagedSegment, data: bytes, index: int) -> None:
-    room = staged.room(index)
-    room[:] = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
-    staged.verify(index, room)
+    buffer = staged.chunk_buffer(index)
+    buffer[:] = data[index * CHUNK_BYTES : (index + 1) * CHUNK_BYTES]
+    staged.verify(index, buffer)
 
 
 def test_chunks_go_on_as_soon_as_they_have_arrived(relay: Relay) -> None:

@@ -9,7 +9,7 @@ from support.clusters.coordinator_world import Served, propose, served
 from support.clusters.garbage import Garbage, all_garbage, as_json, good_state
 from support.processes.served_process import awaited
 
-from shoal_client.commands.repair import told
+from shoal_client.commands.repair import report_lines
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership.member_session import MemberSession
 from shoal_proto.errors import InvalidSpec, JobQuarantined, UnknownJob
@@ -69,7 +69,9 @@ async def _is_repaired(world: Served, store: MemoryStore, garbage: Garbage) -> N
     assert shown.quarantined and not shown.goes_on, garbage.what
     (record,) = shown.records
     assert record.key == garbage.key and record.mendable, garbage.what
-    assert record.seen and record.remedy and garbage.key in "\n".join(told(garbage.job, shown))
+    assert (
+        record.seen and record.remedy and garbage.key in "\n".join(report_lines(garbage.job, shown))
+    )
     before = await store.get(garbage.key)
     assert before is not None and before.value == garbage.entries[garbage.key], "only shown"
     mended = await ask(world, garbage.job, apply=True)

@@ -113,7 +113,7 @@ class FullJournal:
         self._loop = asyncio.get_running_loop()
         self.failure: None = None
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """There is some."""
 
     def overdue(self) -> list[tuple[str, int]]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shoal.backends.shared_memory.messages import SharedMessages
 from shoal.layouts.base import World
 from shoal.layouts.pipeline.layout import PipelineLayout, ScheduleSpec
-from shoal.layouts.pipeline.shared_messages import SharedLanes, room_bytes
+from shoal.layouts.pipeline.shared_messages import SharedLanes, lanes_bytes
 from shoal.layouts.pipeline.stage_splitter import StageSplitter
 from shoal_proto.errors import GenerationBroken, InternalError
 
@@ -85,7 +85,7 @@ def passes_until_told(report: Report, path: str, rank: int, world_size: int, how
     layout = _layout("1f1b")
     for _ in range(3):
         _passed(layout, 8)
-    assert layout._room is not None
+    assert layout._lanes is not None
 
     def fails(outputs: Tensor, targets: Tensor) -> Tensor:
         if how == "kill":
@@ -108,7 +108,7 @@ def refused() -> str:
     """Return the errors for a message of an unexpected size, and for one too many."""
     words = SharedMessages(dist.group.WORLD, 1)  # type: ignore[arg-type]
     sent_bytes = [256, 0]
-    words.share(room_bytes(sent_bytes))
+    words.share(lanes_bytes(sent_bytes))
     assert words.memory is not None
     lanes = SharedLanes(words.memory, words.beside).lanes(sent_bytes)
     assert lanes is not None

@@ -40,7 +40,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     kept, whole = KeptRegions(), dist.group.WORLD
     assert whole is not None
     first = shared(whole, NUM_BYTES, kept)
-    first.room[1024 : 1024 + len(MARK)] = MARK
+    first.data[1024 : 1024 + len(MARK)] = MARK
     *_, process_id = first.meet(os.getpid())
     store.set(f"met {rank}", b"1")
     if rank == world_size - 1:
@@ -59,7 +59,7 @@ def used_again(report: Report, path: str, rank: int, world_size: int, how: str) 
     first.cut("the generation is over")
     first.close()
     second = shared(rest, NUM_BYTES // 2 if how == "left" else NUM_BYTES, kept)
-    report("told", again=bytes(second.room[1024 : 1024 + len(MARK)]) == MARK)
+    report("told", again=bytes(second.data[1024 : 1024 + len(MARK)]) == MARK)
     for number in range(100):
         assert second.meet(number) == [number] * second.world_size
     dist.barrier(rest)
@@ -95,7 +95,7 @@ def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
     strategy = FSDP(min_group_bytes=0)
     share_of_rank, loader = entered(run, strategy), run.loader()
     rank, names = dist.get_rank(), [f"m{each}" for each in range(dist.get_world_size())]
-    rooms, per_generation = [], run.num_steps // num_generations
+    buffers, per_generation = [], run.num_steps // num_generations
     for step in range(run.num_steps):
         if step and step % per_generation == 0:
             strategy.abandon()
@@ -103,12 +103,12 @@ def trained_in_generations(num_generations: int) -> tuple[list[bool], float]:
             strategy.enter(generation_of(names, names[rank], number, kept))
         memory = strategy._layout().shared_memory
         assert memory is not None
-        rooms.append(memory.room.obj)
+        buffers.append(memory.data.obj)
         take_step(strategy, loader.synchronous(step, *share_of_rank), run.loss)
     strategy.finish()
     weights = {name: tensor.clone() for name, tensor in strategy.state_dict().items()}
     strategy.close()
-    return [room is rooms[0] for room in rooms], difference(weights, by_one_process(run))
+    return [buffer is buffers[0] for buffer in buffers], difference(weights, by_one_process(run))
 
 
 def _built(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

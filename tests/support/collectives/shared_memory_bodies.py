@@ -45,7 +45,7 @@ def shared(num_bytes: int = 4096, limit_s: float = LONG_S) -> SharedMemory:
 def met(num_meetings: int) -> int:
     """Run rounds in which each rank reads, after a meeting, what all ranks wrote before it."""
     memory = shared()
-    numbers = memory.room.cast("Q")
+    numbers = memory.data.cast("Q")
     for number in range(num_meetings):
         at = number % 2 * memory.world_size
         numbers[at + memory.rank] = 1000 * number + memory.rank
@@ -54,7 +54,7 @@ def met(num_meetings: int) -> int:
         assert words == [10 * number + rank for rank in ranks]
         assert list(numbers[at : at + memory.world_size]) == [1000 * number + r for r in ranks]
     memory.close()
-    return len(memory.room)
+    return len(memory.data)
 
 
 def words_told(num_rounds: int, *, shares: bool) -> str:
@@ -93,7 +93,7 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
     dist.barrier()
     words.cut("on purpose")
     heard: Any = "nothing told"
-    if words.is_told:
+    if words.has_sent:
         try:
             heard = words.receive_values()
         except GenerationBroken as error:
@@ -144,7 +144,7 @@ def meets_until_told(report: Report, path: str, rank: int, world_size: int, how:
                 assert how == "cut"
                 threading.Timer(0.05, memory.cut, ("on purpose",)).start()
             elif number == 3 and how == "cut":
-                memory.room[0] = 1
+                memory.data[0] = 1
                 while not memory._reason:
                     signal.sigtimedwait([signal.SIGUSR1], 0.005)
             memory.meet()
@@ -250,9 +250,9 @@ def sums(dtype: torch.dtype, num_rounds: int) -> list[tuple[bool, bool]]:
         ours, theirs = (torch.empty(33, dtype=dtype) for _ in range(2))
         given = whole
         if number % 3:
-            room = opened.to_sum(whole.nbytes)
-            assert room is not None
-            given = room.view(dtype)
+            slot = opened.to_sum(whole.nbytes)
+            assert slot is not None
+            given = slot.view(dtype)
             given.copy_(whole)
         done = opened.reduce_scatter(ours, given, op)
         reduce_scatter(theirs, whole, group, op)

@@ -77,7 +77,7 @@ def _group() -> dist.ProcessGroup:
     return group
 
 
-class Places:
+class Targets:
     """Memory for every second tensor, some of it with transposed strides."""
 
     def __init__(self) -> None:
@@ -115,17 +115,19 @@ def reshard_all(
     memory = shared(shared_bytes) if shared_bytes else None
     found = {}
     for before, after in changes:
-        for bucket_bytes, borrow, place in (
+        for bucket_bytes, borrow, target in (
             (exchange.MIN_BUCKET_BYTES, True, None),
             (32, False, None),
-            (exchange.MIN_BUCKET_BYTES, True, Places()),
-            (32, False, Places()),
+            (exchange.MIN_BUCKET_BYTES, True, Targets()),
+            (32, False, Targets()),
         ):
             exchange.MIN_BUCKET_BYTES = exchange.MAX_BUCKET_BYTES = bucket_bytes
             held = [holding_of(state, 7, before[0], rank, before[1])] if rank < before[1] else []
             needs = needs_of(after[0], rank, after[1])
-            got = exchange.reshard(_group(), held, needs, borrow=borrow, place=place, memory=memory)
-            assert place is None or place.all_taken(got)
+            got = exchange.reshard(
+                _group(), held, needs, borrow=borrow, target=target, memory=memory
+            )
+            assert target is None or target.all_taken(got)
             expected = (
                 holding_of(state, 7, after[0], rank, after[1])
                 if rank < after[1]

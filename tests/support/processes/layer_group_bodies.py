@@ -51,7 +51,7 @@ def own(dtype: torch.dtype, number: int, *shape: int) -> Tensor:
 
 def collectives(dtype: torch.dtype, place_bytes: int, rounds: int) -> tuple[bool, int]:
     """Return if each collective gives the same result as over Gloo, and the number of meetings."""
-    layer_group.PLACE_BYTES = place_bytes
+    layer_group.SLOT_BYTES = place_bytes
     in_memory, over_gloo = opened(), TensorGroup(this_world().group, torch.device("cpu"))
     layers = in_memory.of_layer("one"), over_gloo.of_layer("one")
     alike = True

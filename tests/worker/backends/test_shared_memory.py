@@ -24,9 +24,9 @@ from shoal.backends.shared_memory.semaphores import SEMAPHORE_BYTES, Semaphore
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 def test_what_was_written_before_a_meeting_is_read_behind_it(world_size: int) -> None:
     """Over many meetings, of numbers of ranks that are powers of two and of others."""
-    rooms = run_on_gloo(world_size, shared_memory_bodies.met, 500)
-    assert len(rooms) == world_size
-    assert min(rooms) >= 4096
+    sizes = run_on_gloo(world_size, shared_memory_bodies.met, 500)
+    assert len(sizes) == world_size
+    assert min(sizes) >= 4096
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5])
@@ -129,9 +129,7 @@ def test_a_stranger_gets_no_memory(
         listener.bind(opening._address(key))
         listener.listen()
         maker = threading.Thread(
-            target=lambda: handed.append(
-                opening._hand_out(listener, key, 2, MemoryRegion.made(4096))
-            )
+            target=lambda: handed.append(opening._share(listener, key, 2, MemoryRegion.made(4096)))
         )
         maker.start()
         strangers = [
@@ -147,7 +145,7 @@ def test_a_stranger_gets_no_memory(
         maker.join()
         assert time.monotonic() - began_s < opening.OPEN_S / 2
         assert all(map(is_hung_up, strangers))
-    assert opened.room.num_bytes == 4096
+    assert opened.region.num_bytes == 4096
     assert len(handed) == 1
 
 

@@ -23,38 +23,38 @@ def test_those_who_go_on_have_the_same_memory_unless_another_may_write(
 
 
 def test_a_room_is_deserted_while_nobody_else_is_in_it() -> None:
-    room = MemoryRegion.made(8192)
-    other = MemoryRegion(room.descriptor, room.room_id, 8192)
-    assert not room.is_deserted()
+    region = MemoryRegion.made(8192)
+    other = MemoryRegion(region.descriptor, region.region_id, 8192)
+    assert not region.is_deserted()
     other.leave()
-    assert room.is_deserted()
+    assert region.is_deserted()
     other.enter()
-    assert not room.is_deserted()
-    room.leave()
+    assert not region.is_deserted()
+    region.leave()
     assert other.is_deserted()
-    room.enter()
+    region.enter()
     other.close()
     del other
-    assert room.is_deserted()
-    room.close()
+    assert region.is_deserted()
+    region.close()
 
 
 def test_a_room_suits_what_fills_half_of_it_or_more() -> None:
-    room = MemoryRegion.made(8192)
-    suited = [size for size in (4095, 4096, 8192, 8193) if room.suits(size)]
-    room.close()
+    region = MemoryRegion.made(8192)
+    suited = [size for size in (4095, 4096, 8192, 8193) if region.suits(size)]
+    region.close()
     assert suited == [4096, 8192]
 
 
 def test_rooms_are_taken_in_the_order_in_which_they_were_kept() -> None:
-    kept, rooms = KeptRegions(), [MemoryRegion.made(4096) for _ in range(3)]
-    for room in rooms:
-        kept.keep(room)
-    assert [kept.take(), kept.take()] == rooms[:2]
+    kept, regions = KeptRegions(), [MemoryRegion.made(4096) for _ in range(3)]
+    for region in regions:
+        kept.keep(region)
+    assert [kept.take(), kept.take()] == regions[:2]
     kept.clear()
     assert kept.take() is None
-    for room in rooms:
-        room.close()
+    for region in regions:
+        region.close()
 
 
 def test_fsdp_trains_on_in_the_memory_of_the_generation_before() -> None:

@@ -9,7 +9,7 @@ from torch import nn
 
 from shoal.layouts.layer_exchanges import (
     MAX_KEPT,
-    MAX_TOLD,
+    MAX_RECORDED,
     WORD_BITS,
     ExchangeRecord,
     LayerExchanges,
@@ -42,7 +42,7 @@ def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: in
     """What is lost between ranks, or late, leaves one of them behind the others: whoever is cut off
     from its peers for minutes is not refused when its network is there again."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_TOLD))
+    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
     counts = [drawn.randrange(1, len(deeds) + 1) for _ in range(3)]
     assert difference({str(n): told(after(deeds[:n])) for n in counts}) is None
 
@@ -52,7 +52,7 @@ def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
     """Ranks meet one by one, whatever for: who has done with fewer layers waits at the end of its
     passes while the others wait for it in one more."""
     drawn = random.Random(seed)
-    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_TOLD))
+    deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(2, 3 * MAX_RECORDED))
     without = [*deeds]
     del without[drawn.randrange(len(deeds))]
     shorter = after(without)

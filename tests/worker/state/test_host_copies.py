@@ -7,7 +7,7 @@ import torch
 
 from shoal.state.host_copies import (
     as_bytes,
-    copy_by_rooms,
+    copy_batches,
     copy_staged,
     copy_to_host,
     host_memory,
@@ -63,8 +63,8 @@ def test_a_copy_holds_what_the_source_held_when_it_was_begun() -> None:
     assert target.equal(expected)
 
 
-@pytest.mark.parametrize("room_bytes", [1, 16, 100, 1 << 20])
-def test_rooms_of_any_size_copy_every_byte(room_bytes: int) -> None:
+@pytest.mark.parametrize("batch_bytes", [1, 16, 100, 1 << 20])
+def test_rooms_of_any_size_copy_every_byte(batch_bytes: int) -> None:
     sources = [
         torch.randn(7, 3).T,
         torch.arange(5, dtype=torch.int64),
@@ -73,7 +73,7 @@ def test_rooms_of_any_size_copy_every_byte(room_bytes: int) -> None:
         torch.randn(33).to(torch.bfloat16),
     ]
     targets = [torch.empty(each.shape, dtype=each.dtype) for each in sources]
-    copy_by_rooms(list(zip(targets, sources, strict=True)), room_bytes, pinned=False)
+    copy_batches(list(zip(targets, sources, strict=True)), batch_bytes, pinned=False)
     assert all(t.equal(s) for t, s in zip(targets, sources, strict=True))
 
 

@@ -69,7 +69,7 @@ class Cut:
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(generation_group, "STUCK_AFTER_S", 0.05)
-    monkeypatch.setattr(generation_group, "TOLD_AFTER_S", 0.1)
+    monkeypatch.setattr(generation_group, "WARNED_AFTER_S", 0.1)
     yield
 
 

@@ -18,7 +18,7 @@ LONG_S = tuple(LOOK_AFTER_S * 2**number for number in range(5))
 
 def crew(store: dist.Store) -> list[ScriptPoints]:
     ranks = range(len(MEMBERS))
-    return [ScriptPoints(store, GENERATION, rank, MEMBERS, heard_within_s=0.0) for rank in ranks]
+    return [ScriptPoints(store, GENERATION, rank, MEMBERS, read_within_s=0.0) for rank in ranks]
 
 
 def waited(members: list[ScriptPoints], *places: ScriptPoint) -> list[bool]:
@@ -84,7 +84,7 @@ def splitting(store: dist.Store, deeds: list[list[int]]) -> list[ScriptPoints]:
         for deed in own:
             sites[deed].value() if deed >= 0 else exchanges.end()
         found.append(
-            ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, heard_within_s=0.0)
+            ScriptPoints(store, GENERATION, rank, MEMBERS, exchanges=exchanges, read_within_s=0.0)
         )
     return found
 
@@ -133,7 +133,7 @@ def test_it_is_found_before_a_short_limit_ends_the_generation() -> None:
     """Regression: with a limit of 4 s some members heard of it, and others began anew without."""
     store, limit_s = dist.HashStore(), 4.0
     members = [
-        ScriptPoints(store, GENERATION, rank, MEMBERS, limit_s=limit_s, heard_within_s=0.0)
+        ScriptPoints(store, GENERATION, rank, MEMBERS, limit_s=limit_s, read_within_s=0.0)
         for rank in range(len(MEMBERS))
     ]
     found = [False] * len(members)

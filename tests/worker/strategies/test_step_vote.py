@@ -46,7 +46,7 @@ MAY_DIFFER: dict[str, Any] = {
     "leaves": True,
     "conflict": "in step 7 lr of group 0 ...",
     "refusal": {"what": "..."},
-    "told": None,
+    "exchanges": None,
 }
 
 
@@ -120,7 +120,7 @@ def test_different_layers_are_told_by_member_and_layer() -> None:
         exchanges.end()
         told = exchanges.record()
         assert told is not None
-        votes[member] = replace(VOTE, layers=exchanges.summary(), told=vars(told))
+        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=vars(told))
     assert need_whole_votes([ballot(each) for each in votes.values()])
     with pytest.raises(InvalidSpec, match="a: at the outputs of up; b: at the outputs of down"):
         check_votes(votes, 7)

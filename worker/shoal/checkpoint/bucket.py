@@ -18,7 +18,7 @@ import structlog
 from shoal.checkpoint.bucket_paths import BucketPath, size_of
 from shoal.checkpoint.directory import METADATA, STEP
 from shoal.checkpoint.drafts import Draft
-from shoal.checkpoint.entries import CheckpointEntry, Place, index_of, write_files
+from shoal.checkpoint.entries import CheckpointEntry, FileSpan, index_of, write_files
 from shoal.checkpoint.index import read_index
 from shoal.checkpoint.reading import check_written
 from shoal.torch_private.checkpoint import FsspecWriter
@@ -83,7 +83,7 @@ class BucketDraft(Draft):
     def is_seen(self) -> bool:
         return self.size(f"{self.name}{_BEGUN}") >= 0
 
-    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
+    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
         # A file appears as a whole when it is closed: nothing needs to be synchronised.
         writer = FsspecWriter(str(self._path), per_thread_copy_ahead=0, sync_files=False)
         try:
@@ -115,7 +115,7 @@ class BucketDraft(Draft):
             log.info("leftover_removed", path=str(path), num_files=len(left))
         path.remove(left)
 
-    def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
+    def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
         index = index_of(stored)
         check_written(self._path, index)
         (self._path / METADATA).write_bytes(index)
@@ -137,5 +137,5 @@ class BucketDraft(Draft):
 def _part_of(path: BucketPath) -> set[str]:
     """Return the names of the files of a complete checkpoint, its index included."""
     index = read_index(path)
-    places = [place for stored in index.tensors.values() for place in stored.chunks.values()]
-    return {METADATA} | {file for file, _, _ in (*places, *index.objects.values())}
+    spans = [span for stored in index.tensors.values() for span in stored.chunks.values()]
+    return {METADATA} | {file for file, _, _ in (*spans, *index.objects.values())}

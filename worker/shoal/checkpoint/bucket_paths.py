@@ -137,26 +137,26 @@ class BucketPath:
 CheckpointPath = Path | BucketPath
 
 
-def located(place: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
+def located(location: str | os.PathLike[str] | BucketPath) -> CheckpointPath:
     """Return the path of a directory or of a URL.
 
     Raises InvalidSpec for an unsupported URL, or if no installed package can reach it.
     """
-    if isinstance(place, BucketPath):
-        return place
-    name = os.fspath(place)
+    if isinstance(location, BucketPath):
+        return location
+    name = os.fspath(location)
     scheme = _SCHEME.match(name)
     if "::" not in name and scheme is None:
         return Path(name)
     kind = scheme[1].lower() if scheme else ""
     rest = name[scheme.end() :] if scheme else ""
     if "::" in name or not rest.startswith("/") or "?" in rest or "#" in rest:
-        raise _no_place(name)
+        raise _not_a_path(name)
     if kind == "file" and rest.startswith("//"):
         return Path(rest[1:])
     segments = rest[1:].rstrip("/").split("/")
     if kind not in BUCKET_KINDS or any(each in ("", ".", "..") for each in segments):
-        raise _no_place(name)
+        raise _not_a_path(name)
     path = BucketPath(f"{BUCKET_KINDS[kind]}://{'/'.join(segments)}")
     try:
         _ = path.files
@@ -177,7 +177,7 @@ def size_of(path: CheckpointPath) -> int:
     return path.stat().st_size if path.is_file() else -1
 
 
-def _no_place(name: str) -> InvalidSpec:
+def _not_a_path(name: str) -> InvalidSpec:
     return InvalidSpec(
         "that is no location for checkpoints", seen=repr(name)[:200], expected=_EXPECTED
     )

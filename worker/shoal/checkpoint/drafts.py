@@ -8,7 +8,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from shoal.checkpoint import directory
 from shoal.checkpoint.bucket_paths import size_of
-from shoal.checkpoint.entries import CheckpointEntry, Place, write_files, write_index
+from shoal.checkpoint.entries import CheckpointEntry, FileSpan, write_files, write_index
 from shoal.checkpoint.reading import check_written
 
 
@@ -34,7 +34,7 @@ class Draft(ABC):
         """True if this rank sees the first rank's draft, and so shares its storage."""
 
     @abstractmethod
-    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
+    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
         """Write the rank's file durably; return the place of each entry, in the given order."""
 
     @abstractmethod
@@ -46,7 +46,7 @@ class Draft(ABC):
         """Remove leftovers of dead writers. The caller must know that no other writer is alive."""
 
     @abstractmethod
-    def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
+    def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
         """Publish the draft as the checkpoint, replacing an existing one.
 
         Raises CheckpointFailed if a reader would refuse the written files.
@@ -82,7 +82,7 @@ class LocalDraft(Draft):
     def is_seen(self) -> bool:
         return self._aside.is_dir()
 
-    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[Place]:
+    def write(self, rank: int, entries: Sequence[tuple[CheckpointEntry, object]]) -> list[FileSpan]:
         # All tensors are on the host already, so none need be copied ahead.
         return write_files(FileSystemWriter(self._aside, per_thread_copy_ahead=0), rank, entries)
 
@@ -92,7 +92,7 @@ class LocalDraft(Draft):
     def sweep(self) -> None:
         directory.sweep(self._path, keep=self._aside)
 
-    def publish(self, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
+    def publish(self, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
         write_index(self._aside, stored)
         check_written(self._aside, (self._aside / directory.METADATA).read_bytes())
         directory.publish(self._aside, self._path)

@@ -31,7 +31,7 @@ from shoal.checkpoint.write_plan import PlannedChunk
 from shoal.state.shards import Chunk
 from shoal.torch_private.checkpoint import StorageInfo, StoragePrefix
 
-Place = tuple[str, int, int]
+FileSpan = tuple[str, int, int]
 """Location of an entry: name of the file in the checkpoint, offset and length in bytes."""
 
 
@@ -91,7 +91,7 @@ def write_files(
     entries: Sequence[tuple[CheckpointEntry, object]],
     *,
     prefix: str = "",
-) -> list[Place]:
+) -> list[FileSpan]:
     """Write the rank's file, whose name begins with `prefix`; return the place of each entry, in
     the given order."""
     if not entries:
@@ -100,19 +100,19 @@ def write_files(
     plan = SavePlan(items, storage_data=StoragePrefix(f"{prefix}__{rank}_"))
     given = {entry.index: value for entry, value in entries}
     written = writer.write_data(plan, _GivenPlanner(given)).wait()
-    places = {result.index: result.storage_data for result in written}
-    ordered = [places[entry.index] for entry, _ in entries]
-    return [(place.relative_path, place.offset, place.length) for place in ordered]
+    spans = {result.index: result.storage_data for result in written}
+    ordered = [spans[entry.index] for entry, _ in entries]
+    return [(span.relative_path, span.offset, span.length) for span in ordered]
 
 
-def index_of(stored: Iterable[tuple[CheckpointEntry, Place]]) -> bytes:
+def index_of(stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> bytes:
     """Return the content of `.metadata`."""
     with TemporaryDirectory(prefix="shoal-index-") as directory:
         write_index(Path(directory), stored)
         return (Path(directory) / METADATA).read_bytes()
 
 
-def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, Place]]) -> None:
+def write_index(directory: Path, stored: Iterable[tuple[CheckpointEntry, FileSpan]]) -> None:
     """Write `.metadata` durably; with it, the directory is a checkpoint for DCP."""
     tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
     paths: dict[str, names.Path] = {}

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import CheckpointPath, size_of
 from shoal.checkpoint.directory import METADATA
-from shoal.checkpoint.entries import Place
+from shoal.checkpoint.entries import FileSpan
 from shoal.state.shards import Chunk
 from shoal.torch_private.checkpoint import StorageInfo
 from shoal_proto.errors import InvalidSpec, MalformedMessage
@@ -76,7 +76,7 @@ class IndexedTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    chunks: Mapping[Chunk, Place]
+    chunks: Mapping[Chunk, FileSpan]
     """Places of the chunks in the index, which may not cover the whole tensor."""
 
 
@@ -85,7 +85,7 @@ class CheckpointIndex:
     """Contents of a checkpoint: its tensors with their chunks, and the places of its objects."""
 
     tensors: Mapping[names.Path, IndexedTensor]
-    objects: Mapping[names.Path, Place]
+    objects: Mapping[names.Path, FileSpan]
 
 
 def read_index(path: CheckpointPath, content: bytes | None = None) -> CheckpointIndex:
@@ -104,15 +104,15 @@ def read_index(path: CheckpointPath, content: bytes | None = None) -> Checkpoint
         )
     metadata = _metadata(path, content)
     tensors: dict[names.Path, IndexedTensor] = {}
-    objects: dict[names.Path, Place] = {}
+    objects: dict[names.Path, FileSpan] = {}
     try:
         for key, entry in metadata.state_dict_metadata.items():
-            place = _path(metadata, key)
+            name = _path(metadata, key)
             if isinstance(entry, TensorStorageMetadata):
                 chunks = dict(_chunks(metadata, key, entry))
-                tensors[place] = IndexedTensor(tuple(entry.size), entry.properties.dtype, chunks)
+                tensors[name] = IndexedTensor(tuple(entry.size), entry.properties.dtype, chunks)
             else:
-                objects[place] = _place(metadata.storage_data[MetadataIndex(key)])
+                objects[name] = _span(metadata.storage_data[MetadataIndex(key)])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(path, repr(error)) from error
     index = CheckpointIndex(tensors, objects)
@@ -152,13 +152,13 @@ def _path(metadata: Metadata, key: str) -> names.Path:
 
 def _chunks(
     metadata: Metadata, key: str, entry: TensorStorageMetadata
-) -> Iterator[tuple[Chunk, Place]]:
+) -> Iterator[tuple[Chunk, FileSpan]]:
     for stored in entry.chunks:
         chunk = Chunk(offsets=tuple(stored.offsets), sizes=tuple(stored.sizes))
-        yield chunk, _place(metadata.storage_data[MetadataIndex(key, stored.offsets)])
+        yield chunk, _span(metadata.storage_data[MetadataIndex(key, stored.offsets)])
 
 
-def _place(stored: StorageInfo) -> Place:
+def _span(stored: StorageInfo) -> FileSpan:
     if getattr(stored, "transform_descriptors", None):
         raise ValueError("its files are compressed or encrypted by an extension")
     file = stored.relative_path
@@ -171,8 +171,8 @@ def _place(stored: StorageInfo) -> Place:
 
 def _check_files(path: CheckpointPath, index: CheckpointIndex) -> None:
     ends: dict[str, int] = {}
-    places = (place for stored in index.tensors.values() for place in stored.chunks.values())
-    for file, offset, length in (*places, *index.objects.values()):
+    spans = (span for stored in index.tensors.values() for span in stored.chunks.values())
+    for file, offset, length in (*spans, *index.objects.values()):
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
         size = size_of(path / file)

@@ -53,10 +53,10 @@ def path_of(name: str) -> Path:
     parameter, _, key = name.removeprefix(OPTIM).rpartition("/")
     if not key.startswith(INNER):
         return ("optim", "state", parameter, key)
-    return ("optim", "state", parameter, *_places(key.removeprefix(INNER)))
+    return ("optim", "state", parameter, *_key_parts(key.removeprefix(INNER)))
 
 
-def _places(dotted: str) -> Path:
+def _key_parts(dotted: str) -> Path:
     """Split a dotted path into torch's flattened path, in which list indices are numbers."""
     key, *inner = dotted.split(".")
     return (key, *(int(each) if each.isdecimal() else each for each in inner))
@@ -78,7 +78,7 @@ def name_of_tensor(path: Path, slots: Mapping[str, Any]) -> str | None:
         case ("optim", "state", str(parameter), *rest) if is_inside(path, slots):
             return f"{OPTIM}{parameter}/{INNER}{key_of(tuple(rest))}"
         case ("optim", "state", *_):
-            raise _no_place(path, "nested state of an optimizer")
+            raise _not_representable(path, "nested state of an optimizer")
         case ("optim", part, *_) if part != "param_groups":
             raise InvalidSpec(
                 "the checkpoint's optimizer state is flattened",
@@ -110,7 +110,7 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
         if path[:2] != ("optim", "state") or is_inside(path, slots):
             continue
         if len(path) != 4:
-            raise _no_place(path, "nested state of an optimizer")
+            raise _not_representable(path, "nested state of an optimizer")
         _, _, parameter, key = path
         taken, _ = take_apart_exactly(value, (), partial(_refused, path), inline=True)
         found.setdefault(str(parameter), {})[str(key)] = taken
@@ -120,15 +120,15 @@ def slots_of(entries: Mapping[Path, object], slots: Mapping[str, Any]) -> dict[s
 def is_read(path: Path) -> bool:
     """True if Shoal reads an object at this path. Raises InvalidSpec if a state cannot hold it."""
     if path[0] == "model":
-        raise _no_place(path, "an extra state that is no tensor")
+        raise _not_representable(path, "an extra state that is no tensor")
     return path[0] == "optim" or path in {OWN, STEP}
 
 
 def _refused(path: Path, _: tuple[str, ...], seen: str, expected: str) -> InvalidSpec:
-    return _no_place(path, seen)
+    return _not_representable(path, seen)
 
 
-def _no_place(path: Path, seen: str) -> InvalidSpec:
+def _not_representable(path: Path, seen: str) -> InvalidSpec:
     return InvalidSpec(
         f"the checkpoint's entry {key_of(path)} has no place in a state",
         seen=seen,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from shoal.checkpoint import names
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
-from shoal.checkpoint.entries import Place
+from shoal.checkpoint.entries import FileSpan
 from shoal.checkpoint.index import CheckpointIndex, IndexedTensor, read_index
 from shoal.state.optimizer_state import SLOTS
 from shoal.state.shards import Chunk, Needs, StateShard, TensorShard
@@ -74,8 +74,8 @@ class _Reader:
     def state_shard(self, needs: Needs) -> StateShard:
         own = self._own()
         objects = {
-            path: self._object(place)
-            for path, place in self._index.objects.items()
+            path: self._object(span)
+            for path, span in self._index.objects.items()
             if names.is_read(path) and path != names.OWN
         }
         step = own["step"] if own else objects.get(names.STEP, 0)
@@ -96,15 +96,15 @@ class _Reader:
         for path, stored in self._index.tensors.items():
             if stored.dtype not in seen:
                 seen.add(stored.dtype)
-                for chunk, place in islice(stored.chunks.items(), 1):
-                    self._chunk(names.key_of(path), stored.dtype, chunk, place)
+                for chunk, span in islice(stored.chunks.items(), 1):
+                    self._chunk(names.key_of(path), stored.dtype, chunk, span)
 
     def _own(self) -> Mapping[str, Any] | None:
         """Return Shoal's own entry; None if Shoal did not write the checkpoint."""
-        place = self._index.objects.get(names.OWN)
-        if place is None:
+        span = self._index.objects.get(names.OWN)
+        if span is None:
             return None
-        own = names.own_state(self._object(place))
+        own = names.own_state(self._object(span))
         self._checked = own["checksums"]
         return own
 
@@ -126,11 +126,11 @@ class _Reader:
     def _piece(self, key: str, stored: IndexedTensor, chunk: Chunk) -> TensorShard:
         tensor = torch.empty(chunk.sizes, dtype=stored.dtype)
         num_read = 0
-        for written, place in stored.chunks.items():
+        for written, span in stored.chunks.items():
             both = chunk.overlap(written)
             if both is None:
                 continue
-            part = self._chunk(key, stored.dtype, written, place)
+            part = self._chunk(key, stored.dtype, written, span)
             tensor[both.within(chunk)] = part[both.within(written)]
             num_read += both.num_elements
         if num_read != chunk.num_elements:
@@ -141,8 +141,8 @@ class _Reader:
             )
         return TensorShard(shape=stored.shape, chunk=chunk, tensor=tensor)
 
-    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, place: Place) -> Tensor:
-        tensor = self._object(place)
+    def _chunk(self, key: str, dtype: torch.dtype, chunk: Chunk, span: FileSpan) -> Tensor:
+        tensor = self._object(span)
         if (
             not isinstance(tensor, Tensor)
             or tensor.dtype != dtype
@@ -156,9 +156,9 @@ class _Reader:
             )
         return tensor
 
-    def _object(self, place: Place) -> Any:
+    def _object(self, span: FileSpan) -> Any:
         """Load what torch.save wrote at this place: tensors and plain values only, never code."""
-        file, offset, length = place
+        file, offset, length = span
         if file not in self._files:
             self._files[file] = self._stack.enter_context((self._path / file).open("rb"))
         self._files[file].seek(offset)
@@ -183,8 +183,8 @@ class _Reader:
         except (ShoalError, MemoryError):
             raise
         except Exception as error:  # damaged bytes make torch.load raise anything
-            places = self._index.objects.items()
-            keys = [names.key_of(path) for path, place in places if place[:2] == (file, offset)]
+            spans = self._index.objects.items()
+            keys = [names.key_of(path) for path, span in spans if span[:2] == (file, offset)]
             # torch's message begins with long advice to disable the safe unpickler.
             reason = str(error).rpartition("WeightsUnpickler error: ")[2]
             raise MalformedMessage(

@@ -101,8 +101,8 @@ class TrainedSamples:
 
 
 def _origin_of(values: Mapping[str, Any]) -> SamplePosition:
-    told = values.get(ORIGIN)
-    return SamplePosition(*map(int, told)) if told else SamplePosition()
+    origin = values.get(ORIGIN)
+    return SamplePosition(*map(int, origin)) if origin else SamplePosition()
 
 
 def check_samples(

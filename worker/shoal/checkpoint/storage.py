@@ -12,22 +12,22 @@ from shoal_proto.errors import InvalidSpec
 log = structlog.get_logger(__name__)
 
 
-def complete(place: CheckpointPath) -> Mapping[int, CheckpointPath]:
-    """Return all complete checkpoints by step. Raises InvalidSpec if `place` cannot be listed."""
-    if isinstance(place, BucketPath):
-        return bucket.complete(place)
-    return directory.complete(place)
+def complete(location: CheckpointPath) -> Mapping[int, CheckpointPath]:
+    """Return complete checkpoints by step. Raises InvalidSpec if `location` cannot be listed."""
+    if isinstance(location, BucketPath):
+        return bucket.complete(location)
+    return directory.complete(location)
 
 
-def newest(place: CheckpointPath) -> CheckpointPath | None:
+def newest(location: CheckpointPath) -> CheckpointPath | None:
     """Return the complete checkpoint of the highest step, if there is one."""
-    found = complete(place)
+    found = complete(location)
     return found[max(found)] if found else None
 
 
-def path_of_step(place: CheckpointPath, step: int) -> CheckpointPath:
+def path_of_step(location: CheckpointPath, step: int) -> CheckpointPath:
     """Return the path of the checkpoint after `step` committed steps; names sort as steps do."""
-    return place / directory.name_of_step(step)
+    return location / directory.name_of_step(step)
 
 
 def draft_of(path: CheckpointPath) -> Draft:
@@ -35,33 +35,33 @@ def draft_of(path: CheckpointPath) -> Draft:
     return bucket.BucketDraft(path) if isinstance(path, BucketPath) else LocalDraft(path)
 
 
-def check(place: CheckpointPath) -> None:
+def check(location: CheckpointPath) -> None:
     """Raise InvalidSpec for a bucket that cannot store checkpoints; called before one is due."""
-    if isinstance(place, BucketPath):
-        place.probe()
+    if isinstance(location, BucketPath):
+        location.probe()
 
 
-def refuse_later(place: CheckpointPath, step: int) -> None:
+def refuse_later(location: CheckpointPath, step: int) -> None:
     """Raise InvalidSpec if there are checkpoints of later steps.
 
     A run that does not continue from the newest checkpoint would mix its own with another run's.
     """
-    last = max(complete(place), default=step)
+    last = max(complete(location), default=step)
     if last > step:
         raise InvalidSpec(
-            f"{place} has checkpoints of a run that was further than this one",
+            f"{location} has checkpoints of a run that was further than this one",
             seen=f"step {last}",
             expected=f"none after step {step}",
             fix="Continue from the newest one, or write to another directory.",
         )
 
 
-def retire(place: CheckpointPath, step: int, keep: int) -> None:
+def retire(location: CheckpointPath, step: int, keep: int) -> None:
     """Delete complete checkpoints of this step and earlier ones, except the newest `keep`.
 
     Checkpoints of later steps belong to another run, and are neither counted nor deleted.
     """
-    found = complete(place)
+    found = complete(location)
     for old in sorted(own for own in found if own <= step)[:-keep]:
         path = found[old]
         log.debug("checkpoint_retired", path=str(path))

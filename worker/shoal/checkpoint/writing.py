@@ -17,7 +17,7 @@ from typing import Any
 from shoal.checkpoint import names, storage
 from shoal.checkpoint.bucket_paths import BucketPath, CheckpointPath, located
 from shoal.checkpoint.drafts import Draft
-from shoal.checkpoint.entries import CheckpointEntry, Place
+from shoal.checkpoint.entries import CheckpointEntry, FileSpan
 from shoal.checkpoint.peers import ALONE, Peers
 from shoal.checkpoint.write_plan import PlannedChunk, from_json, items_of, plan_writes, to_json
 from shoal.state.optimizer_state import SLOTS, merged
@@ -52,8 +52,8 @@ def write(
     writer = _Writer(located(path), state_shard, peers)
     try:
         items = writer.open(continues)
-        places = writer.write_share(items[peers.rank])
-        writer.publish(items, places)
+        spans = writer.write_share(items[peers.rank])
+        writer.publish(items, spans)
     except GenerationBroken:
         raise
     except ShoalError:
@@ -104,7 +104,7 @@ class _Writer:
             known={name for answer in opened for name in answer["elsewhere"]},
         )
 
-    def write_share(self, items: Sequence[PlannedChunk]) -> list[list[Place]]:
+    def write_share(self, items: Sequence[PlannedChunk]) -> list[list[FileSpan]]:
         """Write this rank's share; return the places of each rank's `_entries`, by rank."""
 
         def act() -> Any:
@@ -135,31 +135,31 @@ class _Writer:
         return entries + [CheckpointEntry.of_value(path, value) for path, value in values]
 
     def publish(
-        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
+        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
     ) -> None:
         """Publish the checkpoint; return once it is complete."""
 
         def act() -> Any:
             if self._first:
                 stored = list(self._stored(items, located))
-                _check_files(self._draft, [place for _, place in stored])
+                _check_files(self._draft, [span for _, span in stored])
                 self._draft.publish(stored)
 
         self._together("could not be completed", act)
 
     def _stored(
-        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[Place]]
-    ) -> Iterator[tuple[CheckpointEntry, Place]]:
+        self, items: Sequence[Sequence[PlannedChunk]], located: Sequence[Sequence[FileSpan]]
+    ) -> Iterator[tuple[CheckpointEntry, FileSpan]]:
         """Yield all entries of all ranks. A tied parameter is listed under each of its names."""
         tied: Any = self._state_shard.values.get("tied", {})
         aliases: dict[names.Path, list[str]] = {}
         for alias, name in tied.items():
             aliases.setdefault(("model", name), []).append(alias)
-        for rank, (own, places) in enumerate(zip(items, located, strict=True)):
-            for entry, place in zip(self._entries(own, rank == FIRST), places, strict=True):
-                yield entry, place
+        for rank, (own, spans) in enumerate(zip(items, located, strict=True)):
+            for entry, span in zip(self._entries(own, rank == FIRST), spans, strict=True):
+                yield entry, span
                 for alias in aliases.get(entry.path, []):
-                    yield CheckpointEntry(("model", alias), entry.data), place
+                    yield CheckpointEntry(("model", alias), entry.data), span
 
     def give_up(self) -> None:
         """Discard the draft. All ranks have failed at the same point, so none still writes."""
@@ -214,10 +214,10 @@ def _from_system(error: BaseException | None) -> OSError | None:
     return error
 
 
-def _check_files(draft: Draft, places: Sequence[Place]) -> None:
+def _check_files(draft: Draft, spans: Sequence[FileSpan]) -> None:
     """Raise InvalidSpec unless the first rank sees all files: ranks may write to separate disks."""
     ends: dict[str, int] = {}
-    for file, offset, length in places:
+    for file, offset, length in spans:
         ends[file] = max(ends.get(file, 0), offset + length)
     for file, end in ends.items():
         size = draft.size(file)

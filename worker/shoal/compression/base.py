@@ -88,7 +88,7 @@ class Compressor(ABC):
         packed = PackedTensors(flat, list(values), [tensor.shape for tensor in values.values()])
         for work in self.averaging(packed, wire):
             work.wait()
-        return {name: flat[place].view_as(values[name]) for name, place in packed.slots()}
+        return {name: flat[span].view_as(values[name]) for name, span in packed.slots()}
 
     @abstractmethod
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:

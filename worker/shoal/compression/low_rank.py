@@ -52,7 +52,7 @@ class Matrix:
 
     name: str
     gradient: Tensor
-    place: slice
+    span: slice
 
 
 class PowerSgdCompressor(Compressor):
@@ -81,14 +81,14 @@ class PowerSgdCompressor(Compressor):
         values = self._residuals.added_to(packed)
         matrices, plain = self._parted(packed, values)
         lefts = [matrix.gradient @ self._factor(matrix) for matrix in matrices]
-        first = _joined([*lefts, *(values[place] for place in plain)], wire.world_size)
+        first = _joined([*lefts, *(values[span] for span in plain)], wire.world_size)
         yield wire.all_reduce(first)
         mean = torch.empty_like(values)
-        sizes = [left.numel() for left in lefts] + [place.stop - place.start for place in plain]
+        sizes = [left.numel() for left in lefts] + [span.stop - span.start for span in plain]
         numbers = torch.split(first, sizes)
-        for place, average in zip(plain, numbers[len(lefts) :], strict=True):
-            mean[place] = average
-            values[place] = 0
+        for span, average in zip(plain, numbers[len(lefts) :], strict=True):
+            mean[span] = average
+            values[span] = 0
         if not bool(torch.isfinite(first).all()):
             # The sums are the same on all ranks, so none begins the second all-reduce.
             packed.flat.fill_(float("nan"))
@@ -112,7 +112,7 @@ class PowerSgdCompressor(Compressor):
         sizes = [matrix.gradient.shape[1] * self._rank for matrix in matrices]
         for matrix, left, right in zip(matrices, lefts, torch.split(rights, sizes), strict=True):
             factor = right.view(-1, self._rank)
-            product = mean[matrix.place].view_as(matrix.gradient)
+            product = mean[matrix.span].view_as(matrix.gradient)
             torch.mm(left, factor.t(), out=product)
             self._factors.put(matrix.name, factor)
 
@@ -122,11 +122,11 @@ class PowerSgdCompressor(Compressor):
     def _parted(self, packed: PackedTensors, values: Tensor) -> tuple[list[Matrix], list[slice]]:
         """Split the values into matrices to compress, and slices of the rest."""
         matrices, plain = [], []
-        for (name, place), shape in zip(packed.slots(), packed.shapes, strict=True):
+        for (name, span), shape in zip(packed.slots(), packed.shapes, strict=True):
             if self.is_compressed(shape):
-                matrices.append(Matrix(name, values[place].view(shape[0], -1), place))
+                matrices.append(Matrix(name, values[span].view(shape[0], -1), span))
             else:
-                plain.append(place)
+                plain.append(span)
         return matrices, plain
 
     def _factor(self, matrix: Matrix) -> Tensor:
@@ -151,9 +151,9 @@ class LowRankEncoder(PushEncoder):
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
         decoded = values.clone()
-        places = self._places(blocks)
+        spans = self._spans(blocks)
         # For each block: the values before its whole rows, their left factor, the values after.
-        sent = [[values[place]] for place in places.values()]
+        sent = [[values[span]] for span in spans.values()]
         codec = GradientCodec(kind=PowerSGD.name, rank=self._rank)
         codec.low_rank.extend(LowRankRows() for _ in blocks)
         rights = []
@@ -161,19 +161,17 @@ class LowRankEncoder(PushEncoder):
             parts = [rows_of(blocks[i], matrix) for i in members]
             columns = blocks[members[0]].columns
             rows = [
-                slice(
-                    places[i].start + part.lead, places[i].start + part.lead + part.rows * columns
-                )
+                slice(spans[i].start + part.lead, spans[i].start + part.lead + part.rows * columns)
                 for i, part in zip(members, parts, strict=True)
             ]
-            gradient = torch.cat([values[place] for place in rows]).view(-1, columns)
+            gradient = torch.cat([values[span] for span in rows]).view(-1, columns)
             left, right = self._factorise(blocks[members[0]], gradient)
             lefts = torch.split(left, [part.rows for part in parts])
-            for i, part, place, own in zip(members, parts, rows, lefts, strict=True):
+            for i, part, span, own in zip(members, parts, rows, lefts, strict=True):
                 codec.low_rank[i].CopyFrom(part)
-                sent[i] = [values[places[i].start : place.start], own]
-                sent[i].append(values[place.stop : places[i].stop])
-                _multiply(own, right, decoded[place].view(part.rows, columns))
+                sent[i] = [values[spans[i].start : span.start], own]
+                sent[i].append(values[span.stop : spans[i].stop])
+                _multiply(own, right, decoded[span].view(part.rows, columns))
             codec.columns.append(columns)
             rights.append(right)
         pieces = [tensor for block in sent for tensor in block] + rights
@@ -181,13 +179,13 @@ class LowRankEncoder(PushEncoder):
         codec.num_bytes = data.nbytes
         return EncodedBlocks(codec=codec, data=data, decoded=decoded)
 
-    def _places(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
+    def _spans(self, blocks: Sequence[PushBlock]) -> dict[int, slice]:
         """Return the slice of each block in the values, by index of the block."""
-        places, start = {}, 0
+        spans, start = {}, 0
         for i, block in enumerate(blocks):
-            places[i] = slice(start, start + block.num_elements)
+            spans[i] = slice(start, start + block.num_elements)
             start += block.num_elements
-        return places
+        return spans
 
     def _factorise(self, first: PushBlock, gradient: Tensor) -> tuple[Tensor, Tensor]:
         key = first.parameter, first.offset

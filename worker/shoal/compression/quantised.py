@@ -131,12 +131,12 @@ class QuantisedCompressor(Compressor):
         by the number of ranks, by which the mean will divide them.
         """
         owed = torch.zeros(served.stop - served.start, dtype=torch.float32, device=values.device)
-        for name, place in packed.slots():
+        for name, span in packed.slots():
             debt = self._debts.get(name)
             if debt is None:
                 continue
             self._debts.put(name, None)
-            start = place.start + debt.start
+            start = span.start + debt.start
             stop = start + debt.values.numel()
             before = min(max(served.start, start), stop)
             behind = min(max(served.stop, before), stop)
@@ -148,11 +148,11 @@ class QuantisedCompressor(Compressor):
         return owed
 
     def _keep_debts(self, packed: PackedTensors, left: Tensor, served: slice) -> None:
-        for name, place in packed.slots():
-            start, stop = max(place.start, served.start), min(place.stop, served.stop)
+        for name, span in packed.slots():
+            start, stop = max(span.start, served.start), min(span.stop, served.stop)
             if start < stop:
                 values = left[start - served.start : stop - served.start]
-                self._debts.put(name, MeanError(start - place.start, values))
+                self._debts.put(name, MeanError(start - span.start, values))
 
 
 class QuantisedEncoder(PushEncoder):

@@ -57,21 +57,21 @@ class Residuals:
         total = torch.empty(length or size, dtype=torch.float32, device=packed.flat.device)
         total[:size] = packed.flat
         total[size:] = 0
-        for name, place in packed.slots():
+        for name, span in packed.slots():
             left = self._carry.get(name)
             if left is not None:
-                total[place] += left
+                total[span] += left
         return total
 
     def keep(self, packed: PackedTensors, left: Tensor) -> None:
         """Keep `left`, the errors of the values being sent, as the new residuals."""
-        for name, place in packed.slots():
-            self._carry.put(name, left[place])
+        for name, span in packed.slots():
+            self._carry.put(name, left[span])
 
     def release(self, packed: PackedTensors) -> None:
         """Add the residuals to the values, and clear them."""
-        for name, place in packed.slots():
+        for name, span in packed.slots():
             left = self._carry.get(name)
             if left is not None:
-                packed.flat[place] += left
+                packed.flat[span] += left
             self._carry.put(name, None)

@@ -56,11 +56,11 @@ class TopKCompressor(Compressor):
 
     def _average(self, packed: PackedTensors, wire: Wire) -> Averaging:
         values = self._residuals.added_to(packed)
-        places = largest(values.abs(), ceil(self._ratio * values.numel()))
-        chosen = values[places]
-        values[places] = 0
+        positions = largest(values.abs(), ceil(self._ratio * values.numel()))
+        chosen = values[positions]
+        values[positions] = 0
         self._residuals.keep(packed, values)
-        sent = torch.cat([chosen.view(torch.int32), places.to(torch.int32)])
+        sent = torch.cat([chosen.view(torch.int32), positions.to(torch.int32)])
         received = sent.new_empty(wire.world_size, sent.numel())
         yield wire.all_gather(received, sent)
 
@@ -82,11 +82,11 @@ class TopKEncoder(PushEncoder):
         self._ratio = ratio
 
     def encode(self, values: Tensor, blocks: Sequence[PushBlock]) -> EncodedBlocks:
-        places = largest(values.abs(), ceil(self._ratio * values.numel())).sort().values
-        chosen = values[places]
-        data = torch.cat([chosen.view(torch.int32), places.to(torch.int32)])
+        positions = largest(values.abs(), ceil(self._ratio * values.numel())).sort().values
+        chosen = values[positions]
+        data = torch.cat([chosen.view(torch.int32), positions.to(torch.int32)])
         decoded = torch.zeros_like(values)
-        decoded[places] = chosen
+        decoded[positions] = chosen
         return EncodedBlocks(codec=codec_of(TopK.name, data), data=data, decoded=decoded)
 
 

@@ -28,13 +28,13 @@ def is_arrow(dataset: object) -> bool:
     return _CHOSEN in vars(dataset) and hasattr(getattr(dataset, "data", None), "fast_gather")
 
 
-def rows_taken(dataset: Any, places: Callable[[int], Sequence[int]]) -> list[int] | None:
+def rows_taken(dataset: Any, positions_of: Callable[[int], Sequence[int]]) -> list[int] | None:
     """The table rows of the samples at `places(number of samples)`. None: the samples are all rows,
     in order."""
     taken = vars(dataset)[_CHOSEN]
     if taken is None or not len(taken):
         return None if taken is None else []
-    return list(taken.fast_gather(places(len(taken))).column(0).to_pylist())
+    return list(taken.fast_gather(positions_of(len(taken))).column(0).to_pylist())
 
 
 def columns_at(dataset: Any, rows: Sequence[int]) -> Iterator[tuple[str, list[object]]]:

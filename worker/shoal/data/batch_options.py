@@ -147,7 +147,7 @@ class BatchOptions:
 def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, str]:
     """Fields of the proposal about the samples, which must be the same on all members."""
     samples = dataset.dataset if isinstance(dataset, DataLoader) else dataset
-    told = {
+    fields = {
         "global_batch": str(order.global_batch_size),
         "dataset": describe(samples),
         "seed": str(order.seed),
@@ -155,13 +155,13 @@ def fields_of(dataset: "Dataset | DataLoader[Any]", order: Order) -> dict[str, s
         "shuffle": str(order.shuffle).lower(),
     }
     if order.drop_last:
-        told["drop_last"] = "true"
+        fields["drop_last"] = "true"
     if order.rule > 1:
-        told["order"] = order.name
-    return told
+        fields["order"] = order.name
+    return fields
 
 
-def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
+def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
     """The options, with those that the script did not give taken from its DataLoader."""
     if loader.batch_size is None:
         seen = type(loader.batch_sampler).__name__
@@ -185,15 +185,15 @@ def _completed(said: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions:
     if seed is None and isinstance(loader.generator, torch.Generator):
         seed = loader.generator.initial_seed()
     return replace(
-        said,
+        options,
         global_batch_size=(
-            loader.batch_size if said.global_batch_size is None else said.global_batch_size
+            loader.batch_size if options.global_batch_size is None else options.global_batch_size
         ),
-        seed=seed if said.seed is None else said.seed,
-        shuffle=shuffle if said.shuffle is None else said.shuffle,
-        collate=said.collate or own_collate(loader),
-        drop_last=loader.drop_last if said.drop_last is None else said.drop_last,
-        loading={**_loading_of(loader), **said.loading},
+        seed=seed if options.seed is None else options.seed,
+        shuffle=shuffle if options.shuffle is None else options.shuffle,
+        collate=options.collate or own_collate(loader),
+        drop_last=loader.drop_last if options.drop_last is None else options.drop_last,
+        loading={**_loading_of(loader), **options.loading},
     )
 
 

@@ -113,8 +113,8 @@ def _of_dataset(dataset: Any, size: int | None, depth: int) -> Iterator[Word]:
     elif isinstance(dataset, Tensor | np.ndarray):
         yield from _of_array(dataset)
     elif type(dataset) in (list, tuple):
-        for place in _places(len(dataset), NUM_SAMPLES):
-            yield from _of_value(dataset[place], 0)
+        for position in _spread(len(dataset), NUM_SAMPLES):
+            yield from _of_value(dataset[position], 0)
     elif size is not None:
         yield from _of_attributes(dataset, size, depth)
 
@@ -151,10 +151,10 @@ def _keeps_no_caches(dataset: object) -> bool:
 
 def _of_arrow(dataset: Any) -> Iterator[Word]:
     yield len(dataset)
-    taken = rows_taken(dataset, lambda size: _places(size, NUM_ROWS_TAKEN))
+    taken = rows_taken(dataset, lambda size: _spread(size, NUM_ROWS_TAKEN))
     if taken is not None:
         yield sha256(repr(taken).encode()).hexdigest()
-    rows = _places(dataset.data.num_rows, NUM_ROWS)
+    rows = _spread(dataset.data.num_rows, NUM_ROWS)
     for name, values in islice(columns_at(dataset, rows), MAX_PARTS) if len(rows) else ():
         yield name
         for value in values:
@@ -165,19 +165,19 @@ def _is_being_filled(column: Any) -> bool:
     """True if entries of the column are None, as in a cache of samples that are not loaded yet."""
     if not isinstance(column, list | tuple):
         return False
-    return any(column[place] is None for place in _places(len(column), NUM_SAMPLES))
+    return any(column[position] is None for position in _spread(len(column), NUM_SAMPLES))
 
 
 def _of_indices(indices: Any) -> Iterator[Word]:
     if not isinstance(indices, Tensor | np.ndarray | list | tuple | range):
         return
-    places = _places(len(indices), NUM_INDICES)
+    positions = _spread(len(indices), NUM_INDICES)
     if isinstance(indices, Tensor | np.ndarray):
-        found = np.asarray(_elements(indices, [places]))
-    elif len(places) == len(indices):
+        found = np.asarray(_elements(indices, [positions]))
+    elif len(positions) == len(indices):
         found = np.asarray(indices)
     else:
-        found = np.asarray([indices[place] for place in places])
+        found = np.asarray([indices[position] for position in positions])
     yield len(indices)
     if found.dtype.kind in "iu":
         yield sha256(found.astype("<i8").tobytes()).hexdigest()
@@ -229,25 +229,25 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
     yield str(sizes)
     if math.prod(sizes) == 0:
         return
-    rows = _places(sizes[0], NUM_SAMPLES) if sizes else [0]
+    rows = _spread(sizes[0], NUM_SAMPLES) if sizes else [0]
     width = math.prod(sizes[1:])
     count = min(width, NUM_EXACT if _is_exact(array) else NUM_ROUGH)
     # Other positions in each row: some elements, such as an image's corners, never differ.
     flat = [
         (row * 7919 + k * width // count) % width for row in range(len(rows)) for k in range(count)
     ]
-    places = [[row for row in rows for _ in range(count)]]
+    positions = [[row for row in rows for _ in range(count)]]
     for size in reversed(sizes[1:]):
-        places.insert(1, [each % size for each in flat])
+        positions.insert(1, [each % size for each in flat])
         flat = [each // size for each in flat]
-    for value in _elements(array, places if sizes else []):
+    for value in _elements(array, positions if sizes else []):
         yield from _of_scalar(value)
 
 
-def _elements(array: "Tensor | np.ndarray[Any, Any]", places: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the elements at these positions, given by dimension."""
+def _elements(array: "Tensor | np.ndarray[Any, Any]", axes: Sequence[Sequence[int]]) -> list[Any]:
+    """Return the elements at these axes, given by dimension."""
     # Made with NumPy: torch would put them on the script's default device.
-    index = tuple(np.asarray(each, dtype=np.int64) for each in places)
+    index = tuple(np.asarray(each, dtype=np.int64) for each in axes)
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
     on_device = tuple(torch.from_numpy(each).to(array.device) for each in index)
@@ -276,7 +276,7 @@ def _is_plain(tensor: Tensor) -> bool:
     )
 
 
-def _places(size: int, most: int) -> Sequence[int]:
+def _spread(size: int, most: int) -> Sequence[int]:
     """Return all positions up to `size`, or `most` of them spread over the whole length."""
     if size <= most:
         return range(size)

@@ -50,13 +50,13 @@ class Order:
 
     def __post_init__(self) -> None:
         for name in ("num_samples", "global_batch_size", "num_epochs", "seed"):
-            said = "epochs" if name == "num_epochs" else name
-            value = as_index(said, getattr(self, name))
+            text = "epochs" if name == "num_epochs" else name
+            value = as_index(text, getattr(self, name))
             object.__setattr__(self, name, value)
             if name == "num_samples" and value < 1:
                 raise InvalidSpec("the dataset has no samples", expected="at least one")
             if name != "seed" and value < 1:
-                raise InvalidSpec(f"{said} is out of range", seen=str(value), expected="at least 1")
+                raise InvalidSpec(f"{text} is out of range", seen=str(value), expected="at least 1")
         if self.drop_last and self.num_samples < self.global_batch_size:
             raise InvalidSpec(
                 "drop_last leaves out every sample",
@@ -110,8 +110,8 @@ class Order:
         if since < self._first_steps:
             offset = self.origin.offset + since * self.global_batch_size
             return SamplePosition(step, self.origin.epoch, offset)
-        further, place = divmod(since - self._first_steps, self.steps_per_epoch)
-        return SamplePosition(step, self.origin.epoch + 1 + further, place * self.global_batch_size)
+        further, batch = divmod(since - self._first_steps, self.steps_per_epoch)
+        return SamplePosition(step, self.origin.epoch + 1 + further, batch * self.global_batch_size)
 
     def span(self, step: int) -> tuple[int, int, int]:
         """(epoch, start, stop): the positions of the step's global batch in its epoch's order."""

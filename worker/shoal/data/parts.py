@@ -94,7 +94,7 @@ class PerColumn(list[Any]):
     """A list each of whose items is known to cover all samples."""
 
 
-def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
+def columns_marked(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
     """Find out which tuples and lists in a collated batch hold one item a sample, and mark them.
 
     In a batch of three images with three channels, `tuple(images)` looks like three tensors with a
@@ -103,7 +103,7 @@ def told_apart(collated: Any, size: int, of_one: Callable[[], Any]) -> Any:
     """
     if size < 2 or not _in_doubt(collated, size):
         return collated
-    return _told_apart(collated, of_one(), size)
+    return _marked(collated, of_one(), size)
 
 
 def _in_doubt(values: Any, size: int) -> bool:
@@ -118,9 +118,9 @@ def _may_be_either(values: Any, size: int) -> bool:
     return type(values) in (list, tuple) and len(values) == size and _are_columns(values, size)
 
 
-def _told_apart(values: Any, one: Any, size: int) -> Any:
+def _marked(values: Any, one: Any, size: int) -> Any:
     if type(values) is dict and isinstance(one, Mapping):
-        return {name: _told_apart(each, one.get(name), size) for name, each in values.items()}
+        return {name: _marked(each, one.get(name), size) for name, each in values.items()}
     if type(values) not in (list, tuple) or not isinstance(one, list | tuple):
         return values
     is_in_doubt = _may_be_either(values, size)
@@ -128,7 +128,7 @@ def _told_apart(values: Any, one: Any, size: int) -> Any:
         return ListPerSample(values) if isinstance(values, list) else OnePerSample(values)
     if len(values) != len(one):
         return values
-    parts = [_told_apart(each, single, size) for each, single in zip(values, one, strict=True)]
+    parts = [_marked(each, single, size) for each, single in zip(values, one, strict=True)]
     if isinstance(values, tuple):
         return tuple(parts)
     return PerColumn(parts) if is_in_doubt else parts

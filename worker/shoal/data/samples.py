@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 from torch.utils.data import default_collate
 
-from shoal.data.parts import PerColumn, told_apart
+from shoal.data.parts import PerColumn, columns_marked
 from shoal.randomness import mix
 from shoal_proto.errors import LoadingFailed, SampleFailed
 
@@ -48,8 +48,8 @@ def lacks_resources(error: BaseException) -> bool:
     """True if the error means that memory, shared memory, processes or descriptors ran out."""
     if isinstance(error, OSError):
         return error.errno in _LACKING
-    told = isinstance(error, RuntimeError) and any(each in str(error) for each in _TORCH_LACKS)
-    return told or isinstance(error, MemoryError)
+    is_named = isinstance(error, RuntimeError) and any(each in str(error) for each in _TORCH_LACKS)
+    return is_named or isinstance(error, MemoryError)
 
 
 class MapDataset(Protocol):
@@ -135,7 +135,7 @@ class Samples:
     def _collated(self, items: list[Any], epoch: int, indices: Sequence[int]) -> Any:
         together = self._collate(items)
         if self._collate is not default_collate:
-            return told_apart(together, len(items), lambda: self._alone(epoch, indices[0]))
+            return columns_marked(together, len(items), lambda: self._alone(epoch, indices[0]))
         # torch's default_collate turns tuples and lists into a list with one item for each part,
         # which covers all samples.
         if type(together) is list and isinstance(items[0], tuple):

@@ -82,12 +82,12 @@ class ShardOrder(Order):
         if not self.shuffle:
             return positions
         key = mix(self.seed, epoch)
-        places = self._shuffled(self._in_line(positions), key)
+        shuffled = self._shuffled(self._in_line(positions), key)
         shards = _permutation(len(self.lengths), mix(key, _SHARDS_OF_EPOCH))
         ends = self._lengths[shards].cumsum(0)
-        which = torch.bucketize(places, ends, right=True)
+        which = torch.bucketize(shuffled, ends, right=True)
         # From positions in the line to indices in the shards' given order.
-        return places + (self._ends[shards] - ends)[which]
+        return shuffled + (self._ends[shards] - ends)[which]
 
     def _in_line(self, positions: Tensor) -> Tensor:
         """Return the positions in the line for these positions of the epoch."""
@@ -97,24 +97,24 @@ class ShardOrder(Order):
         starts = sizes.cumsum(0) - sizes
         num_whole = self.num_samples // size
         num_batches = (num_whole - torch.arange(self.turns) + self.turns - 1) // self.turns
-        batch, place = positions // size, positions % size
+        batch, offset = positions // size, positions % size
         turn, visit = batch % self.turns, batch // self.turns
-        column = torch.bucketize(place, starts + sizes, right=True)
+        column = torch.bucketize(offset, starts + sizes, right=True)
         stream = (num_batches.cumsum(0) - num_batches)[turn] * size
         stream = stream + num_batches[turn] * starts[column]
-        found = stream + visit * sizes[column] + place - starts[column]
+        found = stream + visit * sizes[column] + offset - starts[column]
         return torch.where(batch < num_whole, found, positions)
 
-    def _shuffled(self, places: Tensor, key: int) -> Tensor:
+    def _shuffled(self, positions: Tensor, key: int) -> Tensor:
         """Permute positions in the line, each within its window."""
-        windows = places // self.window
-        shuffled = torch.empty_like(places)
+        windows = positions // self.window
+        shuffled = torch.empty_like(positions)
         for window in sorted(set(windows.tolist())):
             first = window * self.window
             size = min(self.window, self.num_samples - first)
             among = windows == window
             permuted = _permutation(size, mix(key, window))
-            shuffled[among] = first + permuted[places[among] - first]
+            shuffled[among] = first + permuted[positions[among] - first]
         return shuffled
 
     @cached_property

@@ -30,7 +30,7 @@ class ShareSizes:
         rest = order.num_samples % order.global_batch_size
         self.smallest_batch = order.global_batch_size if order.drop_last or not rest else rest
         self._most_members = most_members
-        self._needs_two = self._is_told = False
+        self._needs_two = self._is_warned = False
         before_calls(functional, "_verify_batch_size", _look)
 
     @property
@@ -66,9 +66,9 @@ class ShareSizes:
         )
 
     def _warn(self) -> None:
-        if self._is_told or self._fitting >= self._most_members:
+        if self._is_warned or self._fitting >= self._most_members:
             return
-        self._is_told = True
+        self._is_warned = True
         log.warning(
             "batchnorm_of_one_sample",
             members=self._fitting + 1,

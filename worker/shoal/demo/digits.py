@@ -72,8 +72,8 @@ def train(options: argparse.Namespace, digits: Digits, directory: Path | None) -
 @torch.no_grad()
 def accuracy(model: nn.Module, digits: Digits) -> float:
     """Return the fraction of the held-out images that the model classifies correctly."""
-    told = model(digits.test_images).argmax(dim=1)
-    return float((told == digits.test_digits).double().mean())
+    predicted = model(digits.test_images).argmax(dim=1)
+    return float((predicted == digits.test_digits).double().mean())
 
 
 def weights_digest(model: nn.Module) -> str:

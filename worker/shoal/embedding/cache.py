@@ -43,35 +43,35 @@ class HotRows:
     def find(self, ids: Ids, oldest_step: int, oldest_versions: Ids) -> Ids:
         """Return the slot of each row that was looked up at `oldest_step` and `oldest_versions` or
         later; -1 for other rows."""
-        places = self._places(ids)
+        slots = self._slots(ids)
         is_fresh = (
-            (self._ids[places] == ids)
-            & (self._steps[places] >= oldest_step)
-            & (self._versions[places] >= oldest_versions)
+            (self._ids[slots] == ids)
+            & (self._steps[slots] >= oldest_step)
+            & (self._versions[slots] >= oldest_versions)
         )
-        return np.where(is_fresh, places, -1)
+        return np.where(is_fresh, slots, -1)
 
-    def take(self, places: Ids) -> CachedRows:
+    def take(self, slots: Ids) -> CachedRows:
         """Return copies of the rows in these slots."""
         return CachedRows(
-            values=self._values.index_select(0, torch.from_numpy(places)),
-            births=self._births[places],
-            versions=self._versions[places],
-            epochs=self._epochs[places],
+            values=self._values.index_select(0, torch.from_numpy(slots)),
+            births=self._births[slots],
+            versions=self._versions[slots],
+            epochs=self._epochs[slots],
         )
 
     def put(self, ids: Ids, held: CachedRows, step: int) -> None:
         """Store rows that were looked up at this step. Of two rows with one slot, one is stored."""
-        places = self._places(ids)
-        self._ids[places] = ids
+        slots = self._slots(ids)
+        self._ids[slots] = ids
         # Of several rows with one slot, only the one whose id was written last is stored.
-        won = np.flatnonzero(self._ids[places] == ids)
-        places = places[won]
-        self._steps[places] = step
-        self._births[places] = held.births[won]
-        self._versions[places] = held.versions[won]
-        self._epochs[places] = held.epochs[won]
-        self._values[torch.from_numpy(places)] = held.values[torch.from_numpy(won)]
+        won = np.flatnonzero(self._ids[slots] == ids)
+        slots = slots[won]
+        self._steps[slots] = step
+        self._births[slots] = held.births[won]
+        self._versions[slots] = held.versions[won]
+        self._epochs[slots] = held.epochs[won]
+        self._values[torch.from_numpy(slots)] = held.values[torch.from_numpy(won)]
 
-    def _places(self, ids: Ids) -> Ids:
+    def _slots(self, ids: Ids) -> Ids:
         return (hash_ids(ids) & self._mask).view(np.int64)

@@ -97,11 +97,11 @@ class TableExchange:
 
     def rows(self, table: str, ids: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the rows of the distinct ids, as a leaf of the graph, and each id's row index."""
-        routed, places = route(ids.numpy(), self._rows[table].spec.num_shards)
+        routed, positions = route(ids.numpy(), self._rows[table].spec.num_shards)
         held = self._look_up(table, routed)
         with self._lock:
             values = self._rows[table].use(routed, held, device)
-        return values, torch.from_numpy(places)
+        return values, torch.from_numpy(positions)
 
     def prefetch(self, table: str, ids: Tensor) -> None:
         """Begin to look rows up. Errors are ignored here: the lookup of the step raises them."""

@@ -46,10 +46,10 @@ def hash_ids(ids: Ids) -> NDArray[np.uint64]:
 
 def route(ids: Ids, num_shards: int) -> tuple[RoutedIds, Ids]:
     """Return the distinct ids, and for each given id its index among them."""
-    distinct, places = np.unique(ids, return_inverse=True)
+    distinct, positions = np.unique(ids, return_inverse=True)
     hashed = hash_ids(distinct)
     shards = (((hashed >> _HALF) * np.uint64(num_shards)) >> _HALF).view(np.int64)
     order = np.argsort(shards, kind="stable")
-    place_of = np.empty(len(order), np.int64)
-    place_of[order] = np.arange(len(order))
-    return RoutedIds(distinct[order], shards[order]), place_of[places]
+    position_of = np.empty(len(order), np.int64)
+    position_of[order] = np.arange(len(order))
+    return RoutedIds(distinct[order], shards[order]), position_of[positions]

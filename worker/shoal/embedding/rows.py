@@ -64,14 +64,14 @@ class Lookup:
         if self.is_missing.all():
             return found
         # The index of each row in the cached rows followed by the found ones.
-        places = np.empty(len(self.routed.ids), np.int64)
-        places[~self.is_missing] = np.arange(len(self.kept.births))
-        places[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
+        positions = np.empty(len(self.routed.ids), np.int64)
+        positions[~self.is_missing] = np.arange(len(self.kept.births))
+        positions[self.is_missing] = len(self.kept.births) + np.arange(len(found.births))
         return CachedRows(
-            values=torch.cat([self.kept.values, found.values])[torch.from_numpy(places)],
-            births=np.concatenate([self.kept.births, found.births])[places],
-            versions=np.concatenate([self.kept.versions, found.versions])[places],
-            epochs=np.concatenate([self.kept.epochs, found.epochs])[places],
+            values=torch.cat([self.kept.values, found.values])[torch.from_numpy(positions)],
+            births=np.concatenate([self.kept.births, found.births])[positions],
+            versions=np.concatenate([self.kept.versions, found.versions])[positions],
+            epochs=np.concatenate([self.kept.epochs, found.epochs])[positions],
         )
 
 
@@ -93,7 +93,7 @@ class TableRows:
         self._codec = codec if codec and codec.shrinks(spec.dim, self._dtype) else None
         self._bound = staleness_bound
         self._cache = HotRows(cache_rows, spec.dim, self._dtype)
-        self._heard: Ids = np.zeros(spec.num_shards, np.int64)
+        self._seen_versions: Ids = np.zeros(spec.num_shards, np.int64)
         self._step = 0
         self._table_step = 0
         self._uses: list[RowUse] = []
@@ -109,14 +109,14 @@ class TableRows:
 
     def begin(self, routed: RoutedIds) -> "Lookup":
         """Take cached rows, and find out which are missing."""
-        oldest = self._heard[routed.shards] - self._bound
-        places = self._cache.find(routed.ids, self._step - self._bound, oldest)
-        is_missing = places < 0
+        oldest = self._seen_versions[routed.shards] - self._bound
+        slots = self._cache.find(routed.ids, self._step - self._bound, oldest)
+        is_missing = slots < 0
         return Lookup(
             routed=routed,
             is_missing=is_missing,
             # Copied now, as rows that are looked up next may replace them in the cache.
-            kept=self._cache.take(places[~is_missing]),
+            kept=self._cache.take(slots[~is_missing]),
             missing=routed.only(is_missing),
             table=self.spec.name,
         )
@@ -126,7 +126,7 @@ class TableRows:
         spans = lookup.missing.spans()
         rows = [found[self.spec.name, shard] for shard, _, _ in spans]
         for (shard, _, _), each in zip(spans, rows, strict=True):
-            self._heard[shard] = max(self._heard[shard], each.version)
+            self._seen_versions[shard] = max(self._seen_versions[shard], each.version)
             self._table_step = max(self._table_step, each.step)
         counts = [stop - start for _, start, stop in spans]
         held = _held(rows, counts, self.spec.dim, self._dtype)
@@ -189,7 +189,7 @@ class TableRows:
                 # The gradients were for a shard that was lost and started over, with its rows.
                 log.warning("row_gradients_dropped", table=table, reason=str(result.stale[where]))
                 continue
-            self._heard[shard] = max(self._heard[shard], result.versions[where])
+            self._seen_versions[shard] = max(self._seen_versions[shard], result.versions[where])
             self._table_step = max(self._table_step, result.steps[where])
             fates = np.frombuffer(result.fates[where] or bytes(parts[where].num_rows), np.uint8)
             for fate, count in enumerate(np.bincount(fates, minlength=len(FATES))):
@@ -224,17 +224,17 @@ def _added_up(uses: Sequence[RowUse], num_shards: int) -> tuple[RoutedIds, Ids, 
     bases = [np.stack([use.held.versions, use.held.epochs], axis=1) for use in uses]
     if len(uses) == 1:
         return uses[0].routed, uses[0].held.births, bases[0], gradients[0].contiguous()
-    routed, places = route(np.concatenate([use.routed.ids for use in uses]), num_shards)
+    routed, positions = route(np.concatenate([use.routed.ids for use in uses]), num_shards)
     births = np.concatenate([use.held.births for use in uses])
     newest = np.zeros(len(routed.ids), np.int64)
-    np.maximum.at(newest, places, births)
+    np.maximum.at(newest, positions, births)
     oldest = np.full((len(routed.ids), 2), np.iinfo(np.int64).max)
-    np.minimum.at(oldest, places, np.concatenate(bases))
+    np.minimum.at(oldest, positions, np.concatenate(bases))
     # Drop gradients for a row that was since evicted and created again. Gradients for initial
     # values count.
-    mine = torch.from_numpy((births == 0) | (births == newest[places]))
+    mine = torch.from_numpy((births == 0) | (births == newest[positions]))
     stacked = torch.cat(gradients) * mine[:, None]
     total: Tensor = torch.ops.aten.embedding_dense_backward(
-        stacked, torch.from_numpy(places), len(routed.ids), -1, False
+        stacked, torch.from_numpy(positions), len(routed.ids), -1, False
     )
     return routed, newest, oldest, total

@@ -110,8 +110,8 @@ class EmbeddingTable(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return the rows of the ids, in shape (*ids.shape, embedding_dim)."""
-        rows, places, padding = self._look_up(ids)
-        return functional.embedding(places, rows, padding_idx=padding)
+        rows, positions, padding = self._look_up(ids)
+        return functional.embedding(positions, rows, padding_idx=padding)
 
     def prefetch(self, ids: Tensor) -> None:
         """Begin to look rows up that a coming step will need; returns at once.
@@ -126,14 +126,14 @@ class EmbeddingTable(nn.Module):
         wanted = self._checked(ids)
         device = self.get_buffer("_device").device
         if self.padding_idx is None:
-            rows, places = self._connected().rows(self.name, wanted.reshape(-1), device)
-            return rows, places.view(ids.shape).to(ids.device), None
+            rows, positions = self._connected().rows(self.name, wanted.reshape(-1), device)
+            return rows, positions.view(ids.shape).to(ids.device), None
         is_padding = (wanted == self.padding_idx).reshape(-1)
         rows, found = self._connected().rows(self.name, wanted.reshape(-1)[~is_padding], device)
-        places = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
-        places[~is_padding] = found
+        positions = torch.full(is_padding.shape, rows.shape[0], dtype=torch.int64)
+        positions[~is_padding] = found
         zeros = rows.new_zeros((1, self.embedding_dim))
-        return torch.cat([rows, zeros]), places.view(ids.shape).to(ids.device), rows.shape[0]
+        return torch.cat([rows, zeros]), positions.view(ids.shape).to(ids.device), rows.shape[0]
 
     def _checked(self, ids: Tensor) -> Tensor:
         """Return the ids on the host. Raises TypeError or IndexError for bad ids."""
@@ -181,9 +181,9 @@ class EmbeddingBagTable(EmbeddingTable):
     ) -> Tensor:
         """Return one row for each bag: a row of a two-dimensional `ids`, or a range that `offsets`
         begins."""
-        rows, places, padding = self._look_up(ids)
+        rows, positions, padding = self._look_up(ids)
         return functional.embedding_bag(
-            places,
+            positions,
             rows,
             offsets,
             mode=self.mode,

@@ -78,11 +78,11 @@ class AgreedCheckpoints:
     def state_dict(self) -> dict[str, Any]:
         callback = self._callback
         return {
-            "kept": {self._told(path): float(v) for path, v in callback.best_k_models.items()},
-            "best": self._told(callback.best_model_path),
-            "worst": self._told(callback.kth_best_model_path),
-            "last": self._told(callback.last_model_path),
-            "newest": self._told(callback._last_checkpoint_saved),
+            "kept": {self._relative(path): float(v) for path, v in callback.best_k_models.items()},
+            "best": self._relative(callback.best_model_path),
+            "worst": self._relative(callback.kth_best_model_path),
+            "last": self._relative(callback.last_model_path),
+            "newest": self._relative(callback._last_checkpoint_saved),
             "step": callback._last_global_step_saved,
         }
 
@@ -100,7 +100,7 @@ class AgreedCheckpoints:
         callback.kth_value = scores.get(callback.kth_best_model_path, callback.kth_value)
         callback._last_global_step_saved = state_dict["step"]
 
-    def _told(self, path: str) -> str:
+    def _relative(self, path: str) -> str:
         return os.path.relpath(path, self._callback.dirpath) if path else ""
 
     def _own(self, path: str) -> str:

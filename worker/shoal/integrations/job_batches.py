@@ -33,7 +33,7 @@ class JobBatches:
         **loading: Unpack[LoadingOptions],
     ) -> None:
         self._session, self._dataset = session, dataset
-        self._said: dict[str, Any] = {
+        self._options: dict[str, Any] = {
             "global_batch_size": global_batch_size,
             "epochs": epochs,
             "seed": seed,
@@ -41,7 +41,7 @@ class JobBatches:
             "collate": collate,
         }
         self._loading = loading
-        loader = BatchOptions.of(**self._said, options=loading).loader(dataset)
+        loader = BatchOptions.of(**self._options, options=loading).loader(dataset)
         self._order = loader.order
         self.num_columns = loader.num_columns
         self._batches: Iterator[Batch] | None = None
@@ -71,5 +71,5 @@ class JobBatches:
     def take(self) -> Batch | None:
         """Return this member's part of the job's next step; None after the last."""
         if self._batches is None:
-            self._batches = self._session.batches(self._dataset, **self._said, **self._loading)
+            self._batches = self._session.batches(self._dataset, **self._options, **self._loading)
         return next(self._batches, None)

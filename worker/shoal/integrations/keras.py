@@ -73,17 +73,17 @@ class KerasModule(nn.Module):
 
     def _values(self, variables: Sequence[Any]) -> Iterator[Tensor]:
         for variable in variables:
-            owner, name = self._place(variable)
+            owner, name = self._owner_of(variable)
             yield local(getattr(owner, name))
 
-    def _place(self, variable: Any) -> tuple[nn.Module, str]:
+    def _owner_of(self, variable: Any) -> tuple[nn.Module, str]:
         *path, name = variable.path.split("/")
         return self.get_submodule(".".join(path)), name
 
     def split_over(self, mesh: DeviceMesh) -> None:
         """See `shoal.layouts.tensor.layout.SplitsItself`."""
         for variable, dim in _splits_of(self.keras_model).over(mesh.get_group()):
-            owner, name = self._place(variable)
+            owner, name = self._owner_of(variable)
             whole = parameter_table(owner)[name]
             assert whole is not None, "what is split is trained"
             cut = distribute_tensor(whole.detach(), mesh, [Shard(dim)], src_data_rank=None)

@@ -106,8 +106,8 @@ def _nested(weights: Weights) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, tensor in weights.items():
         *above, last = name.split("/")
-        place = found
+        branch = found
         for each in above:
-            place = place.setdefault(each, {})
-        place[last] = tensor
+            branch = branch.setdefault(each, {})
+        branch[last] = tensor
     return found

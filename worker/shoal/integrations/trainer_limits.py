@@ -13,25 +13,25 @@ from lightning.pytorch import Trainer
 from shoal_proto.errors import InvalidSpec
 
 NO_LIMIT = -1
-NOT_SAID = 1000
+TRAINER_DEFAULT = 1000
 """Lightning's value for a `max_epochs` that was not given."""
 
 
-def epochs_of(trainer: Trainer, said: int | None, steps_per_epoch: int) -> int:
+def epochs_of(trainer: Trainer, epochs: int | None, steps_per_epoch: int) -> int:
     """Return the number of epochs of the data: that of the batches, else that of the Trainer.
 
     Raises InvalidSpec if both are given and differ.
     """
     limit = trainer.max_epochs
-    if said is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
+    if epochs is None and trainer.max_steps != NO_LIMIT and limit == NO_LIMIT:
         return max(1, math.ceil(trainer.max_steps / steps_per_epoch))
-    if limit in (None, NO_LIMIT, NOT_SAID):
-        return 1 if said is None else said
+    if limit in (None, NO_LIMIT, TRAINER_DEFAULT):
+        return 1 if epochs is None else epochs
     assert isinstance(limit, int)
-    if said is not None and limit != said:
+    if epochs is not None and limit != epochs:
         raise InvalidSpec(
             "the Trainer and its batches are of different lengths",
-            seen=f"Trainer(max_epochs={limit}) and batches(..., epochs={said})",
+            seen=f"Trainer(max_epochs={limit}) and batches(..., epochs={epochs})",
             expected="the same, or max_epochs=-1, or batches without epochs=",
         )
     return limit

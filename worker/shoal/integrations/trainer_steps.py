@@ -186,7 +186,7 @@ class WholeBatches(Dataset[list[Any]]):
     def __getitem__(self, index: int) -> list[Any]:
         first = index * self._batch_size
         last = min(first + self._batch_size, len(self._samples))
-        return [self._samples[place] for place in range(first, last)]
+        return [self._samples[sample] for sample in range(first, last)]
 
 
 class CollatedBatch(CollatedParts):

@@ -112,7 +112,7 @@ def _await_coordinator(config: RunConfig) -> None:
     does: at once, or after SHOAL_ADMISSION_S seconds if that is set. The wait is printed."""
     text = config.environment.get(ADMISSION_VARIABLE, "")
     give_up_s, back_off = time.monotonic() + (admission_s(text) if text else 0.0), BackOff()
-    is_told = False
+    is_logged = False
     while True:
         try:
             check_reachable(config.coordinators, REACH_TIMEOUT_S)
@@ -120,12 +120,12 @@ def _await_coordinator(config: RunConfig) -> None:
             left_s = give_up_s - time.monotonic()
             if left_s <= 0:
                 raise
-            if not is_told:
+            if not is_logged:
                 _say(f"{error} Waiting for one for up to {left_s:.0f} s ({ADMISSION_VARIABLE}).")
-            is_told = True
+            is_logged = True
             time.sleep(min(left_s, back_off.pause_s(chance())))
             continue
-        if is_told:
+        if is_logged:
             _say("a coordinator is there")
         return
 

@@ -262,8 +262,8 @@ class Launcher:
             self._say(f"{slot.member_id} {exited}; {again} ({tries})")
             return
         self._ended.append(exited)
-        is_told = self._over and exited.code not in (0, DRAINED)
-        over = f"; job {self._config.job} is {self._over}" if is_told else ""
+        is_shown = self._over and exited.code not in (0, DRAINED)
+        over = f"; job {self._config.job} is {self._over}" if is_shown else ""
         self._say(f"{slot.member_id} {exited}{over}")
         self._end_if_starved()
 
@@ -286,7 +286,7 @@ class Launcher:
     @property
     def _ends(self) -> bool:
         """True if no worker is to be started any more."""
-        return self._worker_ends.were_told or self._completed or bool(self._over)
+        return self._worker_ends.were_signalled or self._completed or bool(self._over)
 
     @property
     def _over(self) -> str:
@@ -314,7 +314,7 @@ class Launcher:
     def _end_if_starved(self) -> None:
         left = sum(not slot.is_over for slot in self.slots)
         few = 0 < left < self._config.min_members
-        if not (self._config.alone and few) or self._completed or self._worker_ends.were_told:
+        if not (self._config.alone and few) or self._completed or self._worker_ends.were_signalled:
             return
         self._say(
             f"{left} of at least {self._config.min_members} workers left and none can come: "
@@ -350,12 +350,12 @@ class Launcher:
             return
         self._interrupted = event.number
         name, num = signal.Signals(event.number).name, len(self._worker_ends.running)
-        told = (
+        consequence = (
             "1 worker finishes its step and ends"
             if num == 1
             else f"{num} workers finish their step and end"
         )
-        self._say(f"{name}: {told}; once more kills {'it' if num == 1 else 'them'}")
+        self._say(f"{name}: {consequence}; once more kills {'it' if num == 1 else 'them'}")
         self._worker_ends.tell_all()
 
     def _exit_code(self) -> int:
@@ -437,8 +437,8 @@ class Launcher:
 
     def _say(self, text: str) -> None:
         with self._output:
-            told = printable(text, lines=True)
-            print(f"shoal run: {told}", file=sys.stderr, flush=True)
+            message = printable(text, lines=True)
+            print(f"shoal run: {message}", file=sys.stderr, flush=True)
 
     @contextmanager
     def _lifelines(self) -> Iterator[None]:

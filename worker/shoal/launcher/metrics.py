@@ -67,8 +67,8 @@ class _Collector:
         core = import_module("prometheus_client.core")
         info = core.InfoMetricFamily("shoal_build", "The release of this process.")
         python = platform.python_version()
-        told = {"version": version("shoal"), "python": python, "part": "launcher"}
-        info.add_metric([], told)
+        values = {"version": version("shoal"), "python": python, "part": "launcher"}
+        info.add_metric([], values)
         yield info
         running = sum(slot.process is not None for slot in self._slots)
         yield core.GaugeMetricFamily(

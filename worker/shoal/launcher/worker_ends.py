@@ -17,7 +17,7 @@ class WorkerEnds:
         self, slots: Sequence[WorkerSlot], *, job: str, grace_s: float, say: Callable[[str], None]
     ) -> None:
         self._slots, self._job, self._grace_s, self._say = slots, job, grace_s, say
-        self.were_told = False
+        self.were_signalled = False
         """True if all workers were asked to end."""
         self._over_s = self._kill_s = self._leave_s = math.inf
 
@@ -34,7 +34,7 @@ class WorkerEnds:
         """Ask all workers to finish their step and end, within the grace time."""
         # SIGTERM whichever signal the launcher got: on SIGINT each script would end within its
         # step, with a traceback.
-        self.were_told = True
+        self.were_signalled = True
         self._kill_s = time.monotonic() + self._grace_s
         for slot in self.running:
             assert slot.process is not None
@@ -85,10 +85,10 @@ class WorkerEnds:
         script that has left the job, or joined another, may continue with work of its own."""
         if over != "finished" or slot.halted:
             return True
-        place = board.slots[slot.index]
-        claim = place.claim_of(slot.pid)
+        beat_slot = board.slots[slot.index]
+        claim = beat_slot.claim_of(slot.pid)
         has_another = claim is not None and claim.token.job != self._job
-        return not has_another and not place.has_left(slot.pid)
+        return not has_another and not beat_slot.has_left(slot.pid)
 
     def left_behind(self, *, ends: bool) -> Iterator[WorkerSlot]:
         """Yield workers that did not end within KILLED_S of being killed. Yields none unless the

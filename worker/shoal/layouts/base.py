@@ -47,7 +47,7 @@ class World:
     group: dist.ProcessGroup
     """All ranks; also torch's default group, so that a DeviceMesh can be made."""
     generation: int = 0
-    kept_rooms: KeptRegions | None = None
+    kept_regions: KeptRegions | None = None
     """Memory that this rank shared with others in the previous generation."""
     completes_passes: bool = False
     """True if gradients are reduced after each pass of the layout; else only `Layout.reduce`
@@ -375,7 +375,7 @@ def _tied(module: nn.Module) -> list[tuple[tuple[nn.Module, str], tuple[nn.Modul
     for part in module.modules():
         for name, parameter in parameter_table(part).items():
             if parameter is not None:
-                place = (part, name)
-                if first.setdefault(id(parameter), place) is not place:
-                    further.append((place, first[id(parameter)]))
+                key = (part, name)
+                if first.setdefault(id(parameter), key) is not key:
+                    further.append((key, first[id(parameter)]))
     return further

@@ -128,8 +128,8 @@ class RowGathers:
             outputs=_checksum(map(_outline, outputs)),
         )
         self._check_calls(words)
-        told = _checksum(word.of for word in words)
-        if any(word.outputs != told for word in words):
+        expected = _checksum(word.of for word in words)
+        if any(word.outputs != expected for word in words):
             raise self._refusal(
                 f"{OWN_CALL} of tensors whose sizes differ between members, in a step with"
                 " unequal shares",
@@ -176,10 +176,10 @@ class RowGathers:
         """True if these rows go from rank to rank, over the host."""
         return is_on_host(rows) if self._by_messages is None else self._by_messages
 
-    def _meet(self, **said: Any) -> list[_CallMessage]:
+    def _meet(self, **fields: Any) -> list[_CallMessage]:
         """Exchange messages about the call; return each member's, by rank."""
         self._num_calls += 1
-        own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **said)
+        own = _CallMessage(index=self._share.index, num_samples=self._share.num_samples, **fields)
         words = [_packed(own) for _ in self._members]
         others = [rank for rank in range(len(words)) if rank != self._rank]
         sends = [(words[self._rank], rank) for rank in others]
@@ -228,8 +228,8 @@ class RowGathers:
         """Build the error of a call, the same on all members."""
         if self._p2p is not None:
             meet_after_collective(self._p2p.group)
-        said = zip(self._members, words, strict=True)
-        seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in said)
+        by_member = zip(self._members, words, strict=True)
+        seen = "; ".join(f"{name}: {_in_words(word)}" for name, word in by_member)
         return InvalidSpec(what, seen=seen[:MAX_SEEN_CHARS], expected=expected, fix=fix)
 
 
@@ -248,32 +248,32 @@ class _RowRoutes:
         # each other share, so all ranks of a share send and receive the same.
         column = by_index[words[rank].index].index(rank)
         self._ranks = [ranks[column] for _, ranks in sorted(by_index.items())]
-        self._place = self._ranks.index(rank)
+        self._index = self._ranks.index(rank)
         own = [words[each] for each in self._ranks]
         self._counts = [
             word.rows if word.num_samples == UNKNOWN else word.num_samples for word in own
         ]
-        self._others = [place for place, each in enumerate(self._ranks) if each != rank]
+        self._others = [index for index, each in enumerate(self._ranks) if each != rank]
 
     def gathered(self, rows: Tensor) -> Tensor:
-        own = self._placed(rows)[: self._counts[self._place]]
+        own = self._placed(rows)[: self._counts[self._index]]
         whole = own.new_empty((sum(self._counts), *own.shape[1:]))
         parts = torch.split(whole, self._counts)
-        parts[self._place].copy_(own)
-        sends = [(own, self._ranks[place]) for place in self._others]
+        parts[self._index].copy_(own)
+        sends = [(own, self._ranks[index]) for index in self._others]
         self._exchange(sends, parts, _ROWS, rows)
         return whole.to(rows.device)
 
     def scattered(self, gradient: Tensor, num_rows: int) -> Tensor:
         asked = torch.split(self._placed(gradient), self._counts)
-        own = asked[self._place]
-        told = [own if place == self._place else torch.empty_like(own) for place in self._all()]
-        sends = [(asked[place], self._ranks[place]) for place in self._others]
-        self._exchange(sends, told, _GRADIENTS, gradient)
+        own = asked[self._index]
+        received = [own if index == self._index else torch.empty_like(own) for index in self._all()]
+        sends = [(asked[index], self._ranks[index]) for index in self._others]
+        self._exchange(sends, received, _GRADIENTS, gradient)
         # Sum in the same order on every rank, and round to half precision once.
         wide = torch.float32 if own.dtype in _HALVES else own.dtype
         found = own.new_zeros((num_rows, *own.shape[1:]), dtype=wide)
-        for each in told:
+        for each in received:
             found[: len(own)] += each.to(wide)
         summed: Tensor = found.to(gradient.dtype).to(gradient.device)
         return summed
@@ -289,11 +289,11 @@ class _RowRoutes:
     def _exchange(
         self,
         sends: Sequence[tuple[Tensor, int]],
-        places: Sequence[Tensor],
+        buffers: Sequence[Tensor],
         kind: int,
         rows: Tensor,
     ) -> None:
-        receives = [(places[place], self._ranks[place]) for place in self._others]
+        receives = [(buffers[index], self._ranks[index]) for index in self._others]
         is_by_messages = self._gathers.go_by_messages(rows)
         self._gathers.exchange(sends, receives, self._call, kind, by_messages=is_by_messages)
 
@@ -348,8 +348,8 @@ def _checksum(words: Iterable[str]) -> int:
 
 
 def _packed(word: _CallMessage) -> Tensor:
-    said = json.dumps(asdict(word)).encode()
-    return torch.frombuffer(bytearray(said.ljust(_WORD_BYTES)), dtype=torch.uint8)
+    encoded = json.dumps(asdict(word)).encode()
+    return torch.frombuffer(bytearray(encoded.ljust(_WORD_BYTES)), dtype=torch.uint8)
 
 
 def _unpacked(word: Tensor) -> _CallMessage:

@@ -27,7 +27,7 @@ _SIZES, _SIZES_END = -2, -(1 << 31)
 """Entries in place of a layer, from here down: the number of elements of a value."""
 MAX_KEPT = 4096
 """Number of the newest exchanges that are kept one by one."""
-MAX_TOLD = 64
+MAX_RECORDED = 64
 """Number of the newest exchanges that a rank reports."""
 MAX_WORD_CHARS = 120
 DIGEST_BITS, FIRST_BITS = 38, 16
@@ -44,9 +44,9 @@ class ExchangeRecord:
     last: Sequence[str]
     """Descriptions of the newest exchanges, in order."""
 
-    def at(self, place: int) -> str | None:
+    def at(self, position: int) -> str | None:
         """Return the exchange at this position; None if not yet made, or no longer kept."""
-        index = place - (self.count - len(self.last))
+        index = position - (self.count - len(self.last))
         return self.last[index] if 0 <= index < len(self.last) else None
 
 
@@ -92,7 +92,7 @@ class LayerExchanges:
         until gradients are completed with those of other ranks."""
         self.peers: Sequence[int] = ()
         """The ranks that split layers with this one, itself included; empty if nothing is split."""
-        self.is_told = False
+        self.is_compared = False
         """True if ranks outside this rank's own tensor group may find a difference, and report it
         to this rank."""
         self.report_refusal: Callable[[InvalidSpec], None] = lambda refusal: None
@@ -166,8 +166,8 @@ class LayerExchanges:
         `check_exchanges`."""
         if self._names:
             self.note(PASSES_END)
-            told = self.record()
-            own = json.dumps([self.summary(), told and vars(told)]).encode()
+            record = self.record()
+            own = json.dumps([self.summary(), record and vars(record)]).encode()
             words, found = zip(*map(json.loads, gather(own, group)), strict=True)
             if ranks_that_differ(words):
                 meet_after_collective(group)
@@ -179,7 +179,7 @@ class LayerExchanges:
         if not self.peers or not done:
             return None
         count = self._forgotten + len(done)
-        last = [self._in_words(exchange) for exchange in done[-MAX_TOLD:]]
+        last = [self._in_words(exchange) for exchange in done[-MAX_RECORDED:]]
         return ExchangeRecord(step=self._steps, count=count, last=last)
 
     def summary(self) -> int:
@@ -210,14 +210,14 @@ class LayerExchanges:
 
 
 def check_exchanges(
-    words: Sequence[int], told: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
+    words: Sequence[int], records: Sequence[ExchangeRecord | None], members: Sequence[str] = ()
 ) -> None:
     """Raise InvalidSpec if ranks that split layers with each other communicated for different
-    layers. `words`, `told`: `LayerExchanges.summary` and `.record` of each rank. `members`: names
+    layers. `words`, `records`: `LayerExchanges.summary` and `.record` by rank. `members`: names
     by rank."""
     names = members or [f"rank {rank}" for rank in range(len(words))]
     by_name = {
-        names[rank]: each for rank in ranks_that_differ(words) if (each := told[rank]) is not None
+        names[rank]: own for rank in ranks_that_differ(words) if (own := records[rank]) is not None
     }
     if not by_name:
         return
@@ -239,15 +239,15 @@ def ranks_that_differ(words: Sequence[int]) -> Sequence[int]:
     return next(differ, ())
 
 
-def difference(told: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
+def difference(records: Mapping[str, ExchangeRecord]) -> Mapping[str, str] | None:
     """Find the first known position at which members in the same step differ; return what each did
     there. A member that has not reached that position is left out.
     """
-    newest = max((each.step for each in told.values()), default=0)
-    same = {name: each for name, each in told.items() if each.step == newest}
+    newest = max((each.step for each in records.values()), default=0)
+    same = {name: each for name, each in records.items() if each.step == newest}
     ends = [(each.count - len(each.last), each.count) for each in same.values()]
-    for place in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
-        at = {name: each.at(place) for name, each in same.items()}
+    for index in range(min((e[0] for e in ends), default=0), max((e[1] for e in ends), default=0)):
+        at = {name: each.at(index) for name, each in same.items()}
         found = {name: exchange for name, exchange in at.items() if exchange is not None}
         if len(set(found.values())) > 1:
             return found

@@ -297,7 +297,7 @@ class OptimizerBinding:
 
     # --- filling ---
 
-    def place(self, name: str, chunk: Chunk) -> Tensor | None:
+    def target_of(self, name: str, chunk: Chunk) -> Tensor | None:
         """Return memory of the layout into which a chunk from `needs` can be received; `fill` then
         copies nothing. None if the layout has no memory of that size on the host."""
         shape, dtype = self._known[name]
@@ -311,9 +311,9 @@ class OptimizerBinding:
         if not shape or own.shape != shape or own.chunk != chunk or own.tensor.device.type != "cpu":
             return None
         is_model = name.startswith(MODEL)
-        place = own.tensor if is_model else torch.empty_like(own.tensor, dtype=dtype)
-        self._placed[name] = place
-        return place
+        target = own.tensor if is_model else torch.empty_like(own.tensor, dtype=dtype)
+        self._placed[name] = target
+        return target
 
     def needs(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
         """Return the chunk that this rank needs of a tensor of a state; None if it needs none.
@@ -396,9 +396,9 @@ def _is_meta(value: Any) -> bool:
 
 
 def _cannot_cut(
-    optimizer: Optimizer, place: str, shape: Sequence[int], whole: Sequence[int]
+    optimizer: Optimizer, path: str, shape: Sequence[int], whole: Sequence[int]
 ) -> UnsupportedOptimizer:
-    parameter, _, key = place.rpartition("/")
+    parameter, _, key = path.rpartition("/")
     return UnsupportedOptimizer(
         f"the state of {type(optimizer).__name__} cannot be cut as its parameters are",
         seen=f"state {key!r} of {parameter}: shape {tuple(shape)} for a parameter of"

@@ -55,7 +55,7 @@ class ReplicatedLayout(Layout):
         self.data_index, self.data_count = world.rank, world.world_size
         self._model = model
         self._parameters = dict(model.named_parameters())
-        self._place()
+        self._allocate()
         self._buffers = RunningBuffers(model)
         names = {parameter: name for name, parameter in self._parameters.items()}
         self.traffic = Traffic()
@@ -73,13 +73,13 @@ class ReplicatedLayout(Layout):
             bucket_cap_mb=bucket_mb,
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused_parameters,
-            is_told_of_passes=world.makes_passes,
+            is_notified_of_passes=world.makes_passes,
             unfinished=self._not_reduced,
         )
         self._ddp.register_comm_hook(None, self.exchange.average)
         self.module = self._ddp
 
-    def _place(self) -> None:
+    def _allocate(self) -> None:
         """Move parameters to their final memory, before DDP sees them."""
 
     @property
@@ -177,7 +177,7 @@ class Zero1Layout(ReplicatedLayout):
 
     strategy = "Zero1"
 
-    def _place(self) -> None:
+    def _allocate(self) -> None:
         n, rank = self.world.world_size, self.world.rank
         trained = {name: p for name, p in self._parameters.items() if p.requires_grad}
         owners = partition([parameter.nbytes for parameter in trained.values()], n)
@@ -186,7 +186,7 @@ class Zero1Layout(ReplicatedLayout):
             lay_in_one_piece([p for name, p in trained.items() if self._owner[name] == owner])
             for owner in range(n)
         ]
-        self._places = [(parameter, parameter.detach()) for parameter in trained.values()]
+        self._originals = [(parameter, parameter.detach()) for parameter in trained.values()]
         self._owned = {name: p for name, p in trained.items() if self._owner[name] == rank}
         self._others = {name: p for name, p in trained.items() if self._owner[name] != rank}
         self._stepped_by_others: set[str] = set()
@@ -210,10 +210,10 @@ class Zero1Layout(ReplicatedLayout):
     def _take_back(self) -> None:
         """Copy values that a script has assigned to a parameter's `.data` into its owner's memory,
         which is what owners send and other ranks receive into."""
-        for parameter, place in self._places:
-            if parameter.data_ptr() != place.data_ptr():
-                place.copy_(parameter)
-                parameter.data = place
+        for parameter, original in self._originals:
+            if parameter.data_ptr() != original.data_ptr():
+                original.copy_(parameter)
+                parameter.data = original
 
     def begin(self) -> None:
         super().begin()

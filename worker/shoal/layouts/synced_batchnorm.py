@@ -95,11 +95,11 @@ def _statistics(values: Tensor, members: BatchNormMembers) -> tuple[Tensor, Tens
     num = values.numel() // channels if members.has_samples else 0
     mean = values.mean(dims, dtype=torch.float64)
     spread = (values - _wide(mean.to(values.dtype), values)).square().sum(dims, dtype=torch.float64)
-    told = torch.cat([torch.full_like(mean[:1], num), mean, spread])
+    own = torch.cat([torch.full_like(mean[:1], num), mean, spread])
     if not num:
-        told.zero_()
-    rows = told.new_zeros(members.group.size(), len(told))
-    rows[members.group.rank()] = told
+        own.zero_()
+    rows = own.new_zeros(members.group.size(), len(own))
+    rows[members.group.rank()] = own
     if members.group.size() > 1:
         wait_abortable(dist.all_reduce(rows, group=members.group, async_op=True), members.group)
     counts, means, spreads = rows[:, :1], rows[:, 1 : 1 + channels], rows[:, 1 + channels :]

@@ -93,7 +93,7 @@ class HealthReporter:
         """
         given = {
             name: value[: _MAX_LENGTHS[name]] if isinstance(value, str) else _json(value)
-            for name, value in figures.said().items()
+            for name, value in figures.known_figures().items()
         }
         with self._changed:
             self._fields |= given
@@ -148,8 +148,8 @@ class HealthReporter:
             return
         try:
             response = self._posted(connections, url, report)
-            said = response.content.decode("utf-8", "replace")
-            problem = "" if response.status < 300 else f"HTTP {response.status} {said}"
+            body = response.content.decode("utf-8", "replace")
+            problem = "" if response.status < 300 else f"HTTP {response.status} {body}"
             # The last report may arrive after the member has left or the job has ended.
             too_late = self._closed and response.status == NOT_FOUND
         except (*_NOT_SENT, ValueError) as error:

@@ -42,8 +42,8 @@ def refuse_unless_per_parameter(strategy: str, optimizer: Optimizer, *, vouched:
     `elementwise = True`. A subclass does not inherit that from its parent.
     """
     for each in optimizers_of(optimizer).values():
-        said = vars(type(each))
-        own = vouched or any(said.get(word) is True for word in ("per_parameter", "elementwise"))
+        marks = vars(type(each))
+        own = vouched or any(marks.get(word) is True for word in ("per_parameter", "elementwise"))
         if not own and type(each) not in PER_PARAMETER:
             raise _may_need_all(strategy, each)
 

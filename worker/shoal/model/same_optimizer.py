@@ -42,11 +42,11 @@ def check_same_optimizer(
     if groups and isinstance(written, list) and _listed(written) != _listed(own):
         raise _other(_listed(written), _listed(own))
     _check_names(groups, names, values.get("tied") or {})
-    place = {name: index for index, group in enumerate(names) for name in group}
+    group_of = {name: index for index, group in enumerate(names) for name in group}
     for index, settings in enumerate(groups):
         for name in settings.get("params", ()):
-            if place.get(name, index) != index:
-                raise _other(f"{name} in group {index}", f"{name} in group {place[name]}")
+            if group_of.get(name, index) != index:
+                raise _other(f"{name} in group {index}", f"{name} in group {group_of[name]}")
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         _check_settings(index, group, settings, type(optimizer).__name__)
 
@@ -56,7 +56,7 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
 
     Settings that the script's scheduler changes are left out if both began with the same rate.
     """
-    told: list[str] = []
+    replaced: list[str] = []
     for index, (group, settings) in enumerate(zip(optimizer.param_groups, groups, strict=False)):
         began = group.get(_BEGAN)
         is_moved = began is not None and _plain(began) == _plain(settings.get(_BEGAN))
@@ -65,8 +65,8 @@ def replaced_settings(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]])
         ):
             own, given = _plain(group[key]), _plain(settings[key])
             if own != given:
-                told.append(f"{key} of group {index}: {own} in the script, {given} in it")
-    return told
+                replaced.append(f"{key} of group {index}: {own} in the script, {given} in it")
+    return replaced
 
 
 def _plain(value: Any) -> Any:

@@ -211,8 +211,8 @@ def fold(groups: Sequence[GroupFigures]) -> list[GroupFigures]:
         for kind, number in _kinds(group):
             alike.setdefault(kind, {})[number] = index
     found = dict(enumerate(groups))
-    for kind, places in sorted(alike.items(), key=lambda item: -len(item[1])):
-        numbers, own = list(places), list(places.values())
+    for kind, group_of in sorted(alike.items(), key=lambda item: -len(item[1])):
+        numbers, own = list(group_of), list(group_of.values())
         in_a_row = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
         if len(own) < MIN_FOLDED or not in_a_row or not found.keys() >= set(own):
             continue

@@ -111,7 +111,7 @@ class MeshFigures:
     # --- one rank ---
 
     def _rank(self, rank: int) -> RankFigures:
-        stage, copy, split = self._mesh.place(rank)
+        stage, copy, split = self._mesh.coordinates(rank)
         part = self._parts[stage, split]
         held, gradients = _bytes(part.parameters.values()), _bytes(part.trained.values())
         shapes = {name: tuple(p.shape) for name, p in part.parameters.items()}
@@ -171,7 +171,7 @@ class MeshFigures:
             passed = done.outputs if index + 1 < self._mesh.pipeline else ()
             yield _Pass(count=count, outputs=tuple(passed), moved=done.collectives(count))
 
-    def _has_told_faults(self, part: _Part) -> bool:
+    def _has_reported_faults(self, part: _Part) -> bool:
         holders = part.stage.holders.values() if part.stage is not None else ()
         return self._tells_faults_ahead and all(len(stages) == 1 for stages in holders)
 
@@ -193,7 +193,7 @@ class MeshFigures:
                 for bucket in buckets(list(part.trained.values()))
             ]
             yield _collective("all_reduce", averaged)
-        if self._mesh.world_size > 1 and not self._has_told_faults(part):
+        if self._mesh.world_size > 1 and not self._has_reported_faults(part):
             yield non_finite_message(self._mesh.world_size)
         if self._mesh.tensor > 1:
             whole = [p for p in part.trained.values() if id(p) not in part.cut]

@@ -133,8 +133,8 @@ def _collectives(
     summed = _summed(subject, tensor_plan)
     # Without such sums, members report non-finite gradients when they agree on the step.
     sums = summed_parameters(subject.model, tensor_plan.sequence)
-    told = (non_finite_message(subject.world_size),) if sums else ()
-    return (*moved, *summed, taken, *told) if aligned else (*moved, *summed, *told)
+    flag = (non_finite_message(subject.world_size),) if sums else ()
+    return (*moved, *summed, taken, *flag) if aligned else (*moved, *summed, *flag)
 
 
 def _summed(subject: PlanInput, tensor_plan: TensorPlan) -> tuple[Collective, ...]:

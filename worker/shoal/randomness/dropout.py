@@ -102,15 +102,15 @@ def draw(dropout: nn.Module, shape: torch.Size, device: torch.device, *, p: floa
 def _drawn(
     layer: "_Layer", dim: int | None, shape: torch.Size, device: torch.device, *, p: float
 ) -> Tensor | None:
-    place = layer.present_place()
-    if place is None:
+    current = layer.present_samples()
+    if current is None:
         return None
-    key = layer.next_key(place)
-    if dim is None or dim >= len(shape) or not place.count or shape[dim] % place.count:
+    key = layer.next_key(current)
+    if dim is None or dim >= len(shape) or not current.count or shape[dim] % current.count:
         return _kept((1, shape.numel()), key, first=-1, p=p, device=device).view(shape)
     sizes = [shape[dim], *shape[:dim], *shape[dim + 1 :]]
-    rows = (place.count, shape.numel() // place.count)
-    kept = _kept(rows, key, first=place.first, p=p, device=device)
+    rows = (current.count, shape.numel() // current.count)
+    kept = _kept(rows, key, first=current.first, p=p, device=device)
     return kept.view(sizes).movedim(0, dim)
 
 
@@ -119,7 +119,7 @@ class _Layer:
 
     def __init__(self, key: int) -> None:
         self.key = key
-        self.place: PresentSamples | None = None
+        self.current: PresentSamples | None = None
         self._calls = 0
         self._again = 0
         number = next(_numbers)
@@ -135,14 +135,14 @@ class _Layer:
         # A copy is another layer with the same key.
         self.__init__(key)  # type: ignore[misc]
 
-    def present_place(self) -> PresentSamples | None:
+    def present_samples(self) -> PresentSamples | None:
         # A backward pass that repeats a forward pass may run on another thread than that pass.
-        return present() or (self.place if in_backward() else None)
+        return present() or (self.current if in_backward() else None)
 
-    def next_key(self, place: PresentSamples) -> int:
-        return mix(place.seed, place.step, self.key, self.next_call(place))
+    def next_key(self, current: PresentSamples) -> int:
+        return mix(current.seed, current.step, self.key, self.next_call(current))
 
-    def next_call(self, place: PresentSamples) -> int:
+    def next_call(self, current: PresentSamples) -> int:
         """Return the number of this call on these samples, from 0."""
         if in_backward():
             # Backward repeats forward passes in the order in which they first ran.
@@ -150,8 +150,8 @@ class _Layer:
             self._again += 1
             return call
         # Compared by identity: a repeated step has equal samples, and counts from 0 again.
-        if place is not self.place:
-            self.place, self._calls = place, 0
+        if current is not self.current:
+            self.current, self._calls = current, 0
         self._again = 0
         self._calls += 1
         return self._calls - 1
@@ -170,12 +170,12 @@ def _key_of(layer: Tensor, device: torch.device) -> Tensor:
     samples. The last two are 0 if no samples are set."""
     own = _layers[int(layer[0])]
     layer[1] += 1
-    place = own.present_place()
-    if place is None:
+    current = own.present_samples()
+    if current is None:
         numbers = [*torch.randint(-(1 << 31), 1 << 31, (2,)).tolist(), 0, 0]
     else:
-        key = own.next_key(place)
-        numbers = [_signed(key & _WORD), _signed(key >> 32), place.first, place.count]
+        key = own.next_key(current)
+        numbers = [_signed(key & _WORD), _signed(key >> 32), current.first, current.count]
     return torch.tensor(numbers, dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 

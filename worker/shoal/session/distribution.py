@@ -71,7 +71,7 @@ class DistributeKeywords(TypedDict, total=False):
 class DistributeOptions:
     """Options of a session's `distribute`."""
 
-    place: LocalRank
+    local_rank: LocalRank
     backend: str
     reconfigures: bool
     """True if a generation reconfigures the process group of the last one instead of making one."""
@@ -190,7 +190,7 @@ class Distribution:
             held.callback(unsync_batchnorm, model)
             sync_batchnorm(model, every=options.sync_batchnorm)
         device = device_of(model)
-        check_gpu(options.place, device)
+        check_gpu(options.local_rank, device)
         self._choose_backend(chosen, device, options)
         if not chosen.initialises:
             initialise(model, device, torch.initial_seed())
@@ -414,7 +414,7 @@ def _named(given: Any, alone: str) -> dict[str, Any]:
     if isinstance(given, Mapping):
         return dict(given)
     if isinstance(given, Sequence):
-        return {str(place): each for place, each in enumerate(given)}
+        return {str(index): each for index, each in enumerate(given)}
     return {alone: given}
 
 

@@ -211,8 +211,8 @@ class ElasticController:
         if self._is_ready:
             self._end_of_script(strategy)
             if strategy.leaves_with_checkpoint():
-                told = MemberDrained("this member leaves", seen="it was asked to")
-                raise self.membership.failure or told
+                drained = MemberDrained("this member leaves", seen="it was asked to")
+                raise self.membership.failure or drained
         self.call.may_be_made = True
         while True:
             if not self._is_ready:

@@ -95,23 +95,23 @@ class SessionSeries:
         if model is not None:
             _check_without_tables(self.name, has_tables=self._has_tables)
             held = held_state(model, step=held.step, rank=rank, world_size=world_size)
-        place = PublisherRank(number=generation.number, rank=rank, world_size=world_size)
+        publisher = PublisherRank(number=generation.number, rank=rank, world_size=world_size)
         membership = self._controller.membership
 
         def is_over() -> bool:
             return membership.failure is not None or membership.is_broken(generation.number)
 
-        return self._publications.publish(held, place, metadata, is_over=is_over)
+        return self._publications.publish(held, publisher, metadata, is_over=is_over)
 
-    def _connect(self, place: PublisherRank) -> Contributor:
+    def _connect(self, publisher: PublisherRank) -> Contributor:
         generation = self._generation
         assert generation is not None, "what is published is of one"
         return SeriesPublisher(
             self._controller.member.coordinators,
             self.name,
             lambda: weights_pb2.Publisher(token=generation.token),
-            rank=place.rank,
-            world=place.world_size,
+            rank=publisher.rank,
+            world=publisher.world_size,
             options=self._publications.options.to_message(),
         )
 

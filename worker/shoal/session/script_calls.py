@@ -45,7 +45,7 @@ class OwnCounts:
         self._optimizers = optimizers
         self._given = given
         self._fix = fix
-        self._is_told = False
+        self._is_warned = False
 
     def watch(self) -> None:
         for each in self._optimizers:
@@ -58,8 +58,8 @@ class OwnCounts:
 
     def made(self, stateful: Any, arguments: tuple[Any, ...], call: Callable[[], Any]) -> Any:
         """Make the script's call on its scheduler, with a warning the first time."""
-        if stateful is not self._given and not self._is_told:
-            self._is_told = True
+        if stateful is not self._given and not self._is_warned:
+            self._is_warned = True
             log.warning(
                 "schedule_counts_own_steps",
                 schedule=type(stateful).__name__,

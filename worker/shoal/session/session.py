@@ -130,13 +130,13 @@ class Session:
         """Resources of the block, released in reverse order however the block ends."""
 
     @property
-    def _place(self) -> LocalRank:
+    def _local_rank(self) -> LocalRank:
         config = self._config
         return LocalRank(rank=config.local_rank, world_size=config.local_world_size)
 
     def __enter__(self) -> Self:
         with ExitStack() as held:
-            held.enter_context(own_gpu_used(self._place))
+            held.enter_context(own_gpu_used(self._local_rank))
             held.callback(self._steps.release)
             with self._signal.while_joining():
                 self._controller.attend()
@@ -243,7 +243,7 @@ class Session:
             rest = {"checkpoints": checkpoints, "keyed_dropout": keyed_dropout}
             return adapter_of(model).distribute_in_session(self, model, strategy, **rest), optimizer
         options = DistributeOptions(
-            place=self._place,
+            local_rank=self._local_rank,
             backend=self._config.backend,
             reconfigures=self._config.reconfigure,
             validators=ValidatorSet(validators_of(self._validators), self.member_id),

@@ -134,10 +134,10 @@ class SharedCalls:
         calls = gather_if_different(call.encode(), group)
         if calls is not None:
             meet_after_collective(group)
-            said = zip(generation.entries, calls, strict=True)
+            by_member = zip(generation.entries, calls, strict=True)
             raise InvalidSpec(
                 "the members do different things between two steps",
-                seen="; ".join(f"{each.member_id}: {word.decode()}" for each, word in said),
+                seen="; ".join(f"{each.member_id}: {word.decode()}" for each, word in by_member),
                 expected="the same calls in the same order on every member",
             )
 
@@ -240,9 +240,9 @@ def reduce(
 
     Raises InvalidSpec on all members if their values differ in name, shape or dtype.
     """
-    own = {name: _told(each) for name, each in values.items()}
-    told = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
-    outlines = [{name: each[0] for name, each in said.items()} for _, said in told]
+    own = {name: _outline(each) for name, each in values.items()}
+    messages = [json.loads(word) for word in gather(json.dumps([part, own]).encode(), group)]
+    outlines = [{name: each[0] for name, each in row.items()} for _, row in messages]
     if any(outline != outlines[0] for outline in outlines):
         meet_after_collective(group)
         members = [entry.member_id for entry in generation.entries]
@@ -251,19 +251,19 @@ def reduce(
             seen="; ".join(f"{m}: {o}" for m, o in zip(members, outlines, strict=True))[:1000],
             expected="the same names, and tensors of the same shape and dtype",
         )
-    parts = [each[0] for each in told]
+    parts = [each[0] for each in messages]
     counts = [each is None or parts.index(each) == rank for rank, each in enumerate(parts)]
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             found[name] = _reduced(value, op, group, counts)
         else:
-            numbers = [said[name][1] for (_, said), own in zip(told, counts, strict=True) if own]
+            numbers = [row[name][1] for (_, row), own in zip(messages, counts, strict=True) if own]
             found[name] = _OF_NUMBERS[op](numbers)
     return found
 
 
-def _told(value: float | int | Tensor) -> list[Any]:
+def _outline(value: float | int | Tensor) -> list[Any]:
     if isinstance(value, Tensor):
         return [f"{tuple(value.shape)} of {value.dtype}", None]
     return ["a number", value]

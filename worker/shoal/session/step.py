@@ -252,11 +252,11 @@ class Step:
                 self._leave(refusal)
                 raise
             return True
-        told = refusal_of(error, self._state())
+        refused = refusal_of(error, self._state())
         # At once, so that the others need not detect it by waiting for this member.
-        self._leave(told or error)
-        if told is not None:
-            raise told from error
+        self._leave(refused or error)
+        if refused is not None:
+            raise refused from error
         return False
 
     def _state(self) -> StepState:

@@ -374,8 +374,8 @@ def _watch_zeroing() -> None:
     """Wrap `zero_grad` of optimizers and modules, so that it reports to the guard of the thread's
     open step. Wraps once in a process. Without a session it works as before."""
     if not hasattr(Optimizer.zero_grad, _MARK):
-        Optimizer.zero_grad = _told(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
-        nn.Module.zero_grad = _told(  # type: ignore[method-assign]
+        Optimizer.zero_grad = _watched_zeroing(Optimizer.zero_grad, _held_by)  # type: ignore[method-assign]
+        nn.Module.zero_grad = _watched_zeroing(  # type: ignore[method-assign]
             nn.Module.zero_grad, nn.Module.parameters
         )
 
@@ -384,7 +384,7 @@ def _held_by(optimizer: Optimizer) -> Iterator[Tensor]:
     return (each for group in optimizer.param_groups for each in group["params"])
 
 
-def _told(plain: Callable[..., Any], parameters: Callable[..., Iterable[Tensor]]) -> Any:
+def _watched_zeroing(plain: Callable[..., Any], parameters: Callable[..., Iterable[Tensor]]) -> Any:
     @functools.wraps(plain)
     def watched(self: Any, set_to_none: bool = True) -> Any:
         if (guard := _guard()) is not None:

@@ -136,9 +136,9 @@ class StepReports:
         )
         if generation.rank == 0:
             # One member logs for all: one line per change.
-            told = self._controller.membership.waiting_for
+            waits_for = self._controller.membership.waiting_for
             named = f"generation {pause.generation}"
-            log.info(f"{told if told.startswith(named) else named}; {pause}")
+            log.info(f"{waits_for if waits_for.startswith(named) else named}; {pause}")
 
     def _report(self, samples_per_s: float | None = None) -> None:
         if self._strategy is None or self._unreported is None:

@@ -30,11 +30,11 @@ class HostBuffer:
         Overwrites the shards of the previous call. Allocates new memory only if the size differs:
         page-locked memory if some of the `sources` lie on a GPU.
         """
-        places = {}
+        spans = {}
         end = 0
         for name, chunk in chunks.items():
             num_bytes = chunk.num_elements * metas[name].dtype.itemsize
-            places[name] = slice(end, end + num_bytes)
+            spans[name] = slice(end, end + num_bytes)
             end += -(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if self._memory.numel() != end:
             # Free the old memory before the new is allocated.
@@ -44,7 +44,7 @@ class HostBuffer:
             name: TensorShard(
                 shape=metas[name].shape,
                 chunk=chunk,
-                tensor=self._memory[places[name]].view(metas[name].dtype).view(chunk.sizes),
+                tensor=self._memory[spans[name]].view(metas[name].dtype).view(chunk.sizes),
             )
             for name, chunk in chunks.items()
         }
@@ -121,7 +121,7 @@ class StepCopies:
         # Set last: the trainer may ask at any moment.
         self._knows = True
 
-    def room_for(
+    def buffers_for(
         self, peer: int, chunks: Mapping[str, Chunk], metas: Mapping[str, Meta]
     ) -> tuple[dict[str, TensorShard], Tensor]:
         """Return uninitialized shards for the copy that the peer sends, and their memory."""

@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 _ALIGNMENT_BYTES = 64
 """Alignment of a tensor in a buffer, so that its bytes can be viewed as any dtype."""
-ROOM_BYTES = 64 * 1024 * 1024
+BATCH_BYTES = 64 * 1024 * 1024
 """Size of each of the two page-locked buffers of `copy_staged`. A power of two: torch caches blocks
 of such sizes for the next call."""
 
@@ -134,7 +134,7 @@ def side_by_side(tensors: Sequence[Tensor], *, pinned: bool) -> list[Tensor]:
 
 @torch.no_grad()
 def copy_staged(
-    targets: Sequence[Tensor], sources: Sequence[Tensor], *, room_bytes: int = ROOM_BYTES
+    targets: Sequence[Tensor], sources: Sequence[Tensor], *, batch_bytes: int = BATCH_BYTES
 ) -> None:
     """Copy each source into the target of the same index, which is contiguous and on the host.
 
@@ -147,16 +147,16 @@ def copy_staged(
         target.copy_(source.detach())
     for device in _gpus(sources):
         own = [(t, s) for t, s in zip(targets, sources, strict=True) if s.device == device]
-        copy_by_rooms(own, room_bytes, pinned=True)
+        copy_batches(own, batch_bytes, pinned=True)
 
 
-def copy_by_rooms(pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int, *, pinned: bool) -> None:
+def copy_batches(pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int, *, pinned: bool) -> None:
     """Copy pairs of (target, source) as `copy_staged` does; the sources are all on one device."""
-    rooms = [torch.empty(room_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
+    buffers = [torch.empty(batch_bytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None = None
-    for number, batch in enumerate(_batches(pairs, room_bytes)):
+    for number, batch in enumerate(_batches(pairs, batch_bytes)):
         targets, sources = zip(*batch, strict=True)
-        parts = torch.split(rooms[number % 2][: sum(map(len, sources))], list(map(len, sources)))
+        parts = torch.split(buffers[number % 2][: sum(map(len, sources))], list(map(len, sources)))
         under_way = copy_to_host(parts, sources)
         _empty(full)
         full = (targets, parts, under_way)
@@ -172,11 +172,11 @@ def _empty(full: tuple[Sequence[Tensor], Sequence[Tensor], CopyUnderWay] | None)
 
 
 def _batches(
-    pairs: Sequence[tuple[Tensor, Tensor]], room_bytes: int
+    pairs: Sequence[tuple[Tensor, Tensor]], batch_bytes: int
 ) -> Iterator[list[tuple[Tensor, Tensor]]]:
     """Split the pairs, as bytes, into runs that each fit into one buffer."""
     batch: list[tuple[Tensor, Tensor]] = []
-    left = room_bytes
+    left = batch_bytes
     for target, source in pairs:
         written, read = as_bytes(target), as_bytes(source.detach().contiguous())
         start = 0
@@ -187,7 +187,7 @@ def _batches(
             start = stop
             if not left:
                 yield batch
-                batch, left = [], room_bytes
+                batch, left = [], batch_bytes
     if batch:
         yield batch
 

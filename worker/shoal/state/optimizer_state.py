@@ -99,10 +99,10 @@ def take_settings(optimizer: Optimizer) -> list[dict[str, Json]]:
         taken = {f"{index}.{key}" for key in group}
         for key, value in group.items():
             if key != "params":
-                place = (str(index), str(key))
+                key_path = (str(index), str(key))
                 if type(key) is not str:
-                    raise refused(place, f"the key {key!r:.100}", "a string")
-                settings[key] = plain_setting(value, place, refused, taken)
+                    raise refused(key_path, f"the key {key!r:.100}", "a string")
+                settings[key] = plain_setting(value, key_path, refused, taken)
         found.append(settings)
     return found
 
@@ -176,11 +176,11 @@ def is_of_value(name: str) -> bool:
     return name.startswith(OPTIM) and name.rpartition("/")[2].startswith(INNER)
 
 
-def merged(told: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def merged(by_rank: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge the values of all parameters from the state's values on each rank, in the order of
     ranks. If several ranks report a parameter, the lowest rank wins."""
     found: dict[str, Any] = {}
-    for values in told:
+    for values in by_rank:
         found = {**(values.get(SLOTS) or {}), **found}
     return found
 

@@ -188,9 +188,9 @@ class PeerCheckpoints:
         the names were learnt: for each of their parameters without state then, the keys that are
         kept for any other parameter."""
         known = [each for each in self._names | live.shards.keys() if each.startswith(OPTIM)]
-        places = [each.removeprefix(OPTIM).rpartition("/") for each in known]
-        new = set(stepped_by_others) - {parameter for parameter, _, _ in places}
-        return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in places)
+        parts = [each.removeprefix(OPTIM).rpartition("/") for each in known]
+        new = set(stepped_by_others) - {parameter for parameter, _, _ in parts}
+        return frozenset(f"{OPTIM}{parameter}/{key}" for parameter in new for _, _, key in parts)
 
     def close(self) -> None:
         """Free all state.

@@ -50,13 +50,13 @@ def targets_of(hosts: Sequence[str], copies: int, leaving: Collection[int] = ())
     """
     world_size = len(hosts)
     ring = sorted(range(world_size), key=lambda rank: (hosts[rank], rank))
-    place = {rank: number for number, rank in enumerate(ring)}
+    index_in_ring = {rank: number for number, rank in enumerate(ring)}
     largest = max(Counter(hosts).values())
     ahead = [number * largest % world_size for number in range(1, world_size)]
     distances = [d for d in dict.fromkeys([*ahead, *range(1, world_size)]) if d]
     found = []
     for rank in range(world_size):
-        peers = (ring[(place[rank] + distance) % world_size] for distance in distances)
+        peers = (ring[(index_in_ring[rank] + distance) % world_size] for distance in distances)
         staying = [peer for peer in peers if peer not in leaving]
         found.append(staying[: copies + (rank in leaving)])
     return found
@@ -302,7 +302,7 @@ class PeerCopies:
         for peer in sources:
             chunks, metas = self._catalogue.of(peer)
             coming = {name: chunk for name, chunk in chunks.items() if self._travels(name)}
-            shards, memory = slot.room_for(peer, coming, metas)
+            shards, memory = slot.buffers_for(peer, coming, metas)
             works = [dist.irecv(chunk, group=group, group_src=peer) for chunk in _chunks(memory)]
             arriving[peer] = (shards, works)
         leaving = [
@@ -338,7 +338,7 @@ class Catalogue:
     def __init__(self, world_size: int) -> None:
         self.names: frozenset[str] = frozenset()
         """Names of all tensors on any rank."""
-        self._told: Inventory | None = None
+        self._announced: Inventory | None = None
         self._known: list[Inventory | None] = [None] * world_size
 
     def announce(self, own: StateShard, group: dist.ProcessGroup) -> list[Mapping[str, Any]]:
@@ -347,8 +347,8 @@ class Catalogue:
         Raises InternalError if the ranks are at different steps, and MalformedMessage.
         """
         inventory = inventory_of([StateShard(step=0, shards=own.shards)])
-        news = None if inventory == self._told else to_json(inventory)
-        self._told = inventory
+        news = None if inventory == self._announced else to_json(inventory)
+        self._announced = inventory
         words = gather(pack([own.step, dict(own.values), news]), group)
         all_values: list[Mapping[str, Any]] = []
         for rank, word in enumerate(words):

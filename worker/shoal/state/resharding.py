@@ -35,7 +35,7 @@ from shoal.state.step_choice import ChosenStep, choose
 from shoal.state.transfer_plan import NamedChunk, TransferPlan, plan
 from shoal_proto.errors import InvalidSpec
 
-Place = Callable[[str, Chunk], Tensor | None]
+Target = Callable[[str, Chunk], Tensor | None]
 """Function of (name, chunk that the rank needs) that returns a host tensor to receive it into, of
 that size and dtype, with any strides; None: a tensor is allocated."""
 
@@ -54,7 +54,7 @@ def reshard(
     needs: Needs,
     *,
     borrow: bool = False,
-    place: Place | None = None,
+    target: Target | None = None,
     memory: SharedMemory | None = None,
 ) -> StateShard:
     """Return the chunks that this rank needs of the newest state that is whole on the group.
@@ -62,10 +62,10 @@ def reshard(
     Collective: all ranks call it at the same time, each with all that it holds, of one step or
     several. `needs` is called for every tensor that exists at the chosen step, and for no other.
 
-    The result is in newly allocated host memory, or in the tensors of `place`, which is called only
-    after all checks. With `borrow`, a chunk for which `place` returns None is a view of this rank's
-    own shard, if that contains it. `memory`: shared by the group's ranks, and overwritten; used for
-    the transfer if it is large enough.
+    The result is in newly allocated host memory, or in the tensors of `target`, which is called
+    only after all checks. With `borrow`, a chunk for which `target` returns None is a view of this
+    rank's own shard, if that contains it. `memory`: shared by the group's ranks, and overwritten;
+    used for the transfer if it is large enough.
 
     Raises the same error on all ranks: StateLost if no step is whole, ShapeMismatch or
     DtypeMismatch if ranks contradict each other, MalformedMessage for an invalid message. An error
@@ -74,7 +74,7 @@ def reshard(
     """
     rank, world_size = group.rank(), group.size()
     exchange = SharedExchange(memory) if memory and SharedExchange.fits(memory) else None
-    words = _told(to_message(inventory_of(held)), group, exchange)
+    words = _gathered(to_message(inventory_of(held)), group, exchange)
     chosen = choose([from_message(word, r) for r, word in enumerate(words)])
     own = _asked(chosen, needs)
     if chosen.on_each(world_size):  # every rank already has what it needs
@@ -82,14 +82,14 @@ def reshard(
         wanted[rank] = own
     else:
         names = list(chosen.metas)
-        words = _told(pack(chunks_to_json(own, names, chosen.metas)), group, exchange)
+        words = _gathered(pack(chunks_to_json(own, names, chosen.metas)), group, exchange)
         table = TensorTable(chosen.metas)
         wanted = [_needs_of(word, r, table) for r, word in enumerate(words)]
     bucket_bytes = IN_FLIGHT_BYTES // (2 * ROUNDS_IN_FLIGHT * world_size)
     bucket_bytes = min(max(bucket_bytes, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES)
     todo = plan(chosen, wanted, rank, stripe_bytes=bucket_bytes // 2)
     transfer = _Transfer(group, [h for h in held if h.step == chosen.step], bucket_bytes, exchange)
-    shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, place=place or _nowhere)
+    shards = transfer.carry_out(todo, own, chosen.metas, borrow=borrow, target=target or _nowhere)
     return StateShard(
         step=chosen.step,
         shards=shards,
@@ -124,7 +124,9 @@ def _of_model(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | 
     return Chunk.whole(shape) if name.startswith(MODEL) else None
 
 
-def _told(word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None) -> list[bytes]:
+def _gathered(
+    word: bytes, group: dist.ProcessGroup, exchange: SharedExchange | None
+) -> list[bytes]:
     """Gather the message of each rank, through shared memory if possible."""
     words = exchange.gather(word, MAX_MESSAGE_BYTES) if exchange is not None else None
     return gather(word, group) if words is None else words
@@ -206,11 +208,11 @@ class _Transfer:
         metas: Mapping[str, Meta],
         *,
         borrow: bool,
-        place: Place,
+        target: Target,
     ) -> dict[str, TensorShard]:
         """Return the shards that this rank needs, in new memory unless placed or borrowed."""
         self._metas = metas
-        placed = {name: place(name, chunk) for name, chunk in own.items()}
+        placed = {name: target(name, chunk) for name, chunk in own.items()}
         borrowed = {
             part.name: self._source(part)
             for part in todo.kept
@@ -276,7 +278,7 @@ class _Transfer:
         if len(parts) == 1 and target.is_contiguous():
             buffer = _flat(target)
         else:
-            buffer = torch.empty(self._places(parts)[-1][1], dtype=torch.uint8)
+            buffer = torch.empty(self._spans(parts)[-1][1], dtype=torch.uint8)
             current.arriving.append((buffer, parts))
         current.works.append(self._p2p.recv([buffer], peer))
 
@@ -285,10 +287,10 @@ class _Transfer:
         if len(parts) == 1 and source.is_contiguous() and source.device.type == "cpu":
             buffer = _flat(source)
         else:
-            places = self._places(parts)
-            buffer = torch.empty(places[-1][1], dtype=torch.uint8)
-            for part, place in zip(parts, places, strict=True):
-                self._view(buffer, part, place).copy_(self._source(part))
+            spans = self._spans(parts)
+            buffer = torch.empty(spans[-1][1], dtype=torch.uint8)
+            for part, span in zip(parts, spans, strict=True):
+                self._view(buffer, part, span).copy_(self._source(part))
         current.kept.append(buffer)
         current.works.append(self._p2p.send([buffer], peer))
 
@@ -296,38 +298,38 @@ class _Transfer:
         for work in over.works:
             work.wait()
         for buffer, parts in over.arriving:
-            for part, place in zip(parts, self._places(parts), strict=True):
-                self._target(part).copy_(self._view(buffer, part, place))
+            for part, span in zip(parts, self._spans(parts), strict=True):
+                self._target(part).copy_(self._view(buffer, part, span))
 
     # --- positions of parts ---
 
     def _buckets(self, parts: Sequence[NamedChunk]) -> list[list[NamedChunk]]:
         buckets: list[list[NamedChunk]] = []
-        room_bytes = 0
+        free_bytes = 0
         for part in parts:
             padded_bytes = _padded(self._num_bytes(part))
-            if padded_bytes > room_bytes:
+            if padded_bytes > free_bytes:
                 buckets.append([])
-                room_bytes = self._bucket_bytes
+                free_bytes = self._bucket_bytes
             buckets[-1].append(part)
-            room_bytes -= padded_bytes
+            free_bytes -= padded_bytes
         return buckets
 
-    def _places(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
+    def _spans(self, parts: Sequence[NamedChunk]) -> list[tuple[int, int]]:
         """Return the start and stop of each part in its bucket; a single part fills it exactly."""
-        places: list[tuple[int, int]] = []
+        spans: list[tuple[int, int]] = []
         start = 0
         for part in parts:
             num_bytes = self._num_bytes(part)
-            places.append((start, start + num_bytes))
+            spans.append((start, start + num_bytes))
             start += _padded(num_bytes)
-        return places
+        return spans
 
     def _num_bytes(self, part: NamedChunk) -> int:
         return part.chunk.num_elements * self._metas[part.name].dtype.itemsize
 
-    def _view(self, buffer: Tensor, part: NamedChunk, place: tuple[int, int]) -> Tensor:
-        raw = buffer[place[0] : place[1]]
+    def _view(self, buffer: Tensor, part: NamedChunk, span: tuple[int, int]) -> Tensor:
+        raw = buffer[span[0] : span[1]]
         return raw.view(self._metas[part.name].dtype).view(part.chunk.sizes)
 
     def _target(self, part: NamedChunk) -> Tensor:

@@ -206,8 +206,8 @@ def alike(groups: Iterable[Names]) -> Mapping[Names, Sequence[Names]]:
     for name, numbers in found_in.items():
         sets.setdefault(tuple(numbers), []).append(name)
     parts: list[list[Names]] = [[] for _ in distinct]
-    for places, members in sets.items():
+    for holders, members in sets.items():
         together = tuple(members)
-        for place in places:
-            parts[place].append(together)
+        for holder in holders:
+            parts[holder].append(together)
     return dict(zip(distinct, parts, strict=True))

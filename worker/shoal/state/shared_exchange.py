@@ -29,7 +29,7 @@ class SharedExchange:
     def __init__(self, memory: SharedMemory) -> None:
         """Use this memory, overwriting its contents."""
         self._memory = memory
-        self._room = torch.frombuffer(memory.room, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(memory.data, dtype=torch.uint8)
         self._box_bytes = _box_bytes(memory)
 
     @staticmethod
@@ -44,16 +44,16 @@ class SharedExchange:
         Raises as `run`.
         """
         memory = self._memory
-        each_bytes = len(memory.room) // memory.world_size
+        each_bytes = len(memory.data) // memory.world_size
         if len(word) <= each_bytes:
             start = memory.rank * each_bytes
-            memory.room[start : start + len(word)] = word
+            memory.data[start : start + len(word)] = word
         lengths = memory.meet(len(word))
         if max(lengths) > min(each_bytes, max_bytes):
             return None
         starts = (rank * each_bytes for rank in range(memory.world_size))
         words = [
-            bytes(memory.room[start : start + length])
+            bytes(memory.data[start : start + length])
             for start, length in zip(starts, lengths, strict=True)
         ]
         # All ranks must have read the messages before any rank overwrites them.
@@ -71,12 +71,12 @@ class SharedExchange:
         number, num_rounds = 0, 1
         while number < num_rounds:
             for peer, boxes in leaving.items():
-                for box, piece in self._places(number, self._memory.rank, peer, boxes):
+                for box, piece in self._pieces(number, self._memory.rank, peer, boxes):
                     box.copy_(piece)
             # The number of rounds is that of the rank which sends most.
             num_rounds = max(self._memory.meet(own_rounds))
             for peer, boxes in arriving.items():
-                for box, piece in self._places(number, peer, self._memory.rank, boxes):
+                for box, piece in self._pieces(number, peer, self._memory.rank, boxes):
                     piece.copy_(box)
             number += 1
         # The caller may overwrite the memory on return: all ranks must have read their boxes.
@@ -97,7 +97,7 @@ class SharedExchange:
                 at, left = at + count, left - count
         return boxes
 
-    def _places(
+    def _pieces(
         self, number: int, sender: int, receiver: int, boxes: Sequence[Cut]
     ) -> list[tuple[Tensor, Tensor]]:
         """Return pairs of a piece of this round and its part of the shared memory, memory first."""
@@ -106,9 +106,9 @@ class SharedExchange:
         world_size = self._memory.world_size
         box = (number % NUM_SETS * world_size + sender) * world_size + receiver
         starts = [(box * self._box_bytes + at, piece) for at, piece in boxes[number]]
-        return [(self._room[start : start + piece.numel()], piece) for start, piece in starts]
+        return [(self._bytes[start : start + piece.numel()], piece) for start, piece in starts]
 
 
 def _box_bytes(memory: SharedMemory) -> int:
-    exact = len(memory.room) // (NUM_SETS * memory.world_size**2)
+    exact = len(memory.data) // (NUM_SETS * memory.world_size**2)
     return exact // _ALIGNMENT_BYTES * _ALIGNMENT_BYTES

@@ -49,8 +49,8 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """
     metas: dict[str, Meta] = {}
     # By identity: inventories with equal tables share one decoded table.
-    for told in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
-        for name, meta in told.items():
+    for metas in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
+        for name, meta in metas.items():
             add_meta(metas, name, meta)
     missing: dict[int, list[str]] = {}
     steps = {listing.step for inventory in inventories for listing in inventory.listings}
@@ -88,15 +88,15 @@ def _holders(inventories: Sequence[Inventory], step: int) -> dict[str, dict[Chun
 
 
 def _expected(inventories: Sequence[Inventory], step: int) -> list[str]:
-    told: dict[Names | frozenset[str], bool] = {}
+    seen: dict[Names | frozenset[str], bool] = {}
     for inventory in inventories:
         for listing in inventory.listings:
             before = listing.step <= step
             named: list[Names | frozenset[str]] = [names for _, names in groups_of(listing.chunks)]
             for found in [*named, listing.elsewhere]:
-                told[found] = before or told.get(found, False)
+                seen[found] = before or seen.get(found, False)
     names = {
-        name for found, before in told.items() for name in found if before or name.startswith(MODEL)
+        name for found, before in seen.items() for name in found if before or name.startswith(MODEL)
     }
     lasting = {name for name in names if not is_of_value(name)}
     if len(lasting) < len(names):
@@ -148,9 +148,9 @@ def _words(chunk: Chunk) -> str:
 
 def _values(inventories: Sequence[Inventory], step: int) -> Mapping[str, Json]:
     listings = (each for inventory in inventories for each in inventory.listings)
-    told = [each.values for each in listings if each.step == step and each.values]
-    slots = merged(told)
-    return {**(told[0] if told else {}), **({SLOTS: slots} if slots else {})}
+    found = [each.values for each in listings if each.step == step and each.values]
+    slots = merged(found)
+    return {**(found[0] if found else {}), **({SLOTS: slots} if slots else {})}
 
 
 def _lost(missing: Mapping[int, Sequence[str]]) -> StateLost:

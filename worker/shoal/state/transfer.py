@@ -50,10 +50,10 @@ def send(state: State, receivers: Sequence[int], group: dist.ProcessGroup) -> No
         packed = torch.zeros(bucket[-1][2], dtype=torch.uint8, pin_memory=pinned)
         sources = [as_bytes(tensors[index].contiguous()) for index, _, _ in bucket]
         starts = [start for _, start, _ in bucket]
-        places = [
+        targets = [
             packed[start : start + len(raw)] for start, raw in zip(starts, sources, strict=True)
         ]
-        copy_to_host(places, sources).wait()
+        copy_to_host(targets, sources).wait()
         branch.pass_on(packed)
 
 
@@ -90,9 +90,9 @@ class _Branch:
 
     def __init__(self, source: int, receivers: Sequence[int], group: dist.ProcessGroup) -> None:
         order = [source, *sorted(receivers)]
-        place = order.index(group.rank())
-        self._parent = order[(place - 1) // FAN_OUT] if place else None
-        self._children = order[FAN_OUT * place + 1 : FAN_OUT * (place + 1) + 1]
+        position = order.index(group.rank())
+        self._parent = order[(position - 1) // FAN_OUT] if position else None
+        self._children = order[FAN_OUT * position + 1 : FAN_OUT * (position + 1) + 1]
         self._p2p = AbortableP2P(group, torch.device("cpu"))
 
     def pass_on(self, tensor: Tensor) -> None:

@@ -205,15 +205,15 @@ def _lay_out_for_sum(gradients: list[Tensor], summed: Tensor, world_size: int) -
     if not (summed.device.type == "cpu" and uneven and alike):
         _lay_out_padded(gradients, summed, world_size)
         return
-    places, start = summed.view(world_size, -1), 0
+    rows_by_rank, start = summed.view(world_size, -1), 0
     for gradient in gradients:
         num_rows = -(-gradient.size(0) // world_size)
         stop = start + num_rows * gradient[:1].numel()
         for rank in range(world_size):
             rows = gradient[rank * num_rows : (rank + 1) * num_rows]
             end = start + rows.numel()
-            places[rank, start:end].view(rows.shape).copy_(rows)
-            places[rank, end:stop].zero_()
+            rows_by_rank[rank, start:end].view(rows.shape).copy_(rows)
+            rows_by_rank[rank, end:stop].zero_()
         start = stop
 
 

@@ -27,7 +27,7 @@ def bucket_size(bucket_mb: float) -> float:
 
 class ReplicatedModule(DistributedDataParallel):
     """Torch's wrapper, with calls of `begin_backward` and `end_backward` around each backward pass.
-    Unless it `is_told_of_passes`, it behaves as torch's own.
+    Unless it `is_notified_of_passes`, it behaves as torch's own.
 
     Torch prepares the reducer after the forward pass. Here it is prepared when the loss is known:
     the parameters to reduce are found from the loss itself. So a loss may come from several forward
@@ -41,13 +41,13 @@ class ReplicatedModule(DistributedDataParallel):
     def __init__(
         self,
         *args: Any,
-        is_told_of_passes: bool,
+        is_notified_of_passes: bool,
         unfinished: Callable[[], Exception],
         **kwargs: Any,
     ) -> None:
         """`unfinished()` makes the error of a pass after one that left out parameters."""
         super().__init__(*args, **kwargs)
-        self._is_told, self._unfinished = is_told_of_passes, unfinished
+        self._is_notified, self._unfinished = is_notified_of_passes, unfinished
         self._was_called = self._reduces_behind = False
         self._num_checkpoints = 0
         before_calls(CheckpointFunction, "apply", _note_checkpoint)
@@ -63,7 +63,7 @@ class ReplicatedModule(DistributedDataParallel):
             return super()._pre_forward(*inputs, **named)  # type: ignore[no-untyped-call]
 
     def _post_forward(self, output: Any) -> Any:
-        if not self._is_told:
+        if not self._is_notified:
             return super()._post_forward(output)  # type: ignore[no-untyped-call]
         # Rank 0's buffers are received in the first forward pass before each backward pass. A
         # later write would change tensors that this first pass saved for backward.
@@ -74,13 +74,13 @@ class ReplicatedModule(DistributedDataParallel):
     def begin_step(self) -> None:
         """Begin a step. Gradients of its losses are reduced only if the wrapper had a forward pass
         in the step: otherwise the loss is another module's."""
-        if self._is_told:
+        if self._is_notified:
             self._was_called = False
             self.require_forward_param_sync = True
 
     def begin_backward(self, loss: Tensor) -> None:
         """Prepare the reducer for a backward pass of the loss."""
-        if not self._is_told:
+        if not self._is_notified:
             return
         self._reduces_behind = self._num_checkpoints != _here.num_checkpoints
         self._num_checkpoints = _here.num_checkpoints
@@ -90,7 +90,7 @@ class ReplicatedModule(DistributedDataParallel):
 
     def end_backward(self) -> None:
         """End the backward pass: reduce its gradients now if that was postponed."""
-        if not self._is_told or not self._reduces or not self._reduces_behind:
+        if not self._is_notified or not self._reduces or not self._reduces_behind:
             return
         held = [each for each in self._module_parameters if each.requires_grad]
         if reached := [each for each in held if each.grad is not None]:

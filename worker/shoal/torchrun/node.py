@@ -117,8 +117,8 @@ class Node:
         timeout_s = max(self._config.close_timeout_s - membership.away_s, LAST_TRY_S)
         if self._unanswered:
             timeout_s = LAST_TRY_S
-        told = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
-        return known or told
+        has_left = membership.leave(completed=completed, reason=reason, timeout_s=timeout_s)
+        return known or has_left
 
     def close(self, reason: str) -> None:
         """Close the job to new nodes and new generations. The nodes that train, including this one,
@@ -157,7 +157,7 @@ class Node:
         except RetryError as error:
             if membership.failure is None:
                 self._unanswered = True
-                raise self._unheard(error) from error
+                raise self._no_coordinator(error) from error
         except (RejoinError, RefusedError) as error:
             log.info("finish_not_needed", job=self.job, reason=str(error))
         else:
@@ -176,13 +176,13 @@ class Node:
             return
         if membership.away_s > 0.0:
             self._unanswered = True
-            raise self._unheard(Unavailable(membership.waiting_for))
+            raise self._no_coordinator(Unavailable(membership.waiting_for))
         raise DeadlineExceeded(
             f"wait timeout after {timeout_s:g} s for the other nodes to finish",
             seen=membership.waiting_for,
         )
 
-    def _unheard(self, error: ShoalError) -> Unavailable:
+    def _no_coordinator(self, error: ShoalError) -> Unavailable:
         return Unavailable(
             f"no coordinator answered for {self._config.close_timeout_s:g} s",
             seen=error.seen or str(error),

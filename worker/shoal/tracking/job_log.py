@@ -228,8 +228,8 @@ class _Sink:
 
     def _fails(self, error: Exception) -> None:
         if not self._is_failing:
-            told = f"{type(error).__name__}: {error}"[:500]
-            log.warning("tracker_failed", tracker=self._name, reason=told)
+            reason = f"{type(error).__name__}: {error}"[:500]
+            log.warning("tracker_failed", tracker=self._name, reason=reason)
         self._is_failing = True
         # Half a step may be written, so the progress is read from the tracker again.
         self.end()

@@ -152,10 +152,10 @@ def write_safetensors(tensors: Mapping[str, Tensor], path: Path) -> None:
                 seen=str(tensor.dtype),
                 expected=", ".join(map(str, _DTYPES)),
             )
-        places = [at, at + tensor.nbytes]
+        offsets = [at, at + tensor.nbytes]
         dtype, shape = _DTYPES[tensor.dtype], list(tensor.shape)
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": places}
-        at = places[1]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        at = offsets[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:

@@ -108,7 +108,7 @@ class RankPart:
     """Pieces of one rank, each with its offset in the segment."""
 
     pieces: Sequence[PublishedPiece]
-    places: Sequence[int]
+    offsets: Sequence[int]
     """Offset of each piece in the segment, in bytes."""
     layout: Layout
     """Layout of this rank's tensors and slices, with one segment."""
@@ -123,7 +123,7 @@ class RankPart:
         """Copy the pieces' present values into a segment's bytes."""
         targets = [
             memory[at : at + piece.num_bytes].view(piece.dtype).view(piece.chunk.sizes)
-            for at, piece in zip(self.places, self.pieces, strict=True)
+            for at, piece in zip(self.offsets, self.pieces, strict=True)
         ]
         copy_staged(targets, [piece.tensor for piece in self.pieces])
 
@@ -135,9 +135,9 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
     """
     specs = {name: _spec(name, each.shard, dtype) for name, each in held.tensors.items()}
     pieces = [piece for group in _by_replicas(held, dtype) for piece in group]
-    places, end = [], 0
+    offsets, end = [], 0
     for piece in pieces:
-        places.append(end)
+        offsets.append(end)
         end += -(-piece.num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     further: dict[str, list[str]] = {}
     for name, first in held.tied.items():
@@ -149,12 +149,12 @@ def part_of(held: HeldWeights, dtype: torch.dtype | None = None) -> RankPart:
         for name in names:
             numbers[name] = len(layout.tensors)
             layout.tensors.append(_renamed(specs[first], name))
-    for piece, at in zip(pieces, places, strict=True):
+    for piece, at in zip(pieces, offsets, strict=True):
         own = _slice_of(piece, tuple(specs[piece.name].shape), segment=held.rank, at=at)
         for name in (piece.name, *further.get(piece.name, ())):
             # All names of a tied tensor refer to the same bytes.
             layout.slices.add(tensor=numbers[name]).MergeFrom(own)
-    return RankPart(pieces=pieces, places=places, layout=layout)
+    return RankPart(pieces=pieces, offsets=offsets, layout=layout)
 
 
 def balanced(pieces: Sequence[PublishedPiece], index: int, count: int) -> Iterator[PublishedPiece]:

@@ -132,8 +132,8 @@ class VersionLayout:
             for part in tensor.slices:
                 common = part.chunk.overlap(chunk)
                 if common is not None:
-                    place = _bytes_of(part, common, tensor.dtype.itemsize)
-                    found.setdefault(part.segment, []).append(place)
+                    byte_range = _bytes_of(part, common, tensor.dtype.itemsize)
+                    found.setdefault(part.segment, []).append(byte_range)
         return found
 
 
@@ -269,8 +269,8 @@ def whole_tensors(layout: VersionLayout, segments: Mapping[int, Tensor]) -> dict
     found: dict[str, Tensor] = {}
     known: dict[tuple[object, ...], Tensor] = {}
     for name, tensor in layout.tensors.items():
-        places = ((part.segment, part.at, part.chunk) for part in tensor.slices)
-        key = (tensor.dtype, tensor.shape, *places)
+        slices_of = ((part.segment, part.at, part.chunk) for part in tensor.slices)
+        key = (tensor.dtype, tensor.shape, *slices_of)
         if key not in known or not tensor.slices:
             known[key] = tensor.read(segments)
         found[name] = known[key]

@@ -142,13 +142,13 @@ class _PublishedSeries:
         self._count += 1
         return self.publications.publish(held, ALONE, metadata, number=self._count)
 
-    def _connect(self, place: PublisherRank) -> Contributor:
+    def _connect(self, publisher: PublisherRank) -> Contributor:
         return SeriesPublisher(
             self._addresses,
             self._series,
             lambda: weights_pb2.Publisher(incarnation=self._incarnation),
-            rank=place.rank,
-            world=place.world_size,
+            rank=publisher.rank,
+            world=publisher.world_size,
             options=self.publications.options.to_message(),
         )
 

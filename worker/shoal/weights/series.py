@@ -294,7 +294,7 @@ class Publications:
         self._connect = connect
         self._contributors: list[Contributor] = []
         """One connection for each publication that may be in progress."""
-        self._place: PublisherRank | None = None
+        self._publisher: PublisherRank | None = None
         self._writers = PreparedWriters()
         self._tickets: list[Ticket] = []
         """Tickets of the publications in progress, oldest first."""
@@ -305,7 +305,7 @@ class Publications:
     def publish(
         self,
         held: HeldWeights,
-        place: PublisherRank,
+        publisher: PublisherRank,
         metadata: Mapping[str, object] | None = None,
         *,
         number: int | None = None,
@@ -324,8 +324,8 @@ class Publications:
         """
         own_metadata = _checked_metadata(metadata)
         part = part_of(held, self.options.dtype)
-        self._enter(place)
-        if not self._found_room(is_over):
+        self._enter(publisher)
+        if not self._await_turn(is_over):
             return self._abandoned(held.step)
         writer = self._writers.take(part.num_bytes)
         memory = torch.frombuffer(writer.buffer, dtype=torch.uint8)
@@ -347,7 +347,7 @@ class Publications:
         threading.Thread(target=self._send, args=(publication,), name=name, daemon=True).start()
         return ticket
 
-    def _found_room(self, is_over: Callable[[], bool]) -> bool:
+    def _await_turn(self, is_over: Callable[[], bool]) -> bool:
         """Wait until another publication may begin; False if the generation is over before."""
         while True:
             self._tickets = [each for each in self._tickets if not each.is_over]
@@ -377,15 +377,15 @@ class Publications:
         self._numbers = (step, count)
         return step * STEP_PUBLICATIONS + count + 1
 
-    def _enter(self, place: PublisherRank) -> None:
+    def _enter(self, publisher: PublisherRank) -> None:
         """Publish from this generation and rank. The only rank of a generation sends one
         publication at a time."""
-        if self._contributors and place == self._place:
+        if self._contributors and publisher == self._publisher:
             return
         self._drop()
-        self._numbers, self._place = (-1, 0), place
-        count = IN_FLIGHT if place.world_size > 1 else 1
-        self._contributors = [self._connect(place) for _ in range(count)]
+        self._numbers, self._publisher = (-1, 0), publisher
+        count = IN_FLIGHT if publisher.world_size > 1 else 1
+        self._contributors = [self._connect(publisher) for _ in range(count)]
 
     def _drop(self) -> None:
         """Abandon publications of an earlier generation, which may lack the parts of lost

@@ -55,7 +55,7 @@ from shoal_server.core.membership.phases import OVER, Phase
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
 from shoal_server.status.from_core import LastSeen
-from shoal_server.status.history.stories import TOLD_WITHIN_S
+from shoal_server.status.history.stories import REPORTED_WITHIN_S
 
 log = structlog.get_logger(__name__)
 
@@ -394,7 +394,7 @@ class JobActor:
         job, board = self.job.spec.job, self._dependencies.board
         if effect.story is not None:
             board.runs(job, effect.story)
-            asyncio.get_running_loop().call_later(TOLD_WITHIN_S, board.log_due_reports, job)
+            asyncio.get_running_loop().call_later(REPORTED_WITHIN_S, board.log_due_reports, job)
             return
         (log.debug if effect.kind in DETAILS else log.info)(
             effect.kind,

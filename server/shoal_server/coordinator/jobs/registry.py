@@ -313,7 +313,7 @@ class Registry:
         self.require_leading()
         self._require_usable(spec.job)
         if spec.job not in self._actors:
-            self._check_room()
+            self._check_capacity()
             job = Job(
                 spec=spec,
                 limits=self.limits,
@@ -324,7 +324,7 @@ class Registry:
             self._add(JobActor(job, self._dependencies))
         return self._actors[spec.job]
 
-    def _check_room(self) -> None:
+    def _check_capacity(self) -> None:
         known, most = len(self._actors) + len(self._unread), self._dependencies.max_jobs
         if known >= most:
             raise Overloaded(

@@ -55,12 +55,12 @@ class HealthService(HealthServicer):  # type: ignore[misc]  # grpcio-health-chec
     async def Watch(
         self, request: pb.HealthCheckRequest, context: Context
     ) -> AsyncIterator[pb.HealthCheckResponse]:
-        told: int | None = None
+        sent: int | None = None
         while not self._ended:
             changed, status = self._changed, self._status(request.service)
-            if status != told:
+            if status != sent:
                 yield pb.HealthCheckResponse(status=status)
-                told = status
+                sent = status
                 continue  # it may have changed while the caller took its time
             await changed.wait()
 

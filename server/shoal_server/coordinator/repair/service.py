@@ -65,7 +65,7 @@ class RepairService(RepairsServicer):
             log.warning("job_repaired", job=job, moved=list(moved.values()), phase=reply.phase)
         elif known is not None:
             reply.phase = known.job.phase.value
-        reply.records.extend(_told(each, moved) for each in broken[:MAX_SHOWN])
+        reply.records.extend(_broken_record(each, moved) for each in broken[:MAX_SHOWN])
         return reply
 
     async def _mend(
@@ -147,7 +147,7 @@ def _generations(job: str, items: Sequence[KeyValue]) -> tuple[list[int], list[G
     return numbers, records
 
 
-def _told(broken: FaultyRecord, moved: dict[str, str]) -> pb.BrokenRecord:
+def _broken_record(broken: FaultyRecord, moved: dict[str, str]) -> pb.BrokenRecord:
     return pb.BrokenRecord(
         key=broken.item.key,
         kind=broken.kind.value,

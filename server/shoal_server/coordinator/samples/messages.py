@@ -15,7 +15,7 @@ from shoal_server.core.samples.requests import (
 
 RETRY_AFTER_S = 0.1
 MAX_RANGES = 1024
-MAX_TOLD_HOLDERS = 4
+MAX_SHOWN_HOLDERS = 4
 
 
 def check(request: samples_pb2.LeaseRequest) -> None:
@@ -110,7 +110,7 @@ def wait_in_words(ledger: SampleLedger) -> str:
     """Describe the wait of a member without samples: the members that hold them."""
     held = {name: num for name, num in ledger.held_samples.items() if num}
     others = sorted(held, key=lambda name: (-held[name], name))
-    told = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_TOLD_HOLDERS])
-    more = len(others) - MAX_TOLD_HOLDERS
-    told += f" and by {more} more" if more > 0 else ""
-    return f"samples: all that can be had now are leased ({told})" if told else "samples"
+    holders = ", ".join(f"{held[name]} by {name}" for name in others[:MAX_SHOWN_HOLDERS])
+    more = len(others) - MAX_SHOWN_HOLDERS
+    holders += f" and by {more} more" if more > 0 else ""
+    return f"samples: all that can be had now are leased ({holders})" if holders else "samples"

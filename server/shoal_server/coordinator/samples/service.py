@@ -80,7 +80,7 @@ class _Book:
         self.is_closed = False
         self.durable_sequences: Mapping[str, int] = {}
         """Sequence number of each member's latest request that etcd has."""
-        self.heard_s: dict[str, float] = {}
+        self.asked_s: dict[str, float] = {}
         """Time of each member's last request, on the loop's clock."""
         self.waiting_since: dict[str, float] = {}
         """Members without samples, and since when they wait."""
@@ -187,7 +187,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         if book is None:
             return  # the loss is applied when the ledger is opened
-        silent_s = asyncio.get_running_loop().time() - book.heard_s.pop(member_id, -math.inf)
+        silent_s = asyncio.get_running_loop().time() - book.asked_s.pop(member_id, -math.inf)
         num_samples = book.ledger.give_back(member_id, public_id(incarnation), silent_s=silent_s)
         book.note_wait(member_id, self._clock())
         self._note_change(book)
@@ -204,8 +204,8 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
         book = self._books.get(job)
         if book is None or not book.waiting_since:
             return {}
-        told = sample_messages.wait_in_words(book.ledger)
-        return {name: (told, since_s) for name, since_s in book.waiting_since.items()}
+        reason = sample_messages.wait_in_words(book.ledger)
+        return {name: (reason, since_s) for name, since_s in book.waiting_since.items()}
 
     async def open_existing(self, job: str) -> None:
         """Open the ledger of a job that has one, so that `summary` has it after a leader failover.
@@ -287,7 +287,7 @@ class SamplesService(samples_pb2_grpc.SamplesServicer):
                 seen=f"process {public_id(token.incarnation)}",
             )
         reply, is_news = sample_messages.answer(book.ledger, request, self._num_members(token.job))
-        book.heard_s[token.member_id] = asyncio.get_running_loop().time()
+        book.asked_s[token.member_id] = asyncio.get_running_loop().time()
         book.note_wait(token.member_id, self._clock())
         if is_news:
             self._note_change(book)

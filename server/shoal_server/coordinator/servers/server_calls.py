@@ -52,7 +52,7 @@ class ServerCalls:
         key = address, material()
         channel = self._channels.get(key)
         if channel is None:
-            await self._make_room()
+            await self._close_oldest()
             channel = open_aio_channel(address, SERVER_NAME, CHANNEL_OPTIONS)
             self._channels[key] = channel
         try:
@@ -60,7 +60,7 @@ class ServerCalls:
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error, address) from None
 
-    async def _make_room(self) -> None:
+    async def _close_oldest(self) -> None:
         while len(self._channels) >= MAX_CHANNELS:
             await self._channels.pop(next(iter(self._channels))).close()
 

@@ -66,7 +66,7 @@ class AutomaticRestores:
 
     def _note(self, job: str, why: str) -> None:
         if job in self._wanted:
-            self._wanted[job] = RestoreAttempt(is_restored=False, told=why)
+            self._wanted[job] = RestoreAttempt(is_restored=False, reason=why)
             self._on_news(job)
 
     async def _attempt(self, job: str, restore: Restore) -> None:
@@ -87,5 +87,5 @@ class AutomaticRestores:
                     self.forget(job)
                     self._on_news(job)
                 else:
-                    self._note(job, attempt.told)
+                    self._note(job, attempt.reason)
                 return

@@ -224,7 +224,7 @@ class ShardController:
         wished = known
         if known == before:
             wished = await asyncio.to_thread(rebalance, before, servers, weights)
-        after = self._losses.noted(known, wished, tried.told)
+        after = self._losses.noted(known, wished, tried.reason)
         changes = {
             b.shard_id: (b, a) for b, a in zip(before.shards, after.shards, strict=True) if a != b
         }

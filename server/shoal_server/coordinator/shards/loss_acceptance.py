@@ -31,7 +31,7 @@ _SAMPLES = {
     pb.SAMPLES_AFTER_LOSS_ANEW: SamplesAfterLoss.ANEW,
     pb.SAMPLES_AFTER_LOSS_KEEP: SamplesAfterLoss.KEEP,
 }
-_TOLD_SAMPLES = {fate: number for number, fate in _SAMPLES.items()}
+_SAMPLES_NUMBERS = {fate: number for number, fate in _SAMPLES.items()}
 
 
 class SampleBooks(Protocol):
@@ -97,13 +97,13 @@ class LossAcceptance:
             if request.dry_run or not plan.lost:
                 break
             if plan.samples is None:
-                raise _unsaid(plan, counts)
+                raise _samples_not_chosen(plan, counts)
             # What one transaction has decided holds for the others.
             wish = plan.samples
             given_up += await self._give_up(plan, by, now_unix_s)
         if given_up:
             anew = wish is SamplesAfterLoss.ANEW
-            self._losses.accepted(job, given_up, by, _told_samples(counts, anew=anew))
+            self._losses.accepted(job, given_up, by, _samples_in_words(counts, anew=anew))
         by_this_call = plan.lost if request.dry_run else given_up
         return _reply(plan, by_this_call, plan.samples if request.dry_run else wish, counts)
 
@@ -196,7 +196,7 @@ def _chosen(current: JobAssignments, wanted: frozenset[int]) -> list[ShardAssign
     return chosen
 
 
-def _unsaid(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
+def _samples_not_chosen(plan: _Plan, counts: LedgerCounts | None) -> InvalidSpec:
     kept = plan.kept_shard_ids
     return InvalidSpec(
         "it is not said what becomes of the job's samples",
@@ -216,7 +216,7 @@ def _progress(counts: LedgerCounts | None) -> str:
     return f"{counts.completed} of {total} samples were trained on"
 
 
-def _told_samples(counts: LedgerCounts | None, *, anew: bool) -> str:
+def _samples_in_words(counts: LedgerCounts | None, *, anew: bool) -> str:
     fate = SamplesAfterLoss.ANEW if anew else SamplesAfterLoss.KEEP
     return f"its samples {fate.value} ({_progress(counts)})"
 
@@ -229,15 +229,15 @@ def _reply(
 ) -> AcceptLossReply:
     now = {shard.shard_id for shard in by_this_call}
     return AcceptLossReply(
-        shards=[_told(shard, shard.shard_id not in now) for shard in plan.chosen],
-        samples=_TOLD_SAMPLES[samples],
+        shards=[_given_up_shard(shard, shard.shard_id not in now) for shard in plan.chosen],
+        samples=_SAMPLES_NUMBERS[samples],
         completed_samples=counts.completed if counts is not None else 0,
         total_samples=counts.dataset_size * counts.num_epochs if counts is not None else 0,
         kept_shard_ids=plan.kept_shard_ids,
     )
 
 
-def _told(shard: ShardAssignment, before: bool) -> GivenUpShard:
+def _given_up_shard(shard: ShardAssignment, before: bool) -> GivenUpShard:
     accepted = None if shard.content is ShardContent.LOST else shard.accepted_loss
     loss = accepted.loss if accepted is not None else shard.loss
     return GivenUpShard(

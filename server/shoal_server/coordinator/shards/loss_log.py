@@ -29,7 +29,7 @@ class LossLog:
 
     def __init__(self, tell: Tell = _to_nobody) -> None:
         self._tell = tell
-        self._moves = MoveLog(lambda job, told: self._note(job, "shards_moved", told))
+        self._moves = MoveLog(lambda job, message: self._note(job, "shards_moved", message))
         self._versions: dict[str, dict[int, int]] = {}
         """Newest version by job and shard, as last reported by its server."""
 
@@ -51,9 +51,9 @@ class LossLog:
         if not known:
             self._versions.pop(job, None)
 
-    def _note(self, job: str, kind: str, told: str) -> None:
-        log.info(kind, job=job, reason=told)
-        self._tell(job, kind, told)
+    def _note(self, job: str, kind: str, message: str) -> None:
+        log.info(kind, job=job, reason=message)
+        self._tell(job, kind, message)
 
     def noted(self, before: JobAssignments, after: JobAssignments, snapshot: str) -> JobAssignments:
         """`after`, with what is known of each shard that is lost in it."""
@@ -78,8 +78,8 @@ class LossLog:
             for old, new in zip(before.shards, after.shards, strict=False)
             if old.shard_id == new.shard_id and old.content is not new.content
         ]
-        for kind, told in moves.changes_between(before, after, present):
-            self._note(after.job, kind, told)
+        for kind, message in moves.changes_between(before, after, present):
+            self._note(after.job, kind, message)
         self._moves.add(after.job, moves.moved(before, after, present))
         gone = [new for _, new in changed if new.content is ShardContent.LOST]
         back = [
@@ -91,8 +91,8 @@ class LossLog:
             self._lost(after.job, gone)
         if back:
             servers = ", ".join(sorted({new.primary.server_id for _, new in back}))
-            told = losses.shards_in_short(old for old, _ in back)
-            self._restored(after.job, f"{told}: led again from the journal of {servers}")
+            message = losses.shards_in_short(old for old, _ in back)
+            self._restored(after.job, f"{message}: led again from the journal of {servers}")
 
     def accepted(
         self, job: str, shards: Collection[ShardAssignment], by: str, samples: str
@@ -100,7 +100,7 @@ class LossLog:
         """Report that an operator gave up these shards (as assigned while lost). `samples`: what
         becomes of the job's samples, in words."""
         self.forget(job, [shard.shard_id for shard in shards])
-        told = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
+        message = f"the loss of {losses.shards_in_short(shards)} was accepted by {by}"
         log.warning(
             "loss_accepted",
             job=job,
@@ -108,19 +108,19 @@ class LossLog:
             shards=losses.shards_in_short(shards),
             samples=samples,
         )
-        told = f"{told}; a worker may create them with initial values; {samples}"
-        self._tell(job, "loss_accepted", told)
+        message = f"{message}; a worker may create them with initial values; {samples}"
+        self._tell(job, "loss_accepted", message)
 
     def restored(self, job: str, shards: Collection[ShardAssignment], snapshot: str) -> None:
         """Report that the job was restored from a snapshot; `shards` had been lost."""
-        told = f" ({losses.shards_in_short(shards)} had been lost)" if shards else ""
-        self._restored(job, f"all shards are as of {snapshot}{told}")
+        losses_note = f" ({losses.shards_in_short(shards)} had been lost)" if shards else ""
+        self._restored(job, f"all shards are as of {snapshot}{losses_note}")
 
     def _lost(self, job: str, shards: Collection[ShardAssignment]) -> None:
-        told = losses.shards_in_short(shards)
-        log.error("shards_lost", job=job, num_shards=len(shards), shards=told)
+        listed = losses.shards_in_short(shards)
+        log.error("shards_lost", job=job, num_shards=len(shards), shards=listed)
         cure = losses.cure(job, next(iter(shards)))
-        self._tell(job, "shards_lost", f"{told} went with the last server that had them. {cure}")
+        self._tell(job, "shards_lost", f"{listed} went with the last server that had them. {cure}")
 
     def _restored(self, job: str, reason: str) -> None:
         log.warning("shards_restored", job=job, reason=reason)

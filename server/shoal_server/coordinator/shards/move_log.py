@@ -5,7 +5,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable
 
-from shoal_server.core.shards.moves import Moves, told_of_moves
+from shoal_server.core.shards.moves import Moves, moves_in_words
 
 QUIET_S = 2.0
 """Time without a further move after which moves are reported."""
@@ -44,5 +44,5 @@ class MoveLog:
     def _due(self, job: str) -> None:
         moves = self._pending[job]
         self.forget(job)
-        for line in told_of_moves(moves):
+        for line in moves_in_words(moves):
             self._tell(job, line)

@@ -56,7 +56,7 @@ log = structlog.get_logger(__name__)
 ASKS_AGAIN_WITHIN_S = 5.0
 """A member that was refused for lack of servers, and has not asked again for this long, no longer
 counts as waiting."""
-MAX_TOLD_DIFFERENCES = 8
+MAX_SHOWN_DIFFERENCES = 8
 
 Authorize = Callable[[Token], Awaitable[None]]
 
@@ -305,16 +305,16 @@ def _conflict(
     alike = {(p.name, p.dtype, p.group) for p in seen} == {
         (p.name, p.dtype, p.group) for p in expected
     }
-    told = differences[:MAX_TOLD_DIFFERENCES]
-    more = len(differences) - len(told)
+    shown = differences[:MAX_SHOWN_DIFFERENCES]
+    more = len(differences) - len(shown)
     kind = ShapeMismatch if names and alike else ProposalConflict
     return kind(
         f"the model's parameters differ from those of job {job}",
-        seen="; ".join(f"{d.parameter}: {d.seen}" for d in told)
+        seen="; ".join(f"{d.parameter}: {d.seen}" for d in shown)
         + (f"; and {more} more" if more else ""),
-        expected="; ".join(f"{d.parameter}: {d.expected}" for d in told),
+        expected="; ".join(f"{d.parameter}: {d.expected}" for d in shown),
         fix="Train the same model in every worker, or use another job name.",
-        details={d.parameter: f"saw {d.seen}, expected {d.expected}" for d in told},
+        details={d.parameter: f"saw {d.seen}, expected {d.expected}" for d in shown},
     )
 
 

@@ -23,7 +23,7 @@ class TorchVersions:
     """
 
     def __init__(self) -> None:
-        self._told: dict[str, list[str]] = {}
+        self._logged: dict[str, list[str]] = {}
 
     def note(self, servers: Iterable[Server]) -> None:
         """Note all live servers; log a warning if their torch versions differ."""
@@ -32,14 +32,14 @@ class TorchVersions:
             if server.torch_version:
                 found[server.torch_version].append(server.holder.server_id)
         versions = {version: sorted(found[version]) for version in sorted(found)}
-        if len(versions) > 1 and versions != self._told:
+        if len(versions) > 1 and versions != self._logged:
             log.warning(
                 "torch_versions_differ",
                 servers=versions,
                 reason="copies of a shard may differ in the last bits from its primary",
                 fix="Run the same version of torch on every parameter server.",
             )
-        self._told = versions
+        self._logged = versions
 
 
 @asynccontextmanager

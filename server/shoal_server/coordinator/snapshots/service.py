@@ -122,8 +122,8 @@ class SnapshotService(SnapshotsServicer):
             )
             return _not_restored(f"{which} at {library.storage.url}")
         age_s = time.time() - restored.manifest.taken_unix_s
-        told = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
-        self._on_restored(job, restored.lost, told)
+        message = f"{in_words(restored.manifest, library)}, {age_s:.0f} s old"
+        self._on_restored(job, restored.lost, message)
         return RestoreAttempt(is_restored=True)
 
     async def announce_roots(self, store: LeaderStore) -> None:
@@ -209,7 +209,7 @@ def in_words(manifest: Manifest, library: SnapshotLibrary) -> str:
 
 
 def _not_restored(why: str) -> RestoreAttempt:
-    return RestoreAttempt(is_restored=False, told=f"{why}.")
+    return RestoreAttempt(is_restored=False, reason=f"{why}.")
 
 
 def _summary(

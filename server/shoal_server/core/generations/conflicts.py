@@ -62,12 +62,12 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListi
         if lines is None:
             return conflict
         listed.append((lines, holders))
-    place = _first_difference([lines for lines, _ in listed])
-    if place is None:
+    line_number = _first_difference([lines for lines, _ in listed])
+    if line_number is None:
         return conflict
     entries: dict[str, tuple[str, ...]] = {}
     for lines, holders in listed:
-        entry = _entry(lines, place)
+        entry = _entry(lines, line_number)
         entries[entry] = (*entries.get(entry, ()), *holders)
     found = [(entry, tuple(sorted(holders))) for entry, holders in entries.items()]
     is_reordered = len({tuple(sorted(lines)) for lines, _ in listed}) == 1
@@ -82,12 +82,12 @@ def _located(conflict: Conflict, listings: Mapping[str, Mapping[str, DigestListi
 def _first_difference(sequences: Sequence[Sequence[Any]]) -> int | None:
     """Index of the first element that is not the same in all sequences; None if none differs."""
     rows = enumerate(zip_longest(*sequences))
-    return next((place for place, row in rows if len(set(row)) > 1), None)
+    return next((line_number for line_number, row in rows if len(set(row)) > 1), None)
 
 
-def _entry(lines: Sequence[str], place: int) -> str:
-    if place < len(lines):
-        return lines[place]
+def _entry(lines: Sequence[str], line_number: int) -> str:
+    if line_number < len(lines):
+        return lines[line_number]
     return f"nothing after {lines[-1]}" if lines else "nothing"
 
 

@@ -239,7 +239,7 @@ class Collecting:
         if not self._state.lacks_state(self._state.able):
             return False
         candidates = self._state.table.candidates.values()
-        return bool(self._state.table.unheard) or not self._state.lacks_state(candidates)
+        return bool(self._state.table.unproposed) or not self._state.lacks_state(candidates)
 
     @property
     def last_call_s(self) -> float:

@@ -120,7 +120,7 @@ class Job:
         if isinstance(event, MemberJoined):
             self._arrivals.joined(event, now_s)
         else:
-            self._heard(self._arrivals.known(event), event, now_s)
+            self._handle_event(self._arrivals.known(event), event, now_s)
         self._advance(now_s)
         self._pause_keeper.announce_pauses(now_s)
         self._collecting.notify_waiting()
@@ -288,7 +288,7 @@ class Job:
 
     # --- handling of events ---
 
-    def _heard(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
+    def _handle_event(self, member: MemberState, event: MemberEvent, now_s: float) -> None:
         match event:
             case TrainingProposed():
                 self._collecting.proposed(member, event.proposal, now_s)

@@ -90,7 +90,7 @@ def restored(
     for member in saved.members:
         state.table.admit(member)
         if member.member_id not in saved.done:
-            state.table.unheard.add(member.member_id)
+            state.table.unproposed.add(member.member_id)
         state.table.disconnect(member, now_s + GRACE_LEASES * limits.lease_s)
         if saved.stopping:
             state.table.drain(member, saved.stopping, now_s)

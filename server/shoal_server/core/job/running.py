@@ -16,7 +16,7 @@ from shoal_server.core.membership.events import (
     StepReported,
 )
 from shoal_server.core.membership.member import MAX_NAMES, MemberState
-from shoal_server.core.membership.pauses import Pause, told
+from shoal_server.core.membership.pauses import Pause, pause_in_words
 from shoal_server.core.membership.phases import Phase
 from shoal_server.core.membership.setbacks import MAX_TRIES
 
@@ -244,7 +244,8 @@ class PauseKeeper:
         """Text that names the paused members and their limits; empty if no member is paused."""
         pausing = self.pausing()
         texts = [
-            told(member, self._state.rank_of(member), pause, now_s) for member, pause in pausing[:3]
+            pause_in_words(member, self._state.rank_of(member), pause, now_s)
+            for member, pause in pausing[:3]
         ]
         more = [f"and {len(pausing) - 3} more"] if len(pausing) > 3 else []
         return "; ".join(texts + more)
@@ -283,7 +284,7 @@ class PauseKeeper:
         known = self._state.table.pauses.of(member)
         pause = self._state.table.pauses.begin(member, event, now_s)
         if known is None and pause is not None:
-            text = told(member, self._state.rank_of(member), pause)
+            text = pause_in_words(member, self._state.rank_of(member), pause)
             text += f", {pause.limit_s:g} s at the most"
             self._state.log("member_paused", text, member)
 

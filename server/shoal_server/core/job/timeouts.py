@@ -10,7 +10,7 @@ from shoal_server.core.job.job_state import JobState
 from shoal_server.core.job.running import BringUps, PauseKeeper
 from shoal_server.core.membership import refusals
 from shoal_server.core.membership.member import MemberState, names_of
-from shoal_server.core.membership.pauses import told
+from shoal_server.core.membership.pauses import pause_in_words
 from shoal_server.core.membership.phases import Phase, Trigger
 
 
@@ -137,7 +137,7 @@ class Timeouts:
         """Remove members that are paused for longer than they announced: they count as hung."""
         for member, pause in self._state.table.pauses:
             if now_s >= pause.ends_s and self._state.members.get(member.member_id) is member:
-                text = told(member, self._state.rank_of(member), pause, now_s)
+                text = pause_in_words(member, self._state.rank_of(member), pause, now_s)
                 self._removal.refuse(member, refusals.pause_over(text, pause.limit_s), now_s)
 
     def deadlines(self) -> Iterator[float]:

@@ -28,7 +28,7 @@ class MembershipTable:
     expelled: dict[str, Refusal | None] = field(default_factory=dict)
     """Incarnations that may not return, the oldest first, each with its refusal, which answers
     calls that are still in progress."""
-    unheard: set[str] = field(default_factory=set)
+    unproposed: set[str] = field(default_factory=set)
     """Members that joined under an earlier leader and have not proposed again."""
     pauses: Pauses = field(default_factory=Pauses)
     in_call: dict[str, int] = field(default_factory=dict)
@@ -58,7 +58,7 @@ class MembershipTable:
             table.pop(name, None)
         self._halted.pop(name, None)
         self._unsettled.discard(name)
-        self.unheard.discard(name)
+        self.unproposed.discard(name)
         self.in_call.pop(name, None)
         self.pauses.gone(member)
         self.expelled[member.incarnation] = refusal
@@ -67,7 +67,7 @@ class MembershipTable:
 
     def propose(self, member: MemberState, proposal: Proposal) -> None:
         member.proposal = proposal
-        self.unheard.discard(member.member_id)
+        self.unproposed.discard(member.member_id)
         if member.drain.since_s is None and member.member_id not in self.finished:
             self.candidates[member.member_id] = member
 

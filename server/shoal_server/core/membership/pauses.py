@@ -93,7 +93,9 @@ class Pauses:
         return now_s - since_s
 
 
-def told(member: MemberState, rank: int | None, pause: Pause, now_s: float | None = None) -> str:
+def pause_in_words(
+    member: MemberState, rank: int | None, pause: Pause, now_s: float | None = None
+) -> str:
     """Text of a pause: "rank 0 (vm-0) is paused: validation, for 54 s of 1800 s"."""
     name = member.member_id if rank is None else f"rank {rank} ({member.member_id})"
     text = f"{name} is paused: {pause.reason}"

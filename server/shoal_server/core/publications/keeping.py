@@ -25,7 +25,9 @@ def bounded_by_keep(stored: StoredSeries, leased: Collection[int]) -> list[int]:
     return [n for n in _unpinned(stored) if n == newest or n in leased]
 
 
-def has_room(stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]) -> bool:
+def may_send_another(
+    stored: StoredSeries, leased: Collection[int], may_be_leased: Collection[int]
+) -> bool:
     """True if another version may be sent: with it there are at most `keep` + 1, not counting
     pinned ones.
 

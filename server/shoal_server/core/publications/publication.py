@@ -26,7 +26,7 @@ class Publication:
     def __init__(self, number: int, now_s: float) -> None:
         self.number = number
         self.stage = PublicationStage.GATHERING
-        self.heard_s = now_s
+        self.received_s = now_s
         """Time at which the newest part arrived."""
         self._parts: dict[int, PublicationPart] = {}
         self._calls: dict[Call, int] = {}
@@ -80,7 +80,7 @@ class Publication:
                     )
         self._parts[part.rank] = part
         self._calls[call] = part.rank
-        self.heard_s = now_s
+        self.received_s = now_s
 
     def drop_call(self, call: Call) -> None:
         """Remove a call that waits no longer."""

@@ -247,7 +247,7 @@ class PublishedSeries:
             self._script = _Script(now_s + HELD_S)
         stored = replace(self.stored, head=options)
         answer: Effect = PublicationBegun(call=event.call, epoch=options.epoch, head=head.number)
-        if not keeping.has_room(stored, self.readers.leased(now_s), self._leased(now_s)):
+        if not keeping.may_send_another(stored, self.readers.leased(now_s), self._leased(now_s)):
             # The publisher gets the series all the same: the one before may publish no more.
             answer = self._overloaded(event.call, now_s)
         # Drop versions at once: a successor of this leader would have to keep them for a while.
@@ -337,7 +337,7 @@ class PublishedSeries:
             if publication.stage is PublicationStage.GATHERING:
                 yield from self._abandon(rejected)
             yield self._as_refused(event.call, rejected)
-        yield from self._make_room_for_publications(number)
+        yield from self._give_up_oldest(number)
 
     def _known_as_committed(self, event: PartContributed) -> Effect | None:
         """The answer to a part of a publication that is committed already; None for any other
@@ -375,7 +375,7 @@ class PublishedSeries:
             )
         return None
 
-    def _make_room_for_publications(self, newest: int) -> Effects:
+    def _give_up_oldest(self, newest: int) -> Effects:
         gathering = sorted(
             n for n, p in self._publications.items() if p.stage is PublicationStage.GATHERING
         )
@@ -613,6 +613,6 @@ class PublishedSeries:
             for number, publication in self._publications.items()
             if publication.stage is PublicationStage.GATHERING
             and not publication.is_complete
-            and now_s - publication.heard_s > ABANDONED_AFTER_S
+            and now_s - publication.received_s > ABANDONED_AFTER_S
         ]:
             yield from self._give_up(number, f"no part arrived for {ABANDONED_AFTER_S:g} s")

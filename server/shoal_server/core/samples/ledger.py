@@ -166,7 +166,7 @@ class SampleLedger:
         return SampleAnswer(
             range=member.answer,
             exhausted=self.exhausted,
-            reserve_max=self._told(self._share(member, request, num_members)),
+            reserve_max=self._reserve_limit(self._share(member, request, num_members)),
             not_held=member.not_held,
             is_news=is_news,
         )
@@ -277,8 +277,8 @@ class SampleLedger:
     ) -> LedgerRange | None:
         num_samples = request.num_samples
         if num_samples > 0 and member.reserve:
-            room = self._share(member, request, num_members) - member.num_held
-            num_samples = min(num_samples, max(room - room % request.step_samples, 0))
+            num_allowed = self._share(member, request, num_members) - member.num_held
+            num_samples = min(num_samples, max(num_allowed - num_allowed % request.step_samples, 0))
         if num_samples < 1:
             return None
         epoch = next((e for e in self._open if e.free), None) or self._begin_epoch()
@@ -294,7 +294,7 @@ class SampleLedger:
         self._num_waiting += waits - member.waits
         member.waits = waits
 
-    def _told(self, share: int) -> int:
+    def _reserve_limit(self, share: int) -> int:
         """Maximum to answer the member: a third above its share, unless some member lacks
         samples."""
         return share if self._num_waiting else share + share // 3
@@ -309,8 +309,8 @@ class SampleLedger:
             return 0
         num_epochs = min(self._num_openable, self.num_epochs - self._num_closed)
         in_reach = num_epochs * self.dataset_size - sum(e.completed.size for e in self._open)
-        unheard = max(num_members - len(self._members), 0)
-        wanted = self._reserves + unheard * member.reserve
+        num_unknown = max(num_members - len(self._members), 0)
+        wanted = self._reserves + num_unknown * member.reserve
         if wanted > in_reach:
             share = member.reserve * in_reach // wanted
         return max(share - share % step, step)

@@ -33,7 +33,7 @@ class RestoreAttempt:
     """Outcome of restoring a job."""
 
     is_restored: bool
-    told: str = ""
+    reason: str = ""
     """Reason of the failure, in a sentence."""
 
 
@@ -158,18 +158,18 @@ def known_version(loss: ShardLoss | None) -> str:
 
 def shards_in_short(shards: Iterable[ShardAssignment]) -> str:
     """List shards with their known versions: "shard 3 (at least version 812)"."""
-    told = [f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards]
-    return ", ".join(told[:8]) + (f" and {len(told) - 8} more" if len(told) > 8 else "")
+    listed = [f"shard {h.shard_id} ({known_version(h.loss)})" for h in shards]
+    return ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
 
 
-def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
+def losses_in_words(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
     """Describe lost shards, in one paragraph for all shards that were lost with the same servers
     and could be restored from the same disk or snapshot."""
     alike: dict[tuple[tuple[str, ...], str, str], list[ShardAssignment]] = {}
     for shard in shards:
         loss = shard.loss or ShardLoss(lost_unix_s=0.0)
         alike.setdefault((loss.servers, shard.on_disk, loss.snapshot), []).append(shard)
-    told = []
+    lines = []
     for (servers, _, snapshot), gone in alike.items():
         held_by = f" ({', '.join(servers)})" if servers else ""
         what = (
@@ -179,8 +179,8 @@ def told_together(job: str, shards: Iterable[ShardAssignment]) -> list[str]:
         )
         which = shards_in_short(gone) if len(gone) > 1 else known_version(gone[0].loss)
         text = f"{what}{held_by}: {which}. {cure(job, gone[0])} {snapshot}"
-        told.append(text.strip())
-    return told
+        lines.append(text.strip())
+    return lines
 
 
 def cure(job: str, shard: ShardAssignment) -> str:

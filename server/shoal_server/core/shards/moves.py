@@ -63,7 +63,7 @@ def _was_handed_over(
     return old.primary in present and (new.holds(old.primary) or old.successor == new.primary)
 
 
-def told_of_moves(moves: Moves) -> list[str]:
+def moves_in_words(moves: Moves) -> list[str]:
     """Lines of text, one for each pair of servers."""
     return [
         f"{_shards(num)} moved from {from_id} to {to_id}"

@@ -39,5 +39,5 @@ def to_bits(shards: Collection[int]) -> bytes:
 def from_bits(bits: bytes) -> frozenset[int]:
     """Decode shard ids from the bitmap of `to_bits`."""
     return frozenset(
-        8 * place + bit for place, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
+        8 * index + bit for index, byte in enumerate(bits) for bit in range(8) if byte >> bit & 1
     )

@@ -162,14 +162,14 @@ async def _responses(
     """
     await _send(call, create, silence_s)
     clock = asyncio.get_running_loop().time
-    heard_s = clock()
+    received_s = clock()
     # A task, because cancelling a read (as a time limit would) cancels the whole call.
     reading = asyncio.ensure_future(call.read())
     try:
         while True:
             done, _ = await asyncio.wait({reading}, timeout=silence_s / 3)
             if not done:
-                if clock() - heard_s >= silence_s:
+                if clock() - received_s >= silence_s:
                     raise TimeoutError
                 # Not sooner: some versions never answer a progress request that comes before the
                 # watch has caught up with history (etcd-io/etcd#17507).
@@ -178,10 +178,10 @@ async def _responses(
             response = reading.result()
             if not isinstance(response, pb.WatchResponse):
                 raise await _ending(call)
-            heard_s = clock()
+            received_s = clock()
             yield response
             # The time that the consumer took does not count as silence.
-            heard_s = clock()
+            received_s = clock()
             reading = asyncio.ensure_future(call.read())
     finally:
         call.cancel()
@@ -229,15 +229,15 @@ async def _check_history(
 
     A single member may lag; a linearizable read shows if etcd as a whole has lost its data.
     """
-    told = tracker.next - 1
-    if revision >= told:
+    sent_revision = tracker.next - 1
+    if revision >= sent_revision:
         return
     now = await read_snapshot(connections, prefix)
-    if now.revision < told:
+    if now.revision < sent_revision:
         raise CorruptError(
             "etcd has lost history",
             seen=f"revision {now.revision}",
-            expected=f"at least {told}, which it has already sent",
+            expected=f"at least {sent_revision}, which it has already sent",
             fix="Was its data directory replaced? Bring the former data back: jobs and shards are"
             " found through it, those in journals too. Then restart Shoal's servers.",
         )

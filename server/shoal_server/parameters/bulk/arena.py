@@ -48,14 +48,14 @@ class SharedArena:
         return self._memory[at : at + num_bytes]
 
 
-def in_place(room: memoryview, at: int) -> CopyOut:
-    """Return a writer that copies values to `room`, which begins at `at` of the shared memory."""
+def writer_into(slot: memoryview, at: int) -> CopyOut:
+    """Return a writer that copies values to `slot`, which begins at `at` of the shared memory."""
 
     def write(shard_id: int, *values: memoryview) -> Sequence[bytes]:
         size = 0
         for buffer in values:
             if len(buffer):
-                _copy(room[size : size + len(buffer)], buffer)
+                _copy(slot[size : size + len(buffer)], buffer)
             size += len(buffer)
         if not size:
             return []

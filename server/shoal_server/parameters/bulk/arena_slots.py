@@ -6,9 +6,9 @@ import mmap
 from collections import deque
 from collections.abc import Callable
 
-PLACE_BYTES = 2 * 1024 * 1024
+SLOT_BYTES = 2 * 1024 * 1024
 """Size of a place. Most shards of parameters fit, so that a push to one is in one piece."""
-NUM_PLACES = 16
+NUM_SLOTS = 16
 """Twice the number of shards of one push that are in progress at a time, so that each finds a free
 place although places are freed in batches of half of them."""
 
@@ -20,14 +20,14 @@ class ArenaSlots:
     def __init__(self, mapped: mmap.mmap) -> None:
         """Takes ownership of the mapping."""
         self._memory = memoryview(mapped)
-        self._free = deque(range(0, len(mapped) - PLACE_BYTES + 1, PLACE_BYTES))
+        self._free = deque(range(0, len(mapped) - SLOT_BYTES + 1, SLOT_BYTES))
         self._freed = asyncio.Event()
         self._before_free: dict[int, Callable[[], None]] = {}
         self._draft: tuple[int, int] | None = None
         """A place that is filled but not announced, and its address in memory."""
 
     async def fill(self, data: memoryview) -> int:
-        """Copy at most PLACE_BYTES to the next free place, and return its offset."""
+        """Copy at most SLOT_BYTES to the next free slot, and return its offset."""
         while (at := self.fill_now(data)) is None:
             self._freed.clear()
             await self._freed.wait()
@@ -47,7 +47,7 @@ class ArenaSlots:
         return at
 
     def draft(self, data: memoryview) -> memoryview | None:
-        """Copy at most PLACE_BYTES to a place that may or may not be announced. A new draft
+        """Copy at most SLOT_BYTES to a slot that may or may not be announced. A new draft
         replaces the previous one. None if no place is free."""
         if self._draft is None:
             if not self._free:

@@ -41,8 +41,8 @@ class FrameConnection:
         """True if sent data lie in the memory of the other process, which can read them even after
         this process is gone."""
         self._loop = asyncio.get_running_loop()
-        self._reader = FrameReader(self._room, first=first)
-        self._room_of_chunk: Callable[[int], memoryview] | None = None
+        self._reader = FrameReader(self._buffer_for, first=first)
+        self._chunk_buffer: Callable[[int], memoryview] | None = None
         self._writing = asyncio.Lock()
         self._rest: Buffer = b""
         """The rest of a frame that `send_now` could not send whole."""
@@ -70,13 +70,13 @@ class FrameConnection:
             self._reader.received(count)
         return frame
 
-    def place_chunks(self, room: Callable[[int], memoryview] | None) -> None:
-        """Receive the body of each frame from now on into the memory that `room` returns for its
-        size; `room` may raise MalformedMessage. None: into new memory."""
-        self._room_of_chunk = room
+    def read_chunks_into(self, buffer_for: Callable[[int], memoryview] | None) -> None:
+        """Receive the body of each frame from now on into the memory that `buffer_for` returns for
+        its size; `buffer_for` may raise MalformedMessage. None: into new memory."""
+        self._chunk_buffer = buffer_for
 
-    def _room(self, num_bytes: int) -> memoryview:
-        return (self._room_of_chunk or _unset)(num_bytes)
+    def _buffer_for(self, num_bytes: int) -> memoryview:
+        return (self._chunk_buffer or _unset)(num_bytes)
 
     async def next_descriptor(self) -> int:
         """Receive the next frame, DESCRIPTOR, and return its descriptor, which the caller closes.

@@ -24,18 +24,18 @@ class SparseDecoder:
         if not self._num_sent:
             return values
         sent = torch.frombuffer(data, dtype=torch.float32, count=self._num_sent)
-        places = torch.frombuffer(data, dtype=torch.int32, offset=4 * self._num_sent)
-        self._check(places)
-        values[places.to(torch.int64)] = sent
+        positions = torch.frombuffer(data, dtype=torch.int32, offset=4 * self._num_sent)
+        self._check(positions)
+        values[positions.to(torch.int64)] = sent
         return values
 
-    def _check(self, places: Tensor) -> None:
-        first, last = int(places[0]), int(places[-1])
-        is_rising = bool((places[1:] > places[:-1]).all())
+    def _check(self, positions: Tensor) -> None:
+        first, last = int(positions[0]), int(positions[-1])
+        is_rising = bool((positions[1:] > positions[:-1]).all())
         if first < 0 or last >= self._num_values or not is_rising:
             raise MalformedMessage(
                 "the positions of a compressed gradient's values are out of range or order",
-                seen=f"{len(places)} positions from {first} to {last},"
+                seen=f"{len(positions)} positions from {first} to {last},"
                 f" {'rising' if is_rising else 'not rising'}",
                 expected=f"rising ones from 0 to {self._num_values - 1}",
             )

@@ -44,14 +44,14 @@ class FlatTensors:
 
     def write(self, index: int, data: Buffer) -> None:
         """Write a chunk's bytes to their tensor. Raises MalformedMessage if the length is wrong."""
-        place = self.at(index, self.tensors)
-        if len(data) != len(place):
+        target = self.at(index, self.tensors)
+        if len(data) != len(target):
             raise MalformedMessage(
                 "a chunk of a shard has another length",
                 seen=f"{len(data)} bytes",
-                expected=f"{len(place)} bytes",
+                expected=f"{len(target)} bytes",
             )
-        place.copy_(from_bytes(data, torch.uint8, (len(data),)))
+        target.copy_(from_bytes(data, torch.uint8, (len(data),)))
 
 
 class FlatCut:

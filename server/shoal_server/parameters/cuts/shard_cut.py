@@ -253,9 +253,9 @@ class ShardCut:
 def _whole(stream: TensorStream) -> Tensor:
     described, at = stream.described, 0
     whole = torch.empty(tuple(described.shape), dtype=DTYPES[described.dtype])
-    room = whole.view(-1)
+    flat = whole.view(-1)
     for piece in stream.pieces:
-        room[at : at + piece.numel()] = piece.view(-1)
+        flat[at : at + piece.numel()] = piece.view(-1)
         at += piece.numel()
     return whole
 

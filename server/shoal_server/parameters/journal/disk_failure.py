@@ -5,13 +5,13 @@ from pathlib import Path
 
 from shoal_proto.errors import DiskFull, ShoalError, Unavailable
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def disk_failure(directory: Path, error: Exception, *, fix: str = "") -> ShoalError:
     """Return DiskFull if the disk has no room, else Unavailable. `fix`: what to do if pushes do not
     simply go on."""
-    if _errno(error) in _NO_ROOM:
+    if _errno(error) in _DISK_FULL_ERRNOS:
         return DiskFull(
             "the disk of the journal is full",
             seen=str(error),

@@ -86,12 +86,12 @@ class JournalIndex:
         self._images[image.key] = image
         return before if before != image else None
 
-    def is_needed(self, key: Key, place: EntryLocation) -> bool:
-        """True if neither the shard's image nor an end entry replaces the entry at `place`."""
-        if self._only not in (None, key) or place.number <= self._ended.get(key, 0):
+    def is_needed(self, key: Key, location: EntryLocation) -> bool:
+        """True if neither the shard's image nor an end entry replaces the entry at `location`."""
+        if self._only not in (None, key) or location.number <= self._ended.get(key, 0):
             return False
         image = self._images.get(key)
-        return image is None or (place.epoch, place.version) > (image.epoch, image.version)
+        return image is None or (location.epoch, location.version) > (image.epoch, image.version)
 
     def take_removable(self) -> Sequence[JournalSegment]:
         """Remove and return the oldest segments without a needed entry; never the newest."""
@@ -107,7 +107,7 @@ class JournalIndex:
         if not self.segments:
             return ()
         oldest = self.segments[0]
-        return [key for key, place in oldest.last.items() if self.is_needed(key, place)]
+        return [key for key, location in oldest.last.items() if self.is_needed(key, location)]
 
 
 def _order(image: StoredImage) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class Journal:
         with self._wake:
             return self._failure
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise Overloaded unless one more push can be kept. While the disk cannot be written at
         all, pushes go on, and only durable ones fail."""
         with self._wake:
@@ -202,9 +202,9 @@ class Journal:
     def append(self, job: str, shard_id: int, epoch: int, record: UpdateRecord) -> "Future[None]":
         """Append a push; the future is done once it is on disk. Call this in the order of versions.
 
-        The queue has no bound here, as the push is applied already: call `check_room` before the
-        push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may be
-        on disk or not, and later pushes of the shard are kept only after a new image of it.
+        The queue has no bound here, as the push is applied already: call `check_capacity` before
+        the push. The future fails with DiskFull or Unavailable if the disk fails. Then the push may
+        be on disk or not, and later pushes of the shard are kept only after a new image of it.
         """
         return self._enqueue(JournalEntry(job, shard_id, epoch, record))
 

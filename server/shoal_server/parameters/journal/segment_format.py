@@ -154,15 +154,15 @@ def _check_torn(data: bytes, at: int, file: str, *, is_last: bool) -> None:
 def _witness(data: bytes, at: int) -> int | None:
     """Return the start of a later entry that proves the byte at `at` was synced; None if there is
     none."""
-    for place in _places(data, at + 1):
-        found = _entry_at(data, place)
+    for offset in _offsets(data, at + 1):
+        found = _entry_at(data, offset)
         if found is not None and found.synced_bytes > at:
-            return place
+            return offset
     return None
 
 
-def _places(data: bytes, at: int) -> Iterator[int]:
-    place = data.find(ENTRY_MAGIC, at)
-    while place >= 0:
-        yield place
-        place = data.find(ENTRY_MAGIC, place + 1)
+def _offsets(data: bytes, at: int) -> Iterator[int]:
+    offset = data.find(ENTRY_MAGIC, at)
+    while offset >= 0:
+        yield offset
+        offset = data.find(ENTRY_MAGIC, offset + 1)

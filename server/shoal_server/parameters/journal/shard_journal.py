@@ -102,7 +102,7 @@ class ShardJournal:
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
-        replica.check_disk = self._journal.check_room
+        replica.check_disk = self._journal.check_capacity
         self._tasks.start(self._begin(led))
 
     def append_update(self, replica: ShardReplica, record: UpdateRecord) -> None:

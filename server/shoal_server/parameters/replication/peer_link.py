@@ -167,7 +167,7 @@ class PeerLink:
         address = await self._owner.reach(self._to)
         if address is None:
             return LinkBroken(self._to, self._number, is_gone=True)
-        heard, reason = False, f"{address} ended the stream"
+        has_replied, reason = False, f"{address} ended the stream"
         try:
             async with open_stream(address) as opened:
                 stream = WatchedStream(opened, address, self._timeouts)
@@ -178,14 +178,14 @@ class PeerLink:
                     images = self._carry_images(address)
                     await stream.carry(self._write(stream), self._read(stream), images)
                 finally:
-                    heard = stream.heard_s > 0.0
+                    has_replied = stream.replied_s > 0.0
         except ShoalError as error:
             reason = str(error)
         except grpc.RpcError as error:
             reason = str(from_rpc_error(error, address))
         log.warning("replication_link_broke", to=self._to.server_id, reason=reason)
         gone = await _refuses(address)
-        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=heard)
+        return LinkBroken(self._to, self._number, is_gone=gone, has_replied=has_replied)
 
     def _hello(self, *, for_images: bool) -> pb.Hello:
         return pb.Hello(

@@ -64,7 +64,7 @@ class ReceivedUpdates:
         self._run = run
         self._backlogs: dict[Key, _Backlog] = {}
         self._unapplied_bytes = 0
-        self._room = asyncio.Condition()
+        self._capacity = asyncio.Condition()
         self._tasks = SupervisedTasks()
         self.num_compared = self.num_different = 0
         """Number of pieces of backups that were compared with their primaries', and of those that
@@ -74,13 +74,13 @@ class ReceivedUpdates:
     async def close(self) -> None:
         await self._tasks.close()
 
-    async def await_room(self) -> None:
-        """Return once `has_room` is true."""
-        async with self._room:
-            await self._room.wait_for(lambda: self.has_room)
+    async def await_capacity(self) -> None:
+        """Return once `has_capacity` is true."""
+        async with self._capacity:
+            await self._capacity.wait_for(lambda: self.has_capacity)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """True if the updates that wait to be applied are within their bound."""
         return self._unapplied_bytes <= MAX_UNAPPLIED_BYTES
 
@@ -152,8 +152,8 @@ class ReceivedUpdates:
                 self._give_up(key, replica)
             finally:
                 self._unapplied_bytes -= size
-                async with self._room:
-                    self._room.notify_all()
+                async with self._capacity:
+                    self._capacity.notify_all()
         if self._backlogs.get(key) is backlog and not backlog.records:
             del self._backlogs[key]
 

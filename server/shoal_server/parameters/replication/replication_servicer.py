@@ -318,8 +318,8 @@ class ReplicationServicer:
         with closing(self._received.assembly()) as assembly:
 
             def take(request: Arriving) -> bool:
-                has_room = answers.queue.has_room and self._received.has_room
-                if not (has_room and _is_of_push(request)):
+                has_capacity = answers.queue.has_capacity and self._received.has_capacity
+                if not (has_capacity and _is_of_push(request)):
                     return False
                 silence.note_message()
                 arrived = assembly.take(request)
@@ -361,9 +361,9 @@ class ReplicationServicer:
                 continue
             arrived = assembly.take(request)
             if arrived is not None:
-                await answers.queue.await_room()
+                await answers.queue.await_capacity()
                 if isinstance(arrived.request, UpdateMessage):
-                    await self._received.await_room()
+                    await self._received.await_capacity()
                 self._tell(caller, arrived)
 
     def _tell(self, caller: Caller, arrived: ArrivedRequest) -> None:

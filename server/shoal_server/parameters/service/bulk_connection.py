@@ -22,8 +22,8 @@ from shoal_proto.v1.parameters_pb2 import PullRequest, PushRequest
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest
 from shoal_proto.v1.tables_pb2 import TableLookupRequest, TablePushRequest
 from shoal_proto.v1.weights_pb2 import FetchSegmentRequest, PutSegmentRequest
-from shoal_server.parameters.bulk.arena import SharedArena, in_frames, in_place
-from shoal_server.parameters.bulk.arena_slots import PLACE_BYTES
+from shoal_server.parameters.bulk.arena import SharedArena, in_frames, writer_into
+from shoal_server.parameters.bulk.arena_slots import SLOT_BYTES
 from shoal_server.parameters.bulk.late_frames import LateFrames
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.replication.replication_servicer import ReplicationServicer
@@ -90,14 +90,14 @@ async def _one_by_one(
             yield [reply]
 
 
-def _exactly(room: memoryview, num_bytes: int) -> memoryview:
-    if num_bytes != len(room):
+def _exactly(buffer: memoryview, num_bytes: int) -> memoryview:
+    if num_bytes != len(buffer):
         raise MalformedMessage(
             "a chunk of a segment has another size than the others",
             seen=f"{num_bytes} bytes",
-            expected=f"{len(room)}",
+            expected=f"{len(buffer)}",
         )
-    return room
+    return buffer
 
 
 class BulkServerConnection:
@@ -227,12 +227,12 @@ class _BulkCall:
     def __init__(self, wire: FrameConnection, arena: SharedArena | None) -> None:
         self._wire = wire
         self._arena = arena
-        self._rooms: dict[int, tuple[memoryview, int]] = {}
+        self._reply_slots: dict[int, tuple[memoryview, int]] = {}
         self._is_over = False
         self._end_follows = False
-        num_places = arena.num_bytes // PLACE_BYTES if arena is not None else 0
+        num_slots = arena.num_bytes // SLOT_BYTES if arena is not None else 0
         # Half of the places are freed late: the sender can go on with the other half.
-        self._late = LateFrames(wire, max(num_places // 2, 1))
+        self._late = LateFrames(wire, max(num_slots // 2, 1))
 
     async def requests(self, first: PushRequest) -> AsyncIterator[PushRequest | OnlyPiece]:
         yield first
@@ -256,7 +256,7 @@ class _BulkCall:
                     return
                 continue
             yield arriving
-            self._free_place(frame)
+            self._free_slot(frame)
 
     def deliver(self, take: Callable[[Arriving], bool] | None) -> None:
         """Offer each request to `take` as soon as it is read; `take` returns True if it took it."""
@@ -265,7 +265,7 @@ class _BulkCall:
             arriving = self._arriving(frame)
             if arriving is None or take is None or not take(arriving):
                 return False
-            self._free_place(frame)
+            self._free_slot(frame)
             return True
 
         self._wire.deliver(None if take is None else given)
@@ -315,10 +315,10 @@ class _BulkCall:
         except DecodeError as error:
             raise _unreadable(frame, error, "FollowRequest") from error
 
-    def _free_place(self, frame: Frame) -> None:
+    def _free_slot(self, frame: Frame) -> None:
         """Free the place of a frame whose data are applied or copied."""
         if frame.kind is FrameKind.PLACED:
-            self._late.free(bulk.header(FrameKind.ROOM, at=frame.at))
+            self._late.free(bulk.header(FrameKind.FREE_SLOT, at=frame.at))
 
     @property
     def is_local(self) -> bool:
@@ -334,8 +334,8 @@ class _BulkCall:
         try:
             for index in range(num_chunks(writer.num_bytes)):
                 start = index * CHUNK_BYTES
-                room = writer.buffer[start : start + CHUNK_BYTES]
-                self._wire.place_chunks(partial(_exactly, room))
+                chunk = writer.buffer[start : start + CHUNK_BYTES]
+                self._wire.read_chunks_into(partial(_exactly, chunk))
                 frame = await self._wire.next_frame()
                 if frame.kind is not FrameKind.CHUNK or frame.offset_bytes != start:
                     raise MalformedMessage(
@@ -343,9 +343,9 @@ class _BulkCall:
                         seen=f"{frame.kind.name} at {frame.offset_bytes}",
                         expected=f"CHUNK at {start}",
                     )
-                yield room
+                yield chunk
         finally:
-            self._wire.place_chunks(None)
+            self._wire.read_chunks_into(None)
 
     def end(self) -> None:
         """See `SegmentTransport`."""
@@ -371,7 +371,7 @@ class _BulkCall:
                 )
 
     async def _next_piece(self) -> ReadPiece | None:
-        """The next piece, or None at the end. ROOM frames before it are recorded."""
+        """The next piece, or None at the end. FREE_SLOT frames before it are recorded."""
         while not self._is_over:
             frame = await self._wire.next_frame()
             if frame.kind is FrameKind.PIECE:
@@ -382,15 +382,15 @@ class _BulkCall:
         return None
 
     def _note(self, frame: Frame) -> None:
-        if frame.kind is FrameKind.ROOM:
-            self._rooms[frame.shard_id] = self._view(frame), frame.at
+        if frame.kind is FrameKind.FREE_SLOT:
+            self._reply_slots[frame.shard_id] = self._view(frame), frame.at
         elif frame.kind is FrameKind.END:
             self._is_over = True
         else:
             raise MalformedMessage(
                 "a frame that does not belong to a call",
                 seen=frame.kind.name,
-                expected="PIECE, PLACED, ROOM or END",
+                expected="PIECE, PLACED, FREE_SLOT or END",
             )
 
     def _placed(self, frame: Frame) -> ReadPiece:
@@ -415,20 +415,20 @@ class _BulkCall:
     def end_follows(self) -> None:
         self._end_follows = True
 
-    async def await_room(self, shard_id: int) -> None:
+    async def await_slot(self, shard_id: int) -> None:
         if self._arena is None:
             return
-        while shard_id not in self._rooms:
+        while shard_id not in self._reply_slots:
             self._note(await self._wire.next_frame())
             if self._is_over:
                 raise MalformedMessage(
                     f"the call ended without a place for shard {shard_id}",
-                    seen=f"places for {len(self._rooms)} shards",
-                    expected="a ROOM for each shard that is pulled",
+                    seen=f"places for {len(self._reply_slots)} shards",
+                    expected="a FREE_SLOT for each shard that is pulled",
                 )
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:
-        room, at = self._rooms.pop(shard_id, (memoryview(b""), 0))
-        if num_bytes > len(room) or self._arena is None:
+        slot, at = self._reply_slots.pop(shard_id, (memoryview(b""), 0))
+        if num_bytes > len(slot) or self._arena is None:
             return in_frames
-        return in_place(room, at)
+        return writer_into(slot, at)

@@ -103,7 +103,7 @@ class DensePushKind:
     def _part(self, item: PushItem, replica: ShardReplica | ShoalError) -> DensePushPart:
         if isinstance(replica, ShoalError):
             raise replica
-        replica.check_room()
+        replica.check_capacity()
         if self._is_durable:
             replica.check_durable()
         shard = dense(replica)

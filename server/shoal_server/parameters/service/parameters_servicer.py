@@ -201,7 +201,7 @@ class ParametersServicer:
         pending: deque[tuple[ShardReplica, Awaitable[DenseValues]]] = deque()
         for replica, known_version in reads:
             shard = dense(replica)
-            await reply_writer.await_room(replica.shard_id)
+            await reply_writer.await_slot(replica.shard_id)
             num_bytes = shard.body.num_bytes
             writer = reply_writer.writer(replica.shard_id, num_bytes)
             values = partial(shard.body.values, known_version=known_version, writer=writer)

@@ -45,7 +45,7 @@ class TablePushPart:
 
     def __post_init__(self) -> None:
         """Check that the part may be received. Raises Overloaded or InvalidSpec."""
-        self.replica.check_room()
+        self.replica.check_capacity()
         if self.codec is not None:
             gradient_row_bytes(self.shard.body.table, self.codec)
         if self.num_bytes > MAX_PUSH_BYTES:

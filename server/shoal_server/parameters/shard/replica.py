@@ -210,7 +210,7 @@ class ShardReplica:
         """Bytes of pushes that some backup has not received yet."""
         return 0 if self.log is None else self.log.num_bytes
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raise Overloaded while a backup, or the disk, is too far behind; Unavailable while this
         server may acknowledge nothing."""
         self.leading.check_lease()

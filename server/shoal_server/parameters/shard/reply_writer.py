@@ -21,7 +21,7 @@ class CopyOut(Protocol):
 class ReplyWriter(Protocol):
     """Writes the replies of one call. Lives on the event loop."""
 
-    async def await_room(self, shard_id: int) -> None:
+    async def await_slot(self, shard_id: int) -> None:
         """Return once the values of a pulled shard may be sent."""
         ...
 
@@ -62,7 +62,7 @@ class MessageReplyWriter:
     def __init__(self, field: int) -> None:
         self._writer = in_messages(field)
 
-    async def await_room(self, shard_id: int) -> None:
+    async def await_slot(self, shard_id: int) -> None:
         """Return at once: gRPC has its own flow control."""
 
     def writer(self, shard_id: int, num_bytes: int) -> CopyOut:

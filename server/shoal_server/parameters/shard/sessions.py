@@ -73,7 +73,7 @@ class SessionTable:
             )
         return None if kept is None else kept[0]
 
-    def make_room(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
+    def evict_for(self, session: str, is_live: Callable[[str], bool]) -> Sequence[str]:
         """Make room for `session`; return the sessions that were forgotten for it.
 
         Only sessions of fenced incarnations are forgotten: their pushes are refused anyway. Raises

@@ -277,7 +277,7 @@ class VersionedShard(Generic[BodyT]):
         data = self._keep(push.gradient) if is_kept else push.gradient
         batch = self.body.read_batch(record, data) if push.batch is None else push.batch
         take_memory(self.body.growth_bytes(batch, push.at_unix_s))
-        record.forgotten_sessions.extend(self._sessions.make_room(push.session, is_live))
+        record.forgotten_sessions.extend(self._sessions.evict_for(push.session, is_live))
         is_lent = push.is_borrowed and not isinstance(data, bytes)
         return *self._apply(UpdateRecord(record, data, is_lent), batch), False
 

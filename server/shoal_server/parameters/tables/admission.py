@@ -74,10 +74,10 @@ class CountRowGate:
         least = np.full(len(ids), MAX_COUNT, np.int32)
         for counts in self._counts:
             words = mix64(words)
-            places = (words & np.uint64(SKETCH_WIDTH - 1)).view(np.int64)
-            np.add.at(counts, places, 1)
+            counters = (words & np.uint64(SKETCH_WIDTH - 1)).view(np.int64)
+            np.add.at(counts, counters, 1)
             np.minimum(counts, MAX_COUNT, out=counts)
-            np.minimum(least, counts[places], out=least)
+            np.minimum(least, counts[counters], out=least)
         self._pushed += len(ids)
         if self._pushed[0] >= AGEING_PUSHES:
             self._counts //= 2

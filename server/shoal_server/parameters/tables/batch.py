@@ -34,14 +34,14 @@ class RowBatch:
     """The version that made each row, as looked up by the sender; 0: there was no row."""
     gradient_rc: Tensor
     """One row for each id; read-only."""
-    places: Rows | None
+    positions: Rows | None
     """Position in `ids` of each row in the push's order; None: the order is the same."""
 
     def as_they_came(self, fates: Fates) -> bytes:
         """Return one byte for each row in the push's order; empty if every byte would be 0."""
         if not fates.any():
             return b""
-        return (fates if self.places is None else fates[self.places]).tobytes()
+        return (fates if self.positions is None else fates[self.positions]).tobytes()
 
 
 def read_ids(table: TableSpec, table_index: int, data: bytes) -> Ids:
@@ -85,7 +85,7 @@ def read_batch(
         )
     if not len(ids):
         empty = torch.zeros((0, table.dim), dtype=dtype)
-        return RowBatch(ids=ids, births=ids, gradient_rc=empty, places=None)
+        return RowBatch(ids=ids, births=ids, gradient_rc=empty, positions=None)
     if codec is not None:
         gradient_rc = decode_rows(codec, gradient, table.dim).to(dtype)
     else:
@@ -93,7 +93,7 @@ def read_batch(
     _check_finite(table, ids, gradient_rc)
     seen = np.frombuffer(births, "<i8")
     if np.all(ids[1:] > ids[:-1]):
-        return RowBatch(ids=ids, births=seen, gradient_rc=gradient_rc, places=None)
+        return RowBatch(ids=ids, births=seen, gradient_rc=gradient_rc, positions=None)
     return _coalesce(table, ids, seen, gradient_rc)
 
 
@@ -117,8 +117,8 @@ def gradient_row_bytes(table: TableSpec, codec: GradientCodec | None) -> int:
 
 
 def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> RowBatch:
-    distinct, first, places = np.unique(ids, return_index=True, return_inverse=True)
-    if np.any(births[first][places] != births):
+    distinct, first, positions = np.unique(ids, return_index=True, return_inverse=True)
+    if np.any(births[first][positions] != births):
         raise MalformedMessage(
             f"a push to table {table.name} names a row twice, with different births",
             seen="two births of one id",
@@ -130,9 +130,9 @@ def _coalesce(table: TableSpec, ids: Ids, births: Ids, gradient_rc: Tensor) -> R
     else:
         # Adds rows in the order of the push, with any number of threads.
         total_rc = torch.ops.aten.embedding_dense_backward(
-            gradient_rc, torch.from_numpy(places), len(distinct), -1, False
+            gradient_rc, torch.from_numpy(positions), len(distinct), -1, False
         )
-    return RowBatch(ids=distinct, births=births[first], gradient_rc=total_rc, places=places)
+    return RowBatch(ids=distinct, births=births[first], gradient_rc=total_rc, positions=positions)
 
 
 def _check_finite(table: TableSpec, ids: Ids, gradient_rc: Tensor) -> None:

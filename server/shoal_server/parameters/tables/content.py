@@ -169,14 +169,14 @@ class TableContent:
         """Make rows for the admitted ids, as far as there is room; writes to `rows` and `fates`."""
         absent = np.flatnonzero(fates == NOT_ADMITTED)
         admitted = absent[self._gate.admit(batch.ids[absent], version)]
-        room = self.max_rows - len(self._rows)
-        if len(admitted) > room and self._table.eviction.oldest_when_full:
-            wanted = max(len(admitted) - room, int(self.max_rows * EVICTED_AT_A_TIME))
+        num_free = self.max_rows - len(self._rows)
+        if len(admitted) > num_free and self._table.eviction.oldest_when_full:
+            wanted = max(len(admitted) - num_free, int(self.max_rows * EVICTED_AT_A_TIME))
             self._evict(self._rows.oldest(wanted, spared=rows[fates == APPLIED]))
             # A row whose gradient is dropped may be evicted: only its fate matters.
-            room = self.max_rows - len(self._rows)
-        fates[admitted[room:]] = FULL
-        admitted = admitted[:room]
+            num_free = self.max_rows - len(self._rows)
+        fates[admitted[num_free:]] = FULL
+        admitted = admitted[:num_free]
         if not admitted.size:
             return
         ids = batch.ids[admitted]

@@ -56,7 +56,7 @@ class RowIndex:
 
     def expect(self, num_rows: int) -> None:
         """Make room for so many rows in an empty index."""
-        self._make_room(num_rows, num_rows)
+        self._grow(num_rows, num_rows)
 
     def moves_for(self, num_more: int) -> bool:
         """True if inserting so many more rows rebuilds the slots."""
@@ -64,27 +64,27 @@ class RowIndex:
 
     def find(self, ids: Ids) -> Rows:
         """Return the row of each id, -1 for ids without one."""
-        places = self._first_places(ids)
-        rows, ids_by_row = self._slots[places], self.ids
+        slots = self._first_slots(ids)
+        rows, ids_by_row = self._slots[slots], self.ids
         # A row below zero reads some id from the end of the array, which must not count.
         hit = (ids_by_row[rows] == ids) & (rows >= 0)
         found = np.where(hit, rows, EMPTY).astype(np.int64)
         todo = np.flatnonzero(~hit & (rows != EMPTY))
-        places, left = places[todo], ids[todo]
+        slots, left = slots[todo], ids[todo]
         for step in count(1):
             if not todo.size:
                 break
-            places = (places + step) & (self._slots.size - 1)
-            rows = self._slots[places]
+            slots = (slots + step) & (self._slots.size - 1)
+            rows = self._slots[slots]
             hit = (ids_by_row[rows] == left) & (rows >= 0)
             found[todo[hit]] = rows[hit]
             goes_on = ~hit & (rows != EMPTY)
-            todo, places, left = todo[goes_on], places[goes_on], left[goes_on]
+            todo, slots, left = todo[goes_on], slots[goes_on], left[goes_on]
         return found
 
     def insert(self, ids: Ids, rows: Rows) -> None:
         """Insert distinct ids that have no row, with their rows."""
-        self._make_room(int(rows.max(initial=0)) + 1, len(ids))
+        self._grow(int(rows.max(initial=0)) + 1, len(ids))
         self.ids[rows] = ids
         self._settle(ids, rows)
         self._num_rows += len(ids)
@@ -92,33 +92,33 @@ class RowIndex:
     def remove(self, rows: Rows) -> None:
         """Remove distinct rows that are in use."""
         self._num_rows -= len(rows)
-        places = self._first_places(self.ids[rows])
+        slots = self._first_slots(self.ids[rows])
         for step in count(1):
             if not rows.size:
                 break
-            is_here = self._slots[places] == rows
-            self._slots[places[is_here]] = REMOVED
-            rows, places = rows[~is_here], places[~is_here]
-            places = (places + step) & (self._slots.size - 1)
+            is_here = self._slots[slots] == rows
+            self._slots[slots[is_here]] = REMOVED
+            rows, slots = rows[~is_here], slots[~is_here]
+            slots = (slots + step) & (self._slots.size - 1)
 
-    def _first_places(self, ids: Ids) -> Rows:
+    def _first_slots(self, ids: Ids) -> Rows:
         return (hash_ids(ids) & np.uint64(self._slots.size - 1)).view(np.int64)
 
     def _settle(self, ids: Ids, rows: Rows) -> None:
-        places = self._first_places(ids)
+        slots = self._first_slots(ids)
         for step in count(1):
             if not rows.size:
                 break
-            before = self._slots[places]
+            before = self._slots[slots]
             is_free = before < 0
             # If several ids write to one slot, one gets it; reading it back tells which.
-            self._slots[places[is_free]] = rows[is_free]
-            has_place = self._slots[places] == rows
-            self._num_used += int(np.count_nonzero(has_place & (before == EMPTY)))
-            rows, places = rows[~has_place], places[~has_place]
-            places = (places + step) & (self._slots.size - 1)
+            self._slots[slots[is_free]] = rows[is_free]
+            has_slot = self._slots[slots] == rows
+            self._num_used += int(np.count_nonzero(has_slot & (before == EMPTY)))
+            rows, slots = rows[~has_slot], slots[~has_slot]
+            slots = (slots + step) & (self._slots.size - 1)
 
-    def _make_room(self, top_row: int, num_more: int) -> None:
+    def _grow(self, top_row: int, num_more: int) -> None:
         if top_row > len(self._ids):
             self._ids.grow(max(top_row, 2 * len(self._ids)))
         if not self.moves_for(num_more):

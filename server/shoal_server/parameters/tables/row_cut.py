@@ -124,11 +124,11 @@ class RowCut:
 
     def _put_back(self, rows: slice, copies: Mapping[str, Tensor]) -> None:
         """Restore saved rows in copies of columns."""
-        places = self._saved_at[rows]
-        changed = np.flatnonzero(places)
+        saved_positions = self._saved_at[rows]
+        changed = np.flatnonzero(saved_positions)
         if not changed.size:
             return
-        at, saved_at = torch.from_numpy(changed), torch.from_numpy(places[changed] - 1)
+        at, saved_at = torch.from_numpy(changed), torch.from_numpy(saved_positions[changed] - 1)
         for name, copy in copies.items():
             copy[at] = self._saved[name].tensor.index_select(0, saved_at)
 

@@ -193,11 +193,11 @@ class RowStore:
         free."""
         for name, column in self._columns.items():
             column.tensor[rows] = columns[name]
-        places = np.arange(rows.start, rows.stop)
+        filled = np.arange(rows.start, rows.stop)
         # Received data may be unaligned: numpy gets a copy.
         is_live = self._numbers(BIRTHS)[rows] > 0
-        self._index.insert(columns[IDS].clone().numpy()[is_live], places[is_live])
-        self._free = np.concatenate([self._free, places[~is_live]])
+        self._index.insert(columns[IDS].clone().numpy()[is_live], filled[is_live])
+        self._free = np.concatenate([self._free, filled[~is_live]])
         self._top = rows.stop
 
     def ids_from(self, start: int, max_rows: int) -> tuple[Ids, int]:

@@ -103,12 +103,12 @@ def _of_rows(cut: ShardCut) -> PlannedSegment:
         chunks = RowChunks(columns, num_rows, cut.header.chunk_bytes)
         first = cut.num_chunks - len(chunks)
         for index in range(len(chunks)):
-            views, place = chunks.views(index, cut.chunk(first + index)), chunks.rows(index)
+            views, span = chunks.views(index, cut.chunk(first + index)), chunks.rows(index)
             is_live = views[BIRTHS] > 0
             # Data of evicted rows are not published.
-            ids[place] = (views[IDS] * is_live).numpy()
-            births[place] = (views[BIRTHS] * is_live).numpy()
-            values[place] = torch.where(is_live.unsqueeze(1), views[VALUES], 0)
+            ids[span] = (views[IDS] * is_live).numpy()
+            births[span] = (views[BIRTHS] * is_live).numpy()
+            values[span] = torch.where(is_live.unsqueeze(1), views[VALUES], 0)
             cut.release(first + index)
 
     num_bytes = values_at + count * table.dim * dtype.itemsize

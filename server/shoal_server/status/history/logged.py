@@ -75,9 +75,9 @@ class LoggedValues:
     def __init__(self) -> None:
         self._by_name: dict[str, LoggedSeries] = {}
 
-    def add(self, said: Mapping[str, Sequence[float]]) -> None:
+    def add(self, values: Mapping[str, Sequence[float]]) -> None:
         """Add a member's report: step and newest value of each name."""
-        for name, (step, value) in said.items():
+        for name, (step, value) in values.items():
             if name in self._by_name or len(self._by_name) < MAX_LOGGED:
                 self._by_name.setdefault(name, LoggedSeries()).add(int(step), value)
 

@@ -3,7 +3,7 @@
 The coordinator knows which members went and why, and when the generation ran. Only the members that
 continue know how long training paused: from the last step committed before the change to the first
 one after. They report that with their health. The line is logged at the first such report, or
-without any after TOLD_WITHIN_S.
+without any after REPORTED_WITHIN_S.
 """
 
 from collections import deque
@@ -15,7 +15,7 @@ from shoal_server.serving.durations import Durations
 from shoal_server.status.history.records import ChangeView
 
 MAX_CHANGES = 100
-TOLD_WITHIN_S = 15.0
+REPORTED_WITHIN_S = 15.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,14 +54,14 @@ class ChangeReports:
 
     def runs(self, story: ChangeSummary, unix_s: float) -> Sequence[ChangeView]:
         """Add the change to a generation that runs now."""
-        told = self.end()
+        ended = self.end()
         change = _change(story, unix_s)
         self.totals.num_lost += len(story.lost)
         self.totals.steps_lost += story.steps_lost
         self.changes.append(change)
         self._stayed = frozenset(story.stayed)
         self._awaited = story, change
-        return [*told, *([] if story.synchronous and story.stayed else self.end())]
+        return [*ended, *([] if story.synchronous and story.stayed else self.end())]
 
     def paused(self, pause: ChangeReport) -> Sequence[ChangeView]:
         """Add a member's report of its pause. The longest pause counts."""
@@ -88,7 +88,7 @@ class ChangeReports:
 
     def due(self, now_unix_s: float) -> Sequence[ChangeView]:
         """Changes to log now even without a member's report."""
-        if self._awaited is None or now_unix_s < self._awaited[1].unix_s + TOLD_WITHIN_S:
+        if self._awaited is None or now_unix_s < self._awaited[1].unix_s + REPORTED_WITHIN_S:
             return []
         return self.end()
 

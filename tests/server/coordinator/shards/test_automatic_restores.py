@@ -12,7 +12,7 @@ from shoal_server.core.shards.losses import RestoreAttempt
 
 LIMIT_S = 20.0
 RESTORED = RestoreAttempt(is_restored=True)
-NO_SNAPSHOT = RestoreAttempt(is_restored=False, told="No snapshot of it is at /s.")
+NO_SNAPSHOT = RestoreAttempt(is_restored=False, reason="No snapshot of it is at /s.")
 
 
 class Storages:
@@ -95,10 +95,10 @@ async def test_a_storage_that_is_away_is_asked_again_until_nothing_is_lost(
     await storages.until(lambda: storages.asked.count("away") >= 3)
     tried = storages.restores.outcome("damaged")
     assert tried is not None
-    assert "not what was written" in tried.told
+    assert "not what was written" in tried.reason
     assert storages.asked.count("damaged") == 1
     tried = storages.restores.outcome("away")
     assert tried is not None
-    assert "the storage is away" in tried.told
+    assert "the storage is away" in tried.reason
     storages.answers["away"] = RESTORED
     await storages.until(lambda: storages.restores.outcome("away") is None)

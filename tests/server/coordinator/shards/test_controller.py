@@ -110,7 +110,7 @@ async def test_what_a_coordinator_was_having_loaded_as_it_ended_is_told_as_lost(
 
     async def restore(job: str) -> RestoreAttempt:
         asked.set()
-        return RestoreAttempt(is_restored=False, told="No snapshot of it is left.")
+        return RestoreAttempt(is_restored=False, reason="No snapshot of it is left.")
 
     shard = ShardAssignment(shard_id=0, epoch=4, primary=HOLDER, content=ShardContent.LOADING)
     placed = JobAssignments(job="job", copies=1, shards=(shard,), run="r")

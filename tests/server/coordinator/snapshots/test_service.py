@@ -541,7 +541,7 @@ def test_a_clock_that_was_put_back_makes_no_snapshot_one_of_an_earlier_run(
     servers.run(servers.store.delete(keys.job_prefix("job"), prefix=True))
     tried = servers.run(service.restore_lost("job"))
     assert not tried.is_restored
-    assert "of an earlier run" in tried.told
+    assert "of an earlier run" in tried.reason
 
 
 def test_what_an_operator_went_back_behind_does_not_return_by_itself(
@@ -572,7 +572,7 @@ def test_what_an_operator_went_back_behind_does_not_return_by_itself(
     snapshots.library.keep_newest(1)
     tried = servers.run(service.restore_lost("job"))
     assert not tried.is_restored
-    assert "Snapshot 2, which it is from, is not at" in tried.told
+    assert "Snapshot 2, which it is from, is not at" in tried.reason
 
 
 def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_path: Path) -> None:
@@ -580,10 +580,10 @@ def test_a_lost_job_without_a_snapshot_is_not_restored(opened: ExitStack, tmp_pa
     policy = SnapshotPolicy(url=str(tmp_path / "snapshots"))
     tried = servers.run(snapshots.service(policy).restore_lost("job"))
     assert not tried.is_restored
-    assert tried.told == f"No snapshot of it is at {snapshots.library.storage.url}."
+    assert tried.reason == f"No snapshot of it is at {snapshots.library.storage.url}."
     tried = servers.run(snapshots.service(SnapshotPolicy()).restore_lost("job"))
     assert not tried.is_restored
-    assert "--snapshot-url" in tried.told
+    assert "--snapshot-url" in tried.reason
 
 
 def test_no_job_waits_for_the_storage_of_another(

@@ -781,7 +781,7 @@ def test_how_far_a_shard_is_on_disk_is_written_now_and_then() -> None:
     world.assigned(known)
     world.tell(ev.ShardRecordWritten(KEY))
     assert only(WriteShardRecord, world.tell(ev.VersionJournaled(KEY, version + 5))) == []
-    world.now_s += LIMITS.disk_told_s
+    world.now_s += LIMITS.disk_report_s
     world.tell(ev.LeaseRenewed(world.now_s))
     assert world.core.wakes_s() <= world.now_s
     assert only(WriteShardRecord, world.tell(ev.WakeTimeReached())) == [WriteShardRecord(KEY)]

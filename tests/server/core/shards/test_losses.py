@@ -171,7 +171,7 @@ def test_shards_that_went_together_are_told_together() -> None:
         for i in range(64)
     ]
     elsewhere = replace(LOST, shard_id=64, on_disk="c")
-    together, alone = losses.told_together("job", [*gone, elsewhere])
+    together, alone = losses.losses_in_words("job", [*gone, elsewhere])
     assert together.startswith(
         "64 shards of job job were lost with every server that had them (a, b):"
         " shard 0 (at least version 7), shard 1"

@@ -67,7 +67,7 @@ async def test_a_connection_that_is_gone_takes_nothing(
 
 
 def told(shard_id: int) -> bytes:
-    return bulk.header(FrameKind.ROOM, shard_id=shard_id)
+    return bulk.header(FrameKind.FREE_SLOT, shard_id=shard_id)
 
 
 async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_waits(

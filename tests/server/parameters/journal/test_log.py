@@ -134,7 +134,7 @@ def test_a_shard_without_new_pushes_does_not_keep_the_log(tmp_path: Path) -> Non
             journal.append("job", 1, 1, busy.push(value)).result(LIMIT_S)
             for job, shard_id in journal.overdue():
                 journal.put_image(job, 1, (idle, busy)[shard_id].image())
-            journal.check_room()
+            journal.check_capacity()
         assert journal.num_bytes <= 4000
     assert contents(tmp_path) == {("job", 0): (1, b"\7"), ("job", 1): (1, bytes(range(200)))}
 
@@ -147,9 +147,9 @@ def test_a_full_journal_says_so(tmp_path: Path) -> None:
             journal.append("job", 0, 1, shard.push(value)).result(LIMIT_S)
         assert list(journal.overdue()) == [("job", 0)]
         with pytest.raises(Overloaded, match="grown as large as it may"):
-            journal.check_room()
+            journal.check_capacity()
         journal.put_image("job", 1, shard.image())
-        journal.check_room()
+        journal.check_capacity()
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
 
 
@@ -185,12 +185,12 @@ def test_a_slow_disk_holds_pushes_back_with_a_reason(tmp_path: Path) -> None:
         let_go.clear()
         waiting = [journal.append("job", 0, 1, shard.push(value)) for value in range(20)]
         with pytest.raises(Overloaded, match="the disk of the journal is too slow"):
-            journal.check_room()
+            journal.check_capacity()
         assert not any(done.done() for done in waiting)
         let_go.set()
         for done in waiting:
             done.result(LIMIT_S)
-        journal.check_room()
+        journal.check_capacity()
     assert contents(tmp_path) == {("job", 0): (1, bytes(range(20)))}
 
 
@@ -252,7 +252,7 @@ def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) ->
         with pytest.raises(told):
             journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
         assert isinstance(journal.failure, told)
-        journal.check_room()
+        journal.check_capacity()
         disk.error = None
         awaited(lambda: journal.failure is None, LIMIT_S, "the disk works")
         journal.put_image("job", 1, shard.image())
@@ -338,7 +338,7 @@ def test_a_server_that_is_started_on_a_full_disk_has_what_is_on_it(tmp_path: Pat
         (found,) = journal.recover(make)
         assert bytes(found.state.pushed) == b"\1"
         assert isinstance(journal.failure, DiskFull)
-        journal.check_room()
+        journal.check_capacity()
         with pytest.raises(DiskFull):
             journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
         full.close()

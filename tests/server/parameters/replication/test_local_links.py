@@ -146,14 +146,14 @@ async def test_who_cannot_read_all_that_was_sent_does_not_lead(
     go_on = asyncio.Event()
     reached = asyncio.Event()
 
-    async def await_room(_: ReceivedUpdates) -> None:
+    async def await_capacity(_: ReceivedUpdates) -> None:
         reached.set()
         await go_on.wait()
 
     async with world.stream as stream:
         await world.follow(stream)
-        monkeypatch.setattr(ReceivedUpdates, "has_room", property(lambda _: go_on.is_set()))
-        monkeypatch.setattr(ReceivedUpdates, "await_room", await_room)
+        monkeypatch.setattr(ReceivedUpdates, "has_capacity", property(lambda _: go_on.is_set()))
+        monkeypatch.setattr(ReceivedUpdates, "await_capacity", await_capacity)
         await stream.write(world.shards.pushed())
         unreadable = world.shards.pushed()
         unreadable.record.first.checksum ^= 1

@@ -553,7 +553,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
     last primary must not tell anybody that the push is safe, and the shard stays."""
     received = world.server.replicas.received
     reached, go_on = asyncio.Event(), asyncio.Event()
-    wait_for = received._room.wait_for
+    wait_for = received._capacity.wait_for
 
     async def held_up(is_so: Callable[[], bool]) -> bool:
         reached.set()
@@ -562,7 +562,7 @@ async def test_a_record_of_a_deposed_primary_is_not_acknowledged(
 
     async with Link(world) as link:
         await in_step(world, link)
-        monkeypatch.setattr(received._room, "wait_for", held_up)
+        monkeypatch.setattr(received._capacity, "wait_for", held_up)
         await link.write(world.primary.told(world.primary.push()))
         async with asyncio.timeout(ANSWER_S):
             await reached.wait()

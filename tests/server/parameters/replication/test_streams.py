@@ -58,7 +58,7 @@ def test_a_backup_has_every_push(way: str, monkeypatch: pytest.MonkeyPatch) -> N
         write = kind.write
 
         async def noted(self, frame, *, write=write, name=kind.__name__):  # type: ignore[no-untyped-def]
-            shared = getattr(self, "_places", None) is not None
+            shared = getattr(self, "_slots", None) is not None
             written.append(f"{name}{' with places' if shared else ''}")
             await write(self, frame)
 
@@ -131,7 +131,7 @@ def wait_until_all_is_replicated(servers: ParameterServers, within_s: float = 20
 
 async def test_a_place_is_filled_again_only_once_it_is_free() -> None:
 
-    with mmap.mmap(-1, 2 * arena_slots.PLACE_BYTES) as mapped:
+    with mmap.mmap(-1, 2 * arena_slots.SLOT_BYTES) as mapped:
         own = arena_slots.ArenaSlots(mapped)
         first = await own.fill(memoryview(b"first"))
         second = await own.fill(memoryview(b"second"))
@@ -151,7 +151,7 @@ async def test_a_push_goes_at_once_by_shared_memory_as_long_as_a_place_is_free()
     data = bytes(range(256)) * 64
     record = UpdateRecord(PushRecord(session="s", sequence=1, version=2), data)
     ours, theirs = socket.socketpair()
-    with ours, theirs, mmap.mmap(-1, arena_slots.PLACE_BYTES) as mapped:
+    with ours, theirs, mmap.mmap(-1, arena_slots.SLOT_BYTES) as mapped:
         ours.setblocking(False)
         theirs.setblocking(False)
         own = arena_slots.ArenaSlots(mapped)

@@ -16,7 +16,7 @@ from shoal_proto.v1.shards_pb2 import Block, Shard
 from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd.memory import MemoryStore
-from shoal_server.parameters.bulk.arena_slots import NUM_PLACES
+from shoal_server.parameters.bulk.arena_slots import NUM_SLOTS
 from shoal_server.parameters.process import RunningServer, running
 from shoal_server.parameters.replication.received_updates import ReceivedUpdates
 from shoal_server.parameters.shard.dense import DensePush, new_dense_shard
@@ -119,24 +119,24 @@ async def test_a_push_that_waits_for_one_follower_is_not_overwritten_by_what_ano
 
         reads = asyncio.Event()
         received = world.joiner.replicas.received
-        await_room, has_room = ReceivedUpdates.await_room, ReceivedUpdates.has_room
+        await_capacity, has_capacity = ReceivedUpdates.await_capacity, ReceivedUpdates.has_capacity
 
         async def held(self: ReceivedUpdates) -> None:
             if self is received:
                 await reads.wait()
-            await await_room(self)
+            await await_capacity(self)
 
         def has(self: ReceivedUpdates) -> bool:
-            assert has_room.fget is not None
-            return (self is not received or reads.is_set()) and has_room.fget(self)
+            assert has_capacity.fget is not None
+            return (self is not received or reads.is_set()) and has_capacity.fget(self)
 
-        monkeypatch.setattr(ReceivedUpdates, "await_room", held)
-        monkeypatch.setattr(ReceivedUpdates, "has_room", property(has))
+        monkeypatch.setattr(ReceivedUpdates, "await_capacity", held)
+        monkeypatch.setattr(ReceivedUpdates, "has_capacity", property(has))
         await world.primary.replicas.change_assignments(
             JOB, [0], lambda record: replace(record, joining=joiner)
         )
         await world.until(lambda: world.follows(world.joiner))
-        for _ in range(4 * NUM_PLACES):
+        for _ in range(4 * NUM_SLOTS):
             world.push()
             await world.until(
                 lambda: world.version_at(world.backup) == world.version_at(world.primary)

@@ -39,13 +39,13 @@ def test_only_ended_sessions_make_room() -> None:
     table = SessionTable(max_sessions=2)
     table.remember("dead", 1, RememberedOutcome(2, 0))
     table.remember("live", 1, RememberedOutcome(3, 0))
-    assert table.make_room("new", lambda session: session == "live") == ["dead"]
+    assert table.evict_for("new", lambda session: session == "live") == ["dead"]
     table.remember("new", 1, RememberedOutcome(4, 0))
     assert len(table) == 2
     assert table.recall("live", 1) == RememberedOutcome(3, 0)
     with pytest.raises(Overloaded, match="2 live sessions"):
-        table.make_room("newer", lambda session: True)
-    table.make_room("live", lambda session: True)
+        table.evict_for("newer", lambda session: True)
+    table.evict_for("live", lambda session: True)
 
 
 def test_how_many_sessions_there_may_be_is_a_setting() -> None:
@@ -53,9 +53,9 @@ def test_how_many_sessions_there_may_be_is_a_setting() -> None:
     table = SessionTable(max_sessions=1)
     table.remember("a", 1, RememberedOutcome(2, 0))
     with pytest.raises(Overloaded, match="--max-sessions"):
-        table.make_room("b", lambda session: True)
+        table.evict_for("b", lambda session: True)
     table.max_sessions = 2
-    assert table.make_room("b", lambda session: True) == ()
+    assert table.evict_for("b", lambda session: True) == ()
 
 
 def test_what_is_remembered_counts_as_memory() -> None:

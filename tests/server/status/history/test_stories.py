@@ -3,7 +3,12 @@
 from shoal_server.core.generations.roster import Generation, Step
 from shoal_server.core.membership.changes import ChangeSummary, Departure
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.stories import TOLD_WITHIN_S, ChangeReport, ChangeReports, seconds
+from shoal_server.status.history.stories import (
+    REPORTED_WITHIN_S,
+    ChangeReport,
+    ChangeReports,
+    seconds,
+)
 
 LOST = Departure(member_id="vm-2", cause="SIGKILL", lost=True)
 
@@ -58,8 +63,8 @@ def test_only_those_who_trained_before_know_of_a_pause() -> None:
 def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
     stories = ChangeReports()
     stories.runs(story(), 100.0)
-    assert stories.due(100.0 + TOLD_WITHIN_S - 0.1) == []
-    (told,) = stories.due(100.0 + TOLD_WITHIN_S)
+    assert stories.due(100.0 + REPORTED_WITHIN_S - 0.1) == []
+    (told,) = stories.due(100.0 + REPORTED_WITHIN_S)
     assert told.line.endswith("3 go on; nobody trained for 0.04 s; 0 steps lost")
     assert stories.due(1000.0) == []
 

@@ -42,7 +42,7 @@ class SimServer:
         self.process = LoopProcess(etcd.clock, f"{server_id}#{incarnation}")
         self.store = SegmentStore()
         self._peers = peers
-        self.heard_s = etcd.clock.now_s
+        self.received_s = etcd.clock.now_s
         holdings = cast("Any", SimHoldings(self))
         keyspace = cast("Any", SimKeyspace(etcd, self.process))
         directory = cast("Any", SimDirectory(self))
@@ -67,14 +67,14 @@ class SimServer:
         key = keys.server(self.server_id)
         while True:
             if self.etcd.reaches(self.process):
-                self.heard_s = self.etcd.clock.now_s
+                self.received_s = self.etcd.clock.now_s
                 if self._peers.get(self.server_id) is self:
                     self.etcd.put_if_absent(Put(key, record))
             await asyncio.sleep(BEAT_S)
 
     def look_listed(self) -> None:
         """End the registration if the server has had no contact to etcd for LISTED_FOR_S."""
-        if self.etcd.clock.now_s - self.heard_s > LISTED_FOR_S:
+        if self.etcd.clock.now_s - self.received_s > LISTED_FOR_S:
             self.unlist()
 
     def unlist(self) -> None:

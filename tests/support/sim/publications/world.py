@@ -116,7 +116,7 @@ class PublicationWorld:
             self._old_servers.append(old)
         self.note(f"{server_id} starts as {self._num_starts}")
         server = SimServer(self.etcd, server_id, self._num_starts, self.servers)
-        if old is not None and old.heard_s:
+        if old is not None and old.received_s:
             server.unlist()  # its registration is replaced by the new one's
         self.servers[server_id] = server
         server.start()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from support.sim.replication.server import SimServer
 
 LIMITS = ReplicationLimits(
-    dead_after_s=8.0, longest_gap_s=1.8, full_s=1.0, max_full_s=4.0, disk_told_s=2.0
+    dead_after_s=8.0, longest_gap_s=1.8, full_s=1.0, max_full_s=4.0, disk_report_s=2.0
 )
 
 

@@ -62,5 +62,5 @@ def test_a_message_of_another_size_and_one_too_many_are_refused() -> None:
 
 def test_what_needs_more_than_there_is_to_be_gets_no_room() -> None:
     most = shared_messages.MAX_BYTES // 2
-    assert shared_messages.room_bytes([most, 0]) > shared_messages.MAX_BYTES
-    assert shared_messages.room_bytes([most, 64, 0]) == 0
+    assert shared_messages.lanes_bytes([most, 0]) > shared_messages.MAX_BYTES
+    assert shared_messages.lanes_bytes([most, 64, 0]) == 0

@@ -41,14 +41,14 @@ class InMemoryGroup(CollectiveGroup):
             for parts in zip(*given, strict=True):
                 _share(reduced(parts, op), parts)
 
-        return self._post(f"all_reduce({_said(op)})", tensors, tensors, complete)
+        return self._post(f"all_reduce({_in_words(op)})", tensors, tensors, complete)
 
     def reduce_each(self, tensors: list[Tensor], op: Any, root: int) -> dist.Work:
         def complete(given: list[list[Tensor]]) -> None:
             for parts in zip(*given, strict=True):
                 parts[root].copy_(reduced(parts, op))
 
-        return self._post(f"reduce({_said(op)}) to {root}", tensors, tensors, complete)
+        return self._post(f"reduce({_in_words(op)}) to {root}", tensors, tensors, complete)
 
     def broadcast_each(self, tensors: list[Tensor], root: int) -> dist.Work:
         def complete(given: list[list[Tensor]]) -> None:
@@ -86,10 +86,10 @@ class InMemoryGroup(CollectiveGroup):
     ) -> dist.Work:
         def complete(given: list[tuple[list[Tensor], list[list[Tensor]]]]) -> None:
             for rank, (into, _) in enumerate(given):
-                for place, output in enumerate(into):
-                    _copy(reduced([parts[place][rank] for _, parts in given], op), output)
+                for index, output in enumerate(into):
+                    _copy(reduced([parts[index][rank] for _, parts in given], op), output)
 
-        return self._post(f"reduce_scatter({_said(op)})", outputs, (outputs, inputs), complete)
+        return self._post(f"reduce_scatter({_in_words(op)})", outputs, (outputs, inputs), complete)
 
     def exchange(self, outputs: list[Tensor], inputs: list[Tensor]) -> dist.Work:
         def complete(given: list[tuple[list[Tensor], list[Tensor]]]) -> None:
@@ -189,7 +189,7 @@ def _share(result: Tensor, targets: Sequence[Tensor]) -> None:
         _copy(result, target)
 
 
-def _said(op: Any) -> str:
+def _in_words(op: Any) -> str:
     return str(op).rpartition(".")[2].lower()
 
 

@@ -128,7 +128,7 @@ class Meeting:
         try:
             self._agree(call)
             with torch.no_grad():
-                complete([call.posted[place][1] for place in range(len(self.ranks))])
+                complete([call.posted[index][1] for index in range(len(self.ranks))])
         except Exception as error:  # noqa: BLE001 - raised on every rank, by `finish`
             call.error = error
         with self.hub.changed:
@@ -143,7 +143,7 @@ class Meeting:
         def needed() -> list[int]:
             if len(call.posted) == len(self.ranks):
                 return []
-            return [rank for place, rank in enumerate(self.ranks) if place not in call.posted]
+            return [rank for index, rank in enumerate(self.ranks) if index not in call.posted]
 
         self.hub.wait(lambda: call.done, needed, kind, timeout_s)
         if call.error is not None:
@@ -153,8 +153,8 @@ class Meeting:
         kinds = {kind for kind, _ in call.posted.values()}
         if len(kinds) > 1:
             calls = ", ".join(
-                f"rank {self.ranks[place]}: {kind}"
-                for place, (kind, _) in sorted(call.posted.items())
+                f"rank {self.ranks[index]}: {kind}"
+                for index, (kind, _) in sorted(call.posted.items())
             )
             raise ValueError(f"the ranks of a group do different things ({calls})")
 

@@ -35,23 +35,23 @@ def compact(value: bytes) -> bytes:
     runs = np.empty(len(starts), dtype=_RUNS)
     runs["difference"] = differences[starts]
     runs["count"] = counts
-    told = _AS_RUNS + _REST.pack(rest) + value[:rest] + runs.tobytes()
-    return told if len(words) <= MAX_WORDS and len(told) <= len(value) else _AS_IT_IS + value
+    packed = _AS_RUNS + _REST.pack(rest) + value[:rest] + runs.tobytes()
+    return packed if len(words) <= MAX_WORDS and len(packed) <= len(value) else _AS_IT_IS + value
 
 
-def expand(told: bytes) -> bytes:
+def expand(packed: bytes) -> bytes:
     """Decode what `compact` encoded. Raises MalformedMessage."""
-    form, body = told[:1], told[1:]
+    form, body = packed[:1], packed[1:]
     if form == _AS_IT_IS:
         return body
     if form != _AS_RUNS or not body:
-        raise _malformed(told)
+        raise _malformed(packed)
     head = 1 + body[0]
     if body[0] >= _WORD_BYTES or (len(body) - head) % _RUNS.itemsize or len(body) < head:
-        raise _malformed(told)
+        raise _malformed(packed)
     runs = np.frombuffer(body, dtype=_RUNS, offset=head)
     if runs["count"].sum(dtype=np.uint64) > MAX_WORDS:
-        raise _malformed(told)
+        raise _malformed(packed)
     words = np.cumsum(np.repeat(runs["difference"], runs["count"]), dtype="<i8")
     return body[1:head] + words.tobytes()
 
@@ -78,7 +78,7 @@ def _runs(differences: Array) -> tuple[Array, Array]:
     return starts, np.diff(starts, append=len(differences))
 
 
-def _malformed(told: bytes) -> MalformedMessage:
+def _malformed(packed: bytes) -> MalformedMessage:
     return MalformedMessage(
-        "a rank's address cannot be read", seen=repr(told[:32]), expected="as `compact` writes it"
+        "a rank's address cannot be read", seen=repr(packed[:32]), expected="as `compact` writes it"
     )

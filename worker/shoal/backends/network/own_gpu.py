@@ -84,7 +84,7 @@ def check_unshared(gpus: Sequence[str], environment: Mapping[str, str] = os.envi
 
 
 @contextmanager
-def own_gpu_used(place: LocalRank) -> Iterator[None]:
+def own_gpu_used(local_rank: LocalRank) -> Iterator[None]:
     """Return a context in which "cuda" means this worker's GPU. Does nothing with one GPU or none.
 
     The setting remains after the block, for a script that evaluates its model, but is undone after
@@ -93,8 +93,8 @@ def own_gpu_used(place: LocalRank) -> Iterator[None]:
     if not torch.cuda.is_available() or (num_visible := torch.cuda.device_count()) < 2:
         yield
         return
-    before, own = torch.cuda.current_device(), place.gpu(num_visible)
-    if own is not None and place.world_size > 1:
+    before, own = torch.cuda.current_device(), local_rank.gpu(num_visible)
+    if own is not None and local_rank.world_size > 1:
         torch.cuda.set_device(own)
     try:
         yield
@@ -103,10 +103,10 @@ def own_gpu_used(place: LocalRank) -> Iterator[None]:
         raise
 
 
-def check_gpu(place: LocalRank, device: torch.device) -> None:
+def check_gpu(local_rank: LocalRank, device: torch.device) -> None:
     """Check the device of a model as `LocalRank.check`, and make it the current one for NCCL."""
     if device.type != "cuda":
         return
     index = torch.cuda.current_device() if device.index is None else device.index
-    place.check(index, torch.cuda.device_count())
+    local_rank.check(index, torch.cuda.device_count())
     torch.cuda.set_device(index)

@@ -49,16 +49,16 @@ class LiveGloo:
 
         Raises GenerationBroken if the store is aborted meanwhile.
         """
-        told = _GroupMessages(seat, store)
+        messages = _GroupMessages(seat, store)
         try:
             self._store.move_to(_Addresses(store, seat))
             handle, failure = self._handle(seat).encode(), b""
         except (RuntimeError, ShoalError) as error:
             handle, failure = b"", _failed(error)
-        handles = told.exchange("handle", failure or handle)
+        handles = messages.exchange("handle", failure or handle)
         if not _faults(handles):
-            failure = self._reconfigure(seat, handles, told)
-            handles = told.exchange("outcome", failure or _READY)
+            failure = self._reconfigure(seat, handles, messages)
+            handles = messages.exchange("outcome", failure or _READY)
         if faults := _faults(handles):
             log.warning(
                 "reconfigure_failed",
@@ -86,7 +86,7 @@ class LiveGloo:
             self._live.append(made)
         return self._live[0].handle()
 
-    def _reconfigure(self, seat: Seat, handles: list[bytes], told: "_GroupMessages") -> bytes:
+    def _reconfigure(self, seat: Seat, handles: list[bytes], messages: "_GroupMessages") -> bytes:
         """Reconfigure the group; return the failure, empty if there was none."""
         try:
             self._live[0].reconfigure(
@@ -99,7 +99,7 @@ class LiveGloo:
         except (RuntimeError, ShoalError) as error:
             failure = _failed(error)
             # Otherwise ranks would wait for this rank's address until the limit.
-            told.set(reconfigured_address_key(seat.generation, seat.rank), failure)
+            messages.set(reconfigured_address_key(seat.generation, seat.rank), failure)
             return failure
         return b""
 

@@ -43,13 +43,13 @@ class SharedMemory:
     """One rank's view of the shared memory. For one thread at a time, except `cut`."""
 
     def __init__(
-        self, head: mmap.mmap, room: memoryview, rank: int, world_size: int, limit_s: float
+        self, head: mmap.mmap, data: memoryview, rank: int, world_size: int, limit_s: float
     ) -> None:
-        """`head`: initialised memory for the meetings only. `room`: memory for the caller.
+        """`head`: initialised memory for the meetings only. `data`: memory for the caller.
         `limit_s`: time limit of each wait for other ranks."""
         self.rank, self.world_size = rank, world_size
         rounds = _num_rounds(world_size)
-        self.room = room
+        self.data = data
         """The caller's part of the memory."""
         words = memoryview(head)[rounds * world_size * SEMAPHORE_BYTES :].cast("Q")
         # Two sets of words: a rank may be at the next meeting while another still reads this one's.

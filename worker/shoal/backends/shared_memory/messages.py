@@ -35,13 +35,13 @@ class SharedMessages:
         """The words sent, if there is no other rank."""
         self._work: dist.Work | None = None
         self._memory: SharedMemory | None = None
-        self._room = memoryview(b"").cast("q")
+        self._values = memoryview(b"").cast("q")
         self.beside = memoryview(b"")
         """The caller's part of the memory, as asked for in `share`."""
         self._reason = ""
         self.may_share = self._world_size > 1 and can_be_cut(group)
         """True if `share` may be called and has not been; the same on all ranks."""
-        self.is_told = False
+        self.has_sent = False
         """True if words were sent and not received yet."""
 
     @property
@@ -68,18 +68,18 @@ class SharedMessages:
             return
         if self._reason:
             memory.cut(self._reason)
-        self._room = memory.room[:num_bytes].cast("q")
-        self.beside = memory.room[first : first + beside_bytes]
+        self._values = memory.data[:num_bytes].cast("q")
+        self.beside = memory.data[first : first + beside_bytes]
 
     def send_values(self, words: Sequence[int]) -> None:
         """Send words, at most `num_words` signed integers of 64 bits, to the other ranks. Does not
         wait."""
-        self.is_told = True
+        self.has_sent = True
         memory = self._memory
         if memory is not None:
             start = self._start_of(self._rank, memory)
-            for place, word in enumerate(words, start):
-                self._room[place] = word
+            for index, word in enumerate(words, start):
+                self._values[index] = word
             memory.arrive(_sign_of(memory))
             return
         if self._world_size == 1:
@@ -94,29 +94,29 @@ class SharedMessages:
         """Wait for the words of all ranks; return them by rank. Raises GenerationBroken or
         RuntimeError if a rank dies before it has sent them. If it dies later, every rank still
         reads its words in memory; over Gloo only some may have received them."""
-        self.is_told = False
+        self.has_sent = False
         memory, count = self._memory, self._num_words
         if memory is not None:
             start = self._start_of(0, memory)
             memory.await_others(sign=_sign_of(memory))
-            told = self._room[start : start + self._world_size * count].tolist()
-            return [told[place : place + count] for place in range(0, len(told), count)]
+            values = self._values[start : start + self._world_size * count].tolist()
+            return [values[start : start + count] for start in range(0, len(values), count)]
         if self._world_size == 1:
             return [self._alone]
         message, self._message = self._message, None
-        assert message is not None, "told before"
+        assert message is not None, "sent before"
         work, self._work = self._work, None
         if work is not None and self._group is not None:
             wait_abortable(work, self._group)
-        heard: list[list[int]] = message.tolist()
-        return heard
+        by_rank: list[list[int]] = message.tolist()
+        return by_rank
 
     def forget(self) -> None:
         """Discard words that were sent and not received, on all ranks alike."""
-        if self.is_told and self._memory is not None:
+        if self.has_sent and self._memory is not None:
             # Other ranks could not tell these words from the next ones.
-            self._memory.cut("words were told and not heard")
-        self.is_told = False
+            self._memory.cut("values were sent and not received")
+        self.has_sent = False
         self._message = self._work = None
 
     def cut(self, reason: str) -> None:
@@ -129,7 +129,7 @@ class SharedMessages:
     def close(self) -> None:
         """Leave the memory: this rank sends no more. May be called twice."""
         self._group = self._message = self._work = None
-        self._room, self.beside = memoryview(b"").cast("q"), memoryview(b"")
+        self._values, self.beside = memoryview(b"").cast("q"), memoryview(b"")
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
-from shoal.backends.shared_memory.regions import ID_BYTES, NO_ROOM, KeptRegions, MemoryRegion
+from shoal.backends.shared_memory.regions import ID_BYTES, NO_REGION, KeptRegions, MemoryRegion
 from shoal.backends.shared_memory.semaphores import available
 from shoal_client.bulk.transport import transport_of
 
@@ -37,7 +37,7 @@ OPEN_S = 2.0
 """Time within which all ranks must have the memory; otherwise none of them uses it."""
 MAX_SILENT = 256
 """Limit of connections without a complete greeting, above which the oldest is closed."""
-_PLACE_BYTES, _NAME_BYTES = 32, 32
+_HOST_BYTES, _NAME_BYTES = 32, 32
 _GREETING = struct.Struct("=I32s")
 _HANDED = struct.Struct(f"=Q{ID_BYTES}s")
 """The region's size and id, sent with two descriptors: the meetings' memory and the region."""
@@ -49,7 +49,7 @@ class _Opened:
     """State of one rank once the memory is open."""
 
     head: mmap.mmap
-    room: MemoryRegion
+    region: MemoryRegion
     connections: list[socket.socket]
 
 
@@ -68,19 +68,19 @@ def share_memory(
     try:
         opened = _open(group, num_bytes, old)
     finally:
-        if old is not None and (opened is None or opened.room is not old):
+        if old is not None and (opened is None or opened.region is not old):
             old.close()
     if opened is None:
         return None
-    room = opened.room
+    region = opened.region
     memory = SharedMemory(
         opened.head,
-        memoryview(room.mapped)[:num_bytes],
+        memoryview(region.mapped)[:num_bytes],
         group.rank(),
         group.size(),
         limit_s,
     )
-    left = room.close if kept is None else partial(kept.keep, room)
+    left = region.close if kept is None else partial(kept.keep, region)
     memory.watch(PeerSockets(opened.connections, memory.cut), left)
     return memory
 
@@ -89,30 +89,30 @@ def _open(group: dist.ProcessGroup, num_bytes: int, old: MemoryRegion | None) ->
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     with ExitStack() as stack:
         listener, name = _named(stack) if rank == 0 else (None, bytes(_NAME_BYTES))
-        words = _told(group, _place() + name + (old.room_id if old is not None else NO_ROOM))
-        places = {word[:_PLACE_BYTES] for word in words}
-        name = words[0][_PLACE_BYTES:-ID_BYTES]
-        if len(places) > 1 or not any(name) or not any(words[0][:_PLACE_BYTES]):
+        words = _gathered(group, _host() + name + (old.region_id if old is not None else NO_REGION))
+        hosts = {word[:_HOST_BYTES] for word in words}
+        name = words[0][_HOST_BYTES:-ID_BYTES]
+        if len(hosts) > 1 or not any(name) or not any(words[0][:_HOST_BYTES]):
             return None
         if len({word[-ID_BYTES:] for word in words}) > 1:
             old = None
         try:
             if listener is not None:
-                return _hand_out(listener, name, world_size, _room_for(num_bytes, old))
+                return _share(listener, name, world_size, _region_for(num_bytes, old))
             return _receive(name, rank, old)
         except (OSError, _Refused) as error:
             log.warning("no_shared_memory", rank=rank, num_bytes=num_bytes, reason=repr(error))
             return None
 
 
-def _told(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
+def _gathered(group: dist.ProcessGroup, word: bytes) -> list[bytes]:
     own = torch.frombuffer(bytearray(word), dtype=torch.uint8)
-    told = [torch.empty_like(own) for _ in range(group.size())]
-    wait_abortable(dist.all_gather(told, own, group=group, async_op=True), group)
-    return [bytes(each.tolist()) for each in told]
+    gathered = [torch.empty_like(own) for _ in range(group.size())]
+    wait_abortable(dist.all_gather(gathered, own, group=group, async_op=True), group)
+    return [bytes(each.tolist()) for each in gathered]
 
 
-def _room_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
+def _region_for(num_bytes: int, old: MemoryRegion | None) -> MemoryRegion:
     """Return the old region, which all ranks have, if it can be reused; else a new one."""
     if old is not None and old.suits(num_bytes) and old.is_deserted():
         old.enter()
@@ -124,17 +124,17 @@ class _Refused(Exception):
     """Raised if the other end does not follow the protocol."""
 
 
-def _place() -> bytes:
+def _host() -> bytes:
     """Return bytes that are equal exactly for processes that can share memory; zeros if this
     process cannot."""
     if not available() or transport_of(None) != "auto":
-        return bytes(_PLACE_BYTES)
+        return bytes(_HOST_BYTES)
     try:
         machine = Path("/proc/sys/kernel/random/boot_id").read_bytes()
         namespace = Path("/proc/self/ns/net").stat().st_ino
     except OSError as error:
         log.info("no_shared_memory", reason=repr(error))
-        return bytes(_PLACE_BYTES)
+        return bytes(_HOST_BYTES)
     return hashlib.sha256(machine + f"{namespace} {os.getuid()}".encode()).digest()
 
 
@@ -156,7 +156,7 @@ def _address(name: bytes) -> str:
     return f"\0shoal-ranks-{name[: _NAME_BYTES // 2].hex()}"
 
 
-def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: MemoryRegion) -> _Opened:
+def _share(listener: socket.socket, name: bytes, world_size: int, region: MemoryRegion) -> _Opened:
     deadline_s = time.monotonic() + OPEN_S
     with ExitStack() as stack:
         descriptor = os.memfd_create("shoal-ranks", os.MFD_CLOEXEC)
@@ -164,7 +164,7 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Memor
         os.ftruncate(descriptor, head_bytes(world_size))
         head = mmap.mmap(descriptor, head_bytes(world_size))
         initialise(head, world_size)
-        handed = _HANDED.pack(room.num_bytes, room.room_id), [descriptor, room.descriptor]
+        handed = _HANDED.pack(region.num_bytes, region.region_id), [descriptor, region.descriptor]
         by_rank: dict[int, socket.socket] = {}
         with _Greetings(listener, name) as greetings:
             while len(by_rank) < world_size - 1:
@@ -180,7 +180,7 @@ def _hand_out(listener: socket.socket, name: bytes, world_size: int, room: Memor
         for connection in by_rank.values():
             connection.sendall(_AGREED)
         connections = [connection.dup() for connection in by_rank.values()]
-    return _Opened(head=head, room=room, connections=connections)
+    return _Opened(head=head, region=region, connections=connections)
 
 
 class _Greetings:
@@ -190,7 +190,7 @@ class _Greetings:
     def __init__(self, listener: socket.socket, key: bytes) -> None:
         self._listener, self._key = listener, key
         self._selector = selectors.DefaultSelector()
-        self._heard: dict[socket.socket, bytes] = {}
+        self._received: dict[socket.socket, bytes] = {}
         """The part of its greeting that each connection has sent; oldest connection first."""
 
     def __enter__(self) -> Self:
@@ -200,7 +200,7 @@ class _Greetings:
 
     def __exit__(self, *_: object) -> None:
         self._selector.close()
-        for connection in self._heard:
+        for connection in self._received:
             connection.close()
 
     def next(self, deadline_s: float) -> tuple[int, socket.socket]:
@@ -211,8 +211,8 @@ class _Greetings:
                     self._accept()
                     continue
                 connection = cast(socket.socket, ready.fileobj)
-                if connection in self._heard and self._read(connection):
-                    rank, key = _GREETING.unpack(self._heard[connection])
+                if connection in self._received and self._read(connection):
+                    rank, key = _GREETING.unpack(self._received[connection])
                     if secrets.compare_digest(key, self._key):
                         self._forget(connection)
                         return rank, connection
@@ -225,16 +225,16 @@ class _Greetings:
         except BlockingIOError:
             return  # The connection is gone already.
         connection.setblocking(False)
-        if len(self._heard) >= MAX_SILENT:
-            self._refuse(next(iter(self._heard)), "silent, with too many others")
-        self._heard[connection] = b""
+        if len(self._received) >= MAX_SILENT:
+            self._refuse(next(iter(self._received)), "silent, with too many others")
+        self._received[connection] = b""
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _read(self, connection: socket.socket) -> bool:
         """Read more of a greeting; return True if it is complete."""
-        heard = self._heard[connection]
+        received = self._received[connection]
         try:
-            piece = connection.recv(_GREETING.size - len(heard))
+            piece = connection.recv(_GREETING.size - len(received))
         except BlockingIOError:
             return False
         except OSError as error:
@@ -243,8 +243,8 @@ class _Greetings:
         if not piece:
             self._refuse(connection, "it hung up")
             return False
-        self._heard[connection] = heard + piece
-        return len(heard) + len(piece) == _GREETING.size
+        self._received[connection] = received + piece
+        return len(received) + len(piece) == _GREETING.size
 
     def _refuse(self, connection: socket.socket, reason: str) -> None:
         # If this was a rank, its loss shows at the deadline.
@@ -254,7 +254,7 @@ class _Greetings:
 
     def _forget(self, connection: socket.socket) -> None:
         self._selector.unregister(connection)
-        del self._heard[connection]
+        del self._received[connection]
 
 
 def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
@@ -266,17 +266,17 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
         connection.connect(_address(name))
         connection.settimeout(OPEN_S)
         connection.sendall(_GREETING.pack(rank, name))
-        told, descriptors, _, _ = socket.recv_fds(connection, _HANDED.size, 2)
+        data, descriptors, _, _ = socket.recv_fds(connection, _HANDED.size, 2)
         try:
-            if len(told) < _HANDED.size or len(descriptors) < 2:
+            if len(data) < _HANDED.size or len(descriptors) < 2:
                 raise _Refused("rank 0 hung up")
-            num_bytes, room_id = _HANDED.unpack(told)
+            num_bytes, region_id = _HANDED.unpack(data)
             head = mmap.mmap(descriptors[0], 0)
-            if old is not None and old.room_id == room_id:
+            if old is not None and old.region_id == region_id:
                 old.enter()
-                room = old
+                region = old
             else:
-                room = MemoryRegion(descriptors[1], room_id, num_bytes)
+                region = MemoryRegion(descriptors[1], region_id, num_bytes)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -284,7 +284,7 @@ def _receive(name: bytes, rank: int, old: MemoryRegion | None) -> _Opened:
         connection.settimeout(_left(deadline_s))
         if _read(connection, 1) != _AGREED:
             raise _Refused("rank 0 decided against it")
-        return _Opened(head=head, room=room, connections=[connection.dup()])
+        return _Opened(head=head, region=region, connections=[connection.dup()])
 
 
 def _read(connection: socket.socket, size: int) -> bytes:

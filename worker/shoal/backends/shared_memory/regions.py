@@ -17,7 +17,7 @@ import struct
 import weakref
 
 ID_BYTES = 16
-NO_ROOM = bytes(ID_BYTES)
+NO_REGION = bytes(ID_BYTES)
 _FLOCK = struct.Struct("@hhqqi")
 """glibc's `struct flock`: type, whence, start, length, process."""
 _WORTH_KEEPING = 0.5
@@ -27,9 +27,9 @@ _WORTH_KEEPING = 0.5
 class MemoryRegion:
     """One process' mapping of a piece of shared memory, with its lock."""
 
-    def __init__(self, descriptor: int, room_id: bytes, num_bytes: int) -> None:
+    def __init__(self, descriptor: int, region_id: bytes, num_bytes: int) -> None:
         """Map the memory of the descriptor, which the caller still owns. Raises OSError."""
-        self.room_id = room_id
+        self.region_id = region_id
         # Opened anew: a lock belongs to the file description, and each process needs its own.
         self._own = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
         self._finalizer = weakref.finalize(self, os.close, self._own)
@@ -87,19 +87,19 @@ class KeptRegions:
     """Regions of one member, kept between two generations."""
 
     def __init__(self) -> None:
-        self._rooms: list[MemoryRegion] = []
+        self._regions: list[MemoryRegion] = []
 
     def take(self) -> MemoryRegion | None:
         """Remove and return the region that was kept first; None if there is none."""
-        return self._rooms.pop(0) if self._rooms else None
+        return self._regions.pop(0) if self._regions else None
 
-    def keep(self, room: MemoryRegion) -> None:
+    def keep(self, region: MemoryRegion) -> None:
         """Keep a region for the next generation, and release this process' lock on it."""
-        room.leave()
-        self._rooms.append(room)
+        region.leave()
+        self._regions.append(region)
 
     def clear(self) -> None:
         """Close all regions, which are not needed any more."""
-        rooms, self._rooms = self._rooms, []
-        for room in rooms:
-            room.close()
+        regions, self._regions = self._regions, []
+        for region in regions:
+            region.close()

@@ -26,7 +26,7 @@ class MeshShape:
     def sizes(self) -> tuple[int, int, int]:
         return self.pipeline, self.data, self.tensor
 
-    def place(self, rank: int) -> tuple[int, int, int]:
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Return the coordinates of a rank in the mesh: (stage, copy, split)."""
         along, tensor = divmod(rank, self.tensor)
         return *divmod(along, self.data), tensor

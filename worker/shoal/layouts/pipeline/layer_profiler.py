@@ -37,11 +37,11 @@ class LayerProfiler:
             )
         else:
             costs = [0] * len(outline.segments)
-        told = torch.tensor(costs, dtype=torch.int64, device=world.device)
+        shared = torch.tensor(costs, dtype=torch.int64, device=world.device)
         wait_abortable(
-            dist.broadcast(told, group=world.group, group_src=0, async_op=True), world.group
+            dist.broadcast(shared, group=world.group, group_src=0, async_op=True), world.group
         )
-        self._known[outline.opened] = told.tolist()
+        self._known[outline.opened] = shared.tolist()
         return self._known[outline.opened]
 
 

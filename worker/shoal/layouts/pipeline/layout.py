@@ -19,7 +19,7 @@ from shoal.layouts.pipeline.outline import Outline
 from shoal.layouts.pipeline.pass_buffers import PassBuffers
 from shoal.layouts.pipeline.relay import Neighbours
 from shoal.layouts.pipeline.schedules import PipelineRunner, StepInputs, num_microbatches
-from shoal.layouts.pipeline.shared_messages import SharedLanes, StageLanes, room_bytes
+from shoal.layouts.pipeline.shared_messages import SharedLanes, StageLanes, lanes_bytes
 from shoal.layouts.pipeline.stages import Stage
 from shoal.model.module_proxy import proxy_of
 from shoal_proto.errors import InvalidSpec
@@ -64,12 +64,12 @@ class PipelineLayout(Layout):
         if prepare is not None:
             prepare(self.stage.model)
         materialise(self.stage.model, world.device)
-        world.exchanges.is_told = True
+        world.exchanges.is_compared = True
         self.stage.pass_buffers = PassBuffers(self.stage.model, self._tell)
         self._schedule = schedule
         self._runners: dict[str, PipelineRunner] = {}
         self._words = SharedMessages(self._near.group, 1)
-        self._room: SharedLanes | None = None
+        self._lanes: SharedLanes | None = None
         self._num_passes = 0
         self._parameters = self.stage.parameters
         self._has_passed = False
@@ -131,14 +131,14 @@ class PipelineLayout(Layout):
         except BaseException:
             # The schedule still holds the state of the failed pass.
             self._forget_runners()
-            if self._room is not None:
-                self._room.memory.cut("a pass has failed")
+            if self._lanes is not None:
+                self._lanes.memory.cut("a pass has failed")
             raise
-        loss = self._told(loss, runner)
+        loss = self._broadcast_loss(loss, runner)
         self._has_passed = True
         return loss
 
-    def _told(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
+    def _broadcast_loss(self, loss: Tensor, runner: PipelineRunner) -> Tensor:
         """Broadcast the last stage's loss; after it, all ranks have completed the pass."""
         words, self._num_passes = self._words, self._num_passes + 1
         if self._num_passes > 1 and words.may_share:
@@ -152,11 +152,11 @@ class PipelineLayout(Layout):
     def _share(self, runner: PipelineRunner) -> None:
         """Switch to shared memory for losses and messages, if all ranks are on one machine.
         Collective."""
-        num_bytes = room_bytes(self._sent_bytes(runner))
+        num_bytes = lanes_bytes(self._sent_bytes(runner))
         self._words.share(num_bytes)
         memory = self._words.memory
         if memory is not None and num_bytes:
-            self._room = SharedLanes(memory, self._words.beside)
+            self._lanes = SharedLanes(memory, self._words.beside)
 
     def _sent_bytes(self, runner: PipelineRunner) -> list[int]:
         """Exchange the number of bytes that each rank sends forward in a pass. Collective."""
@@ -166,10 +166,10 @@ class PipelineLayout(Layout):
     def _way_of(self, runner: PipelineRunner) -> AbortableP2P | StageLanes:
         """Choose the transport of the pass that begins: shared memory or point to point. Collective
         in a runner's first pass after shared memory was set up."""
-        if self._room is None:
+        if self._lanes is None:
             return self._near.p2p
         if runner.p2p is None:
-            runner.p2p = self._room.lanes(self._sent_bytes(runner)) or self._near.p2p
+            runner.p2p = self._lanes.lanes(self._sent_bytes(runner)) or self._near.p2p
         if isinstance(runner.p2p, StageLanes):
             runner.p2p.begin()
         return runner.p2p
@@ -226,7 +226,7 @@ class PipelineLayout(Layout):
         # group explicitly: otherwise it would live until Python's next collection of cycles.
         self._forget_runners()
         self._words.close()
-        self._room = None
+        self._lanes = None
         self._near.release()
         del self.world, self.non_finite_check
 

@@ -95,7 +95,7 @@ class Flow:
         self._segment: dict[fx.Node, int] = {}
         self._sources: dict[fx.Node, frozenset[fx.Node]] = {}
         calls: dict[str, int] = {}
-        places = {name: place for place, name in enumerate(names or ())}
+        numbers = {name: number for number, name in enumerate(names or ())}
         current = 0
         for node in graph.nodes:
             repeatable = _is_repeatable(node, self._segment)
@@ -108,9 +108,9 @@ class Flow:
                 if names is None:
                     self.names.append(name)
                     current = len(self.names) - 1
-                elif name in places:
+                elif name in numbers:
                     # Evaluation may skip layers; segments stay in order.
-                    current = max(current, places[name])
+                    current = max(current, numbers[name])
             if not repeatable:
                 self._segment[node] = current
 
@@ -140,9 +140,9 @@ class Flow:
     def cut(self, stage_of: Sequence[int], stage: int) -> fx.Graph:
         at = {node: stage_of[segment] for node, segment in self._segment.items()}
         last_use: dict[fx.Node, int] = {}
-        for node, place in at.items():
+        for node, node_stage in at.items():
             for source in self._sources[node]:
-                last_use[source] = max(last_use.get(source, 0), place)
+                last_use[source] = max(last_use.get(source, 0), node_stage)
         (output,) = (node for node in self._graph.nodes if node.op == "output")
         for source in self._sources[output]:
             last_use[source] = at[output] = stage_of[-1]
@@ -150,8 +150,8 @@ class Flow:
         copies = {node: cut.placeholder(node.name) for node in self._inputs}
         for node in _crossing(at, last_use, stage):
             copies[node] = cut.placeholder(f"from_{node.name}")
-        for node, place in at.items():
-            if place == stage and node is not output:
+        for node, node_stage in at.items():
+            if node_stage == stage and node is not output:
                 _copy(cut, node, copies)
         if stage == stage_of[-1]:
             for node in output.all_input_nodes:
@@ -171,7 +171,7 @@ def _crossing(
     at: Mapping[fx.Node, int], last_use: Mapping[fx.Node, int], stage: int
 ) -> list[fx.Node]:
     """List the values computed before a stage that it or a later stage uses, in trace order."""
-    return [node for node, place in at.items() if place < stage <= last_use.get(node, -1)]
+    return [node for node, node_stage in at.items() if node_stage < stage <= last_use.get(node, -1)]
 
 
 def _copy(into: fx.Graph, node: fx.Node, copies: dict[fx.Node, fx.Node]) -> None:

@@ -32,20 +32,20 @@ class PassBuffers:
     def __init__(self, model: nn.Module, refuse: Callable[[InvalidSpec], None]) -> None:
         """`refuse`: notifies all ranks of the error that this rank is about to raise."""
         self._refuse = refuse
-        places = [
+        entries = [
             (f"{path}.{name}" if path else name, buffer_table(part), name)
             for path, part in model.named_modules()
             if not has_batch_statistics(part)
             for name, buffer in buffer_table(part).items()
             if buffer is not None
         ]
-        self._names = [name for name, _, _ in places]
-        self._tables = [table for _, table, _ in places]
-        self._keys = [key for _, _, key in places]
-        self._buffers: list[Tensor | None] = [None] * len(places)
+        self._names = [name for name, _, _ in entries]
+        self._tables = [table for _, table, _ in entries]
+        self._keys = [key for _, _, key in entries]
+        self._buffers: list[Tensor | None] = [None] * len(entries)
         self._copies: list[Tensor] = []
         """The value of each buffer when the pass began."""
-        self._writes: list[int] = [-1] * len(places)
+        self._writes: list[int] = [-1] * len(entries)
         """Number of writes to each buffer at the last `begin`."""
         self._counted: list[Tensor] = []
         self._num_writes: list[int] = []
@@ -71,10 +71,10 @@ class PassBuffers:
         self._counted = [each for each in present if each is not None and not each.is_inference()]
         if not self._copies:
             self._copies = [torch.empty(0)] * len(present)
-        for place, buffer in enumerate(present):
-            as_before = buffer is self._buffers[place] and writes[place] == self._writes[place]
-            if buffer is not None and (not as_before or place in self._changing):
-                self._copies[place] = buffer.detach().clone()
+        for index, buffer in enumerate(present):
+            as_before = buffer is self._buffers[index] and writes[index] == self._writes[index]
+            if buffer is not None and (not as_before or index in self._changing):
+                self._copies[index] = buffer.detach().clone()
         self._buffers, self._writes = present, writes
         self._num_writes = all_writes(self._counted)
 
@@ -146,17 +146,17 @@ class PassBuffers:
         present = self._present()
         if not closely and self._are_as_begun(present):
             return found
-        for place, now in enumerate(present):
-            buffer = self._buffers[place]
+        for index, now in enumerate(present):
+            buffer = self._buffers[index]
             if now is None or buffer is None:
                 continue
-            is_other = now is not buffer or _writes(now) != self._writes[place]
+            is_other = now is not buffer or _writes(now) != self._writes[index]
             if (
                 is_other
-                or place in self._changing
-                or (closely and not _same(now, self._copies[place]))
+                or index in self._changing
+                or (closely and not _same(now, self._copies[index]))
             ):
-                found[place] = now.detach().clone()
+                found[index] = now.detach().clone()
         return found
 
     @torch.no_grad()
@@ -165,20 +165,20 @@ class PassBuffers:
         present = self._present()
         if not values and self._are_as_begun(present):
             return
-        for place, now in enumerate(present):
-            buffer = self._buffers[place]
+        for index, now in enumerate(present):
+            buffer = self._buffers[index]
             if buffer is None:
                 continue
-            is_other = now is not buffer or _writes(buffer) != self._writes[place]
-            if is_other or place in values or place in self._changing:
-                self._tables[place][self._keys[place]] = buffer
-                buffer.copy_(values.get(place, self._copies[place]))
+            is_other = now is not buffer or _writes(buffer) != self._writes[index]
+            if is_other or index in values or index in self._changing:
+                self._tables[index][self._keys[index]] = buffer
+                buffer.copy_(values.get(index, self._copies[index]))
 
     def _differing(self, first: _Values, second: _Values) -> list[int]:
         return [
-            place
-            for place in sorted(first.keys() | second.keys())
-            if not _same(*(each.get(place, self._copies[place]) for each in (first, second)))
+            index
+            for index in sorted(first.keys() | second.keys())
+            if not _same(*(each.get(index, self._copies[index]) for each in (first, second)))
         ]
 
     def _compare(self, first: _Values, second: _Values, by: str) -> None:
@@ -187,8 +187,8 @@ class PassBuffers:
             self._refuse(refusal)
             raise refusal
 
-    def _named(self, places: Sequence[int] | _Values) -> str:
-        return ", ".join(self._names[place] for place in list(places)[:5])
+    def _named(self, indices: Sequence[int] | _Values) -> str:
+        return ", ".join(self._names[index] for index in list(indices)[:5])
 
 
 def _writes(buffer: Tensor | None) -> int:

@@ -46,7 +46,7 @@ class Neighbours:
         """Receive what rank `source` sends; tensors of zeros in the same shapes unless `values`."""
         length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.exchange([], [(length, source)])
-        text = _room(length, source)
+        text = _text_buffer(length, source)
         self.p2p.exchange([], [(text, source)])
         tensors = []
         for dtype, shape, requires_grad in json.loads(bytes(text.tolist())):
@@ -72,7 +72,7 @@ class Neighbours:
             length = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.p2p.broadcast(length, source)
         if self.rank != source:
-            text = _room(length, source)
+            text = _text_buffer(length, source)
         self.p2p.broadcast(text, source)
         description = json.loads(bytes(text.tolist()))
         if self.rank != source:
@@ -108,7 +108,7 @@ def _text(described: Any, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor([tensor.numel()], device=device), tensor
 
 
-def _room(length: Tensor, source: int) -> Tensor:
+def _text_buffer(length: Tensor, source: int) -> Tensor:
     num_bytes = int(length)
     if not 0 < num_bytes <= MAX_DESCRIPTION_BYTES:
         raise MalformedMessage(

@@ -31,7 +31,7 @@ def bytes_of(tensors: Iterable[Tensor], count: int) -> int:
     return count * sum(_HEAD_BYTES + _aligned(tensor.nbytes) for tensor in tensors)
 
 
-def room_bytes(sent_bytes: Sequence[int]) -> int:
+def lanes_bytes(sent_bytes: Sequence[int]) -> int:
     """Bytes needed for a pass in which each stage sends `sent_bytes` to the next, and as much
     back; 0 if more than `MAX_BYTES`."""
     lanes = 2 * sum(sent_bytes)
@@ -41,12 +41,12 @@ def room_bytes(sent_bytes: Sequence[int]) -> int:
 class SharedLanes:
     """One rank's view of the shared memory, from which it makes lanes."""
 
-    def __init__(self, memory: SharedMemory, room: memoryview) -> None:
-        """Collective. `room`: the part of the memory to use."""
+    def __init__(self, memory: SharedMemory, buffer: memoryview) -> None:
+        """Collective. `buffer`: the part of the memory to use."""
         self.memory = memory
-        self._bytes = torch.frombuffer(room, dtype=torch.uint8)
-        self._words = room.cast("q")
-        start = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        self._bytes = torch.frombuffer(buffer, dtype=torch.uint8)
+        self._words = buffer.cast("q")
+        start = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
         self._semaphores = [
             Semaphore(start + number * SEMAPHORE_BYTES) for number in range(2 * memory.world_size)
         ]
@@ -61,7 +61,7 @@ class SharedLanes:
     def lanes(self, sent_bytes: Sequence[int]) -> "StageLanes | None":
         """Make lanes for passes in which each stage sends `sent_bytes` forward; None, on all ranks
         alike, if the memory is too small."""
-        needed = room_bytes(sent_bytes)
+        needed = lanes_bytes(sent_bytes)
         if not 0 < needed <= len(self._bytes):
             return None
         memory, rank = self.memory, self.memory.rank
@@ -83,7 +83,7 @@ class SharedLanes:
     def _lane(self, start: int, stop: int, semaphore: int) -> "_Lane":
         return _Lane(self, (start, stop), self._semaphores[semaphore])
 
-    def place(self, start: int, like: Tensor) -> Tensor:
+    def tensor_at(self, start: int, like: Tensor) -> Tensor:
         """View the memory from `start` on as a tensor shaped as `like`."""
         whole = self._bytes[start : start + like.nbytes]
         return whole.view(like.dtype).view(like.shape)
@@ -97,10 +97,10 @@ class SharedLanes:
 class _Lane:
     """Messages in one direction between two neighbours in a pass."""
 
-    def __init__(self, room: SharedLanes, span: tuple[int, int], semaphore: Semaphore) -> None:
-        self._room, self._semaphore = room, semaphore
+    def __init__(self, lanes: SharedLanes, span: tuple[int, int], semaphore: Semaphore) -> None:
+        self._lanes, self._semaphore = lanes, semaphore
         self._start, self._stop = span
-        self._places: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+        self._views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
         self.begin()
 
     def begin(self) -> None:
@@ -109,30 +109,30 @@ class _Lane:
         self._num_known = self._num_there = 0
 
     def send(self, tensor: Tensor) -> None:
-        at, place = self._take(tensor)
-        self._room.words[at // _WORD_BYTES] = tensor.nbytes
-        place.copy_(tensor.detach())
+        at, view = self._take(tensor)
+        self._lanes.words[at // _WORD_BYTES] = tensor.nbytes
+        view.copy_(tensor.detach())
         self._semaphore.post()
 
     def receive(self, tensor: Tensor) -> P2PMessage:
         """Return the next message, to be awaited."""
-        at, place = self._take(tensor)
+        at, view = self._take(tensor)
         self._num_known += 1
-        return _Awaited(self, (at, place), self._num_known, tensor)
+        return _Awaited(self, (at, view), self._num_known, tensor)
 
-    def fill(self, number: int, at: int, place: Tensor, tensor: Tensor) -> None:
+    def fill(self, number: int, at: int, view: Tensor, tensor: Tensor) -> None:
         """Wait for the message of this number, and copy it into the tensor."""
         while self._num_there < number:
-            self._room.memory.wait_for(self._semaphore)
+            self._lanes.memory.wait_for(self._semaphore)
             self._num_there += 1
-        num_bytes = self._room.words[at // _WORD_BYTES]
+        num_bytes = self._lanes.words[at // _WORD_BYTES]
         if num_bytes != tensor.nbytes:
             raise InternalError(
                 "a stage of the pipeline sent something else than the next one expects",
                 seen=f"{num_bytes} bytes",
                 expected=f"{tensor.nbytes} bytes",
             )
-        tensor.detach().copy_(place)
+        tensor.detach().copy_(view)
 
     def _take(self, like: Tensor) -> tuple[int, Tensor]:
         """Advance to the next message; return the offset of its header, and its content."""
@@ -145,10 +145,10 @@ class _Lane:
                 expected=f"{self._stop - self._start} bytes",
             )
         key = (at, like.dtype, like.shape)
-        place = self._places.get(key)
-        if place is None:
-            place = self._places[key] = self._room.place(at + _HEAD_BYTES, like)
-        return at, place
+        view = self._views.get(key)
+        if view is None:
+            view = self._views[key] = self._lanes.tensor_at(at + _HEAD_BYTES, like)
+        return at, view
 
 
 class _Awaited:

@@ -27,22 +27,22 @@ def balanced(costs: Sequence[int], num_stages: int) -> list[int]:
         else:
             low = middle + 1
     stage_of: list[int] = []
-    stage, room = 0, low
+    stage, budget = 0, low
     for index, cost in enumerate(costs):
         stages_left, layers_left = num_stages - 1 - stage, len(costs) - index
-        if index and (cost > room or layers_left == stages_left):
-            stage, room = stage + 1, low
+        if index and (cost > budget or layers_left == stages_left):
+            stage, budget = stage + 1, low
         stage_of.append(stage)
-        room -= cost
+        budget -= cost
     return stage_of
 
 
 def _num_runs(costs: Sequence[int], at_most: int) -> int:
-    runs, room = 1, at_most
+    runs, budget = 1, at_most
     for cost in costs:
-        if cost > room:
-            runs, room = runs + 1, at_most
-        room -= cost
+        if cost > budget:
+            runs, budget = runs + 1, at_most
+        budget -= cost
     return runs
 
 

@@ -34,9 +34,9 @@ class SharedMemoryAllGather(DefaultAllGather):
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         if self._slots is not None:
-            room = self._slots.to_gather(math.prod(size) * dtype.itemsize)
-            if room is not None:
-                return torch.frombuffer(room, dtype=dtype)
+            slot = self._slots.to_gather(math.prod(size) * dtype.itemsize)
+            if slot is not None:
+                return torch.frombuffer(slot, dtype=dtype)
         empty: Tensor = super().allocate(size, dtype=dtype, device=device)
         return empty
 

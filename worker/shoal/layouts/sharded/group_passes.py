@@ -57,15 +57,15 @@ class GroupPasses:
         if not torch.is_grad_enabled():
             return None
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if _needs_gradient(leaf)]
-        if not places or self._recomputes:
+        indices = [i for i, leaf in enumerate(leaves) if _needs_gradient(leaf)]
+        if not indices or self._recomputes:
             self._blind = True
             return None
         self._num_open += 1
         begin: Any = _Begin
-        passed = begin.apply(self, *(leaves[i] for i in places))
-        for place, tensor in zip(places, passed, strict=True):
-            leaves[place] = tensor
+        passed = begin.apply(self, *(leaves[i] for i in indices))
+        for index, tensor in zip(indices, passed, strict=True):
+            leaves[index] = tensor
         return pytree.tree_unflatten(leaves, tree)
 
     @eager

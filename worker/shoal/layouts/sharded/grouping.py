@@ -94,10 +94,10 @@ class _Cut:
         self._least_bytes = least_bytes
         self._bytes_of: dict[nn.Module, int] = {}
         self._left = {id(parameter): name for name, parameter in model.named_parameters()}
-        places: dict[int, list[str]] = {}
+        paths: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            places.setdefault(id(parameter), []).append(name)
-        self._shared = {key: found for key, found in places.items() if len(found) > 1}
+            paths.setdefault(id(parameter), []).append(name)
+        self._shared = {key: found for key, found in paths.items() if len(found) > 1}
 
     def groups(self) -> list[list[str]]:
         """Paths of the modules of each group."""
@@ -169,9 +169,9 @@ class _Cut:
     def _is_closed(self, path: str, module: nn.Module) -> bool:
         """True if no parameter of the module is also used outside it."""
         return all(
-            place.startswith(f"{path}.")
+            shared_path.startswith(f"{path}.")
             for parameter in module.parameters()
-            for place in self._shared.get(id(parameter), ())
+            for shared_path in self._shared.get(id(parameter), ())
         )
 
     def _stays_whole(self, module: nn.Module) -> bool:

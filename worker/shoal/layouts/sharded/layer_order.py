@@ -86,10 +86,10 @@ def different_layers(
     ranks: Sequence[int], deeds: Sequence[int], names: Sequence[str]
 ) -> InvalidSpec:
     """Build the refusal of ranks that differ; `deeds`: each rank's next or last operation."""
-    said = zip(ranks, deeds, strict=True)
+    by_rank = zip(ranks, deeds, strict=True)
     return InvalidSpec(
         "the members computed with different layers at the same time",
-        seen="; ".join(f"rank {rank}: {_in_words(exchange, names)}" for rank, exchange in said),
+        seen="; ".join(f"rank {rank}: {_in_words(exchange, names)}" for rank, exchange in by_rank),
         expected="the same layers in the same order in each pass on every member: they gather"
         " and reduce these together",
         fix="Call a layer that a member's samples do not need with none of them (inputs[:0]),"

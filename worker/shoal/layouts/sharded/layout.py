@@ -120,7 +120,7 @@ class ShardedLayout(Layout):
         self._shard(model, options)
         self._slots = self._share(options)
         self._check_copies()
-        world.exchanges.is_told = world.exchanges.is_told or bool(self._groups)
+        world.exchanges.is_compared = world.exchanges.is_compared or bool(self._groups)
         for part in fsdp_parameters(model):
             give_memory(part, torch.device("cpu") if options.cpu_offload else world.device)
         move_buffers(model, world.device)
@@ -185,7 +185,7 @@ class ShardedLayout(Layout):
             max(_whole_bytes(head, rows.size(), options.param_dtype) for head in heads),
             max(_whole_bytes(head, rows.size(), options.reduce_dtype) for head in heads),
             timeout_of(rows, device),
-            self.world.kept_rooms,
+            self.world.kept_regions,
         )
         names = [reduction.parameter for reduction in self._reductions.values()]
         order = LayerOrder(rows, names, self._tell) if slots is None else None
@@ -326,8 +326,8 @@ class ShardedLayout(Layout):
         looks = [(each.parameter, look) for each in reductions for look in each.given_finite]
         if not looks:
             return ""
-        told = torch.stack([look for _, look in looks]).tolist()
-        pairs = zip(looks, told, strict=True)
+        results = torch.stack([look for _, look in looks]).tolist()
+        pairs = zip(looks, results, strict=True)
         return next((name for (name, _), is_finite in pairs if not is_finite), "")
 
     def _was_spread(self, name: str) -> bool:

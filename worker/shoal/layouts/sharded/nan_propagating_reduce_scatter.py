@@ -55,9 +55,9 @@ class NanPropagatingReduceScatter(DefaultReduceScatter):
         whole = self._filled() if self._filled is not None else None
         self._filled = None
         if whole is None and self.slots is not None:
-            room = self.slots.to_sum(math.prod(size) * dtype.itemsize)
-            if room is not None:
-                whole = room.view(dtype)
+            slot = self.slots.to_sum(math.prod(size) * dtype.itemsize)
+            if slot is not None:
+                whole = slot.view(dtype)
                 self._filled = weakref.ref(whole)
                 return whole
         empty: Tensor = super().allocate(size, dtype=dtype, device=device)

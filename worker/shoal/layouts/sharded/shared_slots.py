@@ -56,8 +56,8 @@ class SharedSlots:
         """See `LayerExchanges.report_refusal`."""
         self._gathered_bytes, self._summed_bytes = gathered_bytes, summed_bytes
         end = NUM_GATHERED * gathered_bytes
-        self._gathered = memory.room[:end]
-        self._summed = torch.frombuffer(memory.room[end:], dtype=torch.uint8)
+        self._gathered = memory.data[:end]
+        self._summed = torch.frombuffer(memory.data[end:], dtype=torch.uint8)
         self._starts = [
             torch.frombuffer(self._gathered[slot * gathered_bytes :], dtype=torch.uint8).data_ptr()
             for slot in range(NUM_GATHERED)
@@ -98,11 +98,11 @@ class SharedSlots:
         if not free or not 0 < num_bytes <= self._gathered_bytes:
             return None
         start = free[0] * self._gathered_bytes
-        room = self._gathered[start : start + num_bytes]
-        self._uses[free[0]] = weakref.ref(room)
+        data = self._gathered[start : start + num_bytes]
+        self._uses[free[0]] = weakref.ref(data)
         # In use on every rank, as all reserve the same slot, until the next barrier says otherwise.
         self._used_anywhere |= 1 << free[0]
-        return room
+        return data
 
     def gather(self, output: Tensor, number: int = 0) -> "SlotGather | None":
         """Return the work to wait for before other ranks' parts are read. None, on all ranks alike,
@@ -195,8 +195,8 @@ class SharedSlots:
             self._used_anywhere |= word & ((1 << NUM_GATHERED) - 1)
 
 
-def _exchange_number(said: int) -> int:
-    last = said & ((1 << _LAST_BITS) - 1)
+def _exchange_number(word: int) -> int:
+    last = word & ((1 << _LAST_BITS) - 1)
     return last if last != PASSES_END & ((1 << _LAST_BITS) - 1) else PASSES_END
 
 

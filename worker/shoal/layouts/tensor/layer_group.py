@@ -26,7 +26,7 @@ from shoal.layouts.layer_exchanges import ExchangeSite, LayerExchanges
 from shoal.torch_private.c10d import reduce_scatter_single, timeout_of
 from shoal_proto.errors import GenerationBroken
 
-PLACE_BYTES = 4 * 1024 * 1024
+SLOT_BYTES = 4 * 1024 * 1024
 """Limit of one rank's value; larger ones go over Gloo. Unwritten pages take no memory."""
 NUM_SETS = 2
 _SIZE_BITS = 40
@@ -50,7 +50,7 @@ class TensorGroup:
         self._may_share = self.size > 1 and device.type == "cpu" and is_gloo(group)
         self._num_steps = 0
         self._memory: SharedMemory | None = None
-        self._places = torch.empty(0, dtype=torch.uint8)
+        self._slots = torch.empty(0, dtype=torch.uint8)
         self._set = self._exchange_number = 0
         self._reason = ""
 
@@ -68,13 +68,13 @@ class TensorGroup:
     def _share(self) -> None:
         group = self._of_generation()
         limit_s = timeout_of(group, self._device)
-        num_bytes = NUM_SETS * self.size * PLACE_BYTES
+        num_bytes = NUM_SETS * self.size * SLOT_BYTES
         self._memory = memory = share_memory(group, num_bytes, limit_s)
         if memory is None:
             return
         if self._reason:
             memory.cut(self._reason)
-        self._places = torch.frombuffer(memory.room, dtype=torch.uint8)
+        self._slots = torch.frombuffer(memory.data, dtype=torch.uint8)
 
     @property
     def num_met(self) -> int:
@@ -151,7 +151,7 @@ class TensorGroup:
         """Drop the process group and the memory, as modules may refer to this object for longer.
         May be called twice."""
         self._group, self._may_share = None, False
-        self._places = torch.empty(0, dtype=torch.uint8)
+        self._slots = torch.empty(0, dtype=torch.uint8)
         memory, self._memory = self._memory, None
         if memory is not None:
             memory.close()
@@ -172,12 +172,12 @@ class TensorGroup:
         if memory is None:
             return None
         count, width = value.numel(), value.element_size()
-        if value.nbytes > PLACE_BYTES:
+        if value.nbytes > SLOT_BYTES:
             self._meet(memory, count)
             return None
-        place = PLACE_BYTES // width
-        rows = self._places.view(value.dtype).as_strided(
-            (self.size, count), (place, 1), self._set * self.size * place
+        slot_elements = SLOT_BYTES // width
+        rows = self._slots.view(value.dtype).as_strided(
+            (self.size, count), (slot_elements, 1), self._set * self.size * slot_elements
         )
         rows[self.rank].view(value.shape).copy_(value)
         self._meet(memory, count)

@@ -71,8 +71,8 @@ def _sum_and_scatter(summand: Tensor, cut: Cut, *, backward: bool = False) -> Te
     widest, n = max(cut.sizes), len(cut.sizes)
     rows = summand.movedim(DIM, 0)
     padded = rows.new_zeros((n, widest, *rows.shape[1:]))
-    for place, part in zip(padded, torch.split(rows, list(cut.sizes)), strict=True):
-        place[: len(part)].copy_(part)
+    for target, part in zip(padded, torch.split(rows, list(cut.sizes)), strict=True):
+        target[: len(part)].copy_(part)
     own = cut.group.reduce_scatter(padded, backward=backward)
     return own[: cut.size].movedim(0, DIM).contiguous()
 
@@ -250,7 +250,7 @@ def _at(args: Any, kwargs: Any, takes: tuple[int | str, ...], change: Callable[.
             changed[id(value)] = change(value)
         return changed[id(value)]
 
-    new = tuple(once(v) if place in takes else v for place, v in enumerate(args))
+    new = tuple(once(v) if index in takes else v for index, v in enumerate(args))
     return new, {name: once(v) if name in takes else v for name, v in kwargs.items()}
 
 

@@ -79,8 +79,8 @@ def _shared(model: nn.Module) -> frozenset[int]:
     parameters = [
         p for module in modules for p in parameter_table(module).values() if p is not None
     ]
-    places = Counter(id(each) for each in (*modules, *parameters))
-    return frozenset(each for each, count in places.items() if count > 1)
+    uses = Counter(id(each) for each in (*modules, *parameters))
+    return frozenset(each for each, count in uses.items() if count > 1)
 
 
 def _has_hooks(module: nn.Module) -> bool:

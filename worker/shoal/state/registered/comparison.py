@@ -32,9 +32,9 @@ def compare(
     words = gather_if_different(text.encode(), group)
     if words is None:
         return
-    told = [json.loads(word) for word in words]
+    states = [json.loads(word) for word in words]
     by_step: dict[int, dict[str, Mapping[str, Any]]] = {}
-    for member, (at_step, held) in zip(members, told, strict=True):
+    for member, (at_step, held) in zip(members, states, strict=True):
         if held is not None:
             by_step.setdefault(at_step, {})[member] = held
     for at_step, holders in sorted(by_step.items()):
@@ -48,10 +48,10 @@ def difference(holders: Mapping[str, Any]) -> tuple[str, dict[str, str]] | None:
     """Return the first path at which holders differ, and the value of each; None if none differ."""
     own, *others = holders.values()
     for other in others:
-        place = _place(own, other, ())
-        if place is not None:
-            shown = {name: _at(held, place) for name, held in holders.items()}
-            return ".".join(place), shown
+        path = _first_path_that_differs(own, other, ())
+        if path is not None:
+            shown = {name: _at(held, path) for name, held in holders.items()}
+            return ".".join(path), shown
     return None
 
 
@@ -76,7 +76,7 @@ def _differs(step: int, found: tuple[str, dict[str, str]]) -> RegisteredStateDif
     )
 
 
-def _place(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
+def _first_path_that_differs(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | None:
     """Return the path at which the two differ first; None if they are the same."""
     if isinstance(one, dict) and isinstance(other, dict):
         pairs = {key: (one.get(key), other.get(key)) for key in [*one, *other]}
@@ -85,9 +85,9 @@ def _place(one: Any, other: Any, path: tuple[str, ...]) -> tuple[str, ...] | Non
     else:
         return None if _same(one, other) else path
     for key, (a, b) in pairs.items():
-        place = _place(a, b, (*path, key))
-        if place is not None:
-            return place
+        found = _first_path_that_differs(a, b, (*path, key))
+        if found is not None:
+            return found
     return None
 
 
@@ -98,8 +98,8 @@ def _same(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _at(held: Any, place: tuple[str, ...]) -> str:
-    for key in place:
+def _at(held: Any, path: tuple[str, ...]) -> str:
+    for key in path:
         if isinstance(held, dict):
             held = held.get(key)
         elif isinstance(held, list) and int(key) < len(held):

@@ -412,7 +412,7 @@ def _figures(tensor: Tensor) -> list[Json]:
     flat = tensor.detach().reshape(-1)
     values = flat.abs() if flat.is_complex() else flat
     exact = values.to("cpu", torch.float64)
-    place = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
+    weights = torch.linspace(0.5, 1.5, exact.numel(), dtype=torch.float64)
     size = exact.abs().sum()
-    figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ place)
+    figures = (size, 2.0 * size + exact.sum(), 2.0 * size + exact @ weights)
     return [_outline(tensor), *(float(figure) for figure in figures)]

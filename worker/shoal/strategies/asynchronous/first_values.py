@@ -21,18 +21,18 @@ first values checks if its generation broke."""
 
 
 def await_servers(
-    place: Callable[[], object], *, limit_s: float, is_broken: Callable[[], bool]
+    place_shards: Callable[[], object], *, limit_s: float, is_broken: Callable[[], bool]
 ) -> None:
     """Place the job's shards, as soon as there is a parameter server to hold them.
 
-    Raises NoServers after `limit_s` without a server, GenerationBroken, and the errors of `place`.
+    Raises NoServers after `limit_s` without a server, GenerationBroken, and errors of the call.
     """
     began_s = time.monotonic()
     waits = False
     pause = threading.Event()
     while True:
         try:
-            place()
+            place_shards()
         except NoServers as error:
             waited_s = time.monotonic() - began_s
             if waited_s >= limit_s:

@@ -109,14 +109,14 @@ class LossMonitor:
         self._policy = policy
         self._watch = LossWatch()
         self._losses: list[Tensor] = []
-        self._told: Stagnation | None = None
+        self._logged: Stagnation | None = None
         self._last: Stagnation | None = None
 
     @property
     def warning(self) -> str:
         """The problem, for the health report: the text of its log line, until it is over or
         changes."""
-        return str(self._told) if self._told is not None else ""
+        return str(self._logged) if self._logged is not None else ""
 
     def add(self, loss: Tensor) -> None:
         """Add a loss. `look` reads it, as reading waits for the GPU."""
@@ -131,13 +131,13 @@ class LossMonitor:
         mean, first = torch.stack(self._losses).mean().item(), self._losses[0].item()
         self._losses.clear()
         self._last = self._watch.see(mean, num_updates, first)
-        before = self._told.event if self._told is not None else ""
+        before = self._logged.event if self._logged is not None else ""
         if self._last is None:
             if before:
                 log.info("loss_falls", reason=f"after {num_updates} updates", before=before)
-            self._told = None
+            self._logged = None
         elif self._last.event != before:
-            self._told = self._last
+            self._logged = self._last
             self._log(self._last)
 
     def check(self, *, must_fall: bool) -> None:
@@ -157,7 +157,7 @@ class LossMonitor:
                 fix=FIX,
             )
         # Repeated at the end: the first warning is far up in the log.
-        self._told = last
+        self._logged = last
         self._log(last)
 
     def _log(self, stagnation: Stagnation) -> None:

@@ -158,11 +158,11 @@ class FollowedSchedule:
     def __str__(self) -> str:
         """Text of the settings that members must have in common; without the code of functions."""
         state = self._schedule.state_dict()
-        told = [f"{name}={state[name]}" for name in sorted(state) if _is_told(state[name])]
-        return f"{type(self._schedule).__name__}({', '.join(told)}), stepped by each member"
+        shown = [f"{name}={state[name]}" for name in sorted(state) if _is_shown(state[name])]
+        return f"{type(self._schedule).__name__}({', '.join(shown)}), stepped by each member"
 
 
-def _is_told(value: object) -> bool:
+def _is_shown(value: object) -> bool:
     return isinstance(value, int | float | str) or (
         isinstance(value, list) and all(isinstance(each, int | float) for each in value)
     )

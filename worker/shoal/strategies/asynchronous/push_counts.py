@@ -9,7 +9,7 @@ from shoal_client.parameters.dense import PushResult
 
 log = structlog.get_logger(__name__)
 
-MAX_TOLD_SHARDS = 8
+MAX_LISTED = 8
 
 
 class RollbackWatch:
@@ -25,11 +25,11 @@ class RollbackWatch:
         if not back:
             return
         shards = sorted(back)
-        told = [f"shard {shard} from {seen[shard]} to {back[shard]}" for shard in shards]
-        more = len(told) - MAX_TOLD_SHARDS
+        listed = [f"shard {shard} from {seen[shard]} to {back[shard]}" for shard in shards]
+        more = len(listed) - MAX_LISTED
         log.warning(
             "values_rolled_back",
-            reason=", ".join(told[:MAX_TOLD_SHARDS]) + (f" and {more} more" if more > 0 else ""),
+            reason=", ".join(listed[:MAX_LISTED]) + (f" and {more} more" if more > 0 else ""),
             num_shards=len(back),
             num_updates_undone=max(seen[shard] - back[shard] for shard in shards),
             fix="Every server of these shards was lost: a snapshot was restored, or their loss was"

@@ -141,7 +141,7 @@ class LayoutStrategy(SynchronousStrategy):
             device=self._device,
             group=group,
             generation=generation.number,
-            kept_rooms=self._generation_group.kept_rooms,
+            kept_regions=self._generation_group.kept_regions,
             completes_passes=True,
             makes_passes=True,
             exchanges=self.position.exchanges,
@@ -150,7 +150,7 @@ class LayoutStrategy(SynchronousStrategy):
         clear_sharding_cache()
         self._attributes.carry(self._proxy, self._meta_model.model)
         layout = self._lay_out_all(self._meta_model.copy(), world)
-        self._generation_group.kept_rooms.clear()
+        self._generation_group.kept_regions.clear()
         binding = OptimizerBinding(self._meta_model, self._optimizer, layout)
         members = frozenset(entry.member_id for entry in generation.entries)
         held = self._peer_checkpoints.held(
@@ -225,13 +225,13 @@ class LayoutStrategy(SynchronousStrategy):
                 return binding.needs(name, shape, dtype)
             return Chunk.whole(shape) if self._registered else None
 
-        def place(name: str, chunk: Chunk) -> Tensor | None:
-            return None if name.startswith(REGISTERED) else binding.place(name, chunk)
+        def target(name: str, chunk: Chunk) -> Tensor | None:
+            return None if name.startswith(REGISTERED) else binding.target_of(name, chunk)
 
         try:
             # Everything is copied once, into the layout, even if the layout is on a device.
             memory = binding.layout.shared_memory
-            state_shard = reshard(group, held, needs, borrow=True, place=place, memory=memory)
+            state_shard = reshard(group, held, needs, borrow=True, target=target, memory=memory)
         except StateLost:
             kept = self._checkpoints.newest(generation, group)
             if kept is None:
@@ -529,6 +529,6 @@ class LayoutStrategy(SynchronousStrategy):
     def close(self) -> None:
         self._whole = False  # No later generation needs the state that is held here.
         with ExitStack() as releases:
-            releases.callback(self._generation_group.kept_rooms.clear)
+            releases.callback(self._generation_group.kept_regions.clear)
             releases.callback(self._peer_checkpoints.close)
             releases.callback(super().close)

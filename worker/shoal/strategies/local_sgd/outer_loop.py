@@ -250,7 +250,7 @@ class OuterLoop:
         means: dict[str, Tensor] = {}
         for packed in changes:
             self._average(packed, wire, compressor)
-            means |= {name: packed.flat[place] for name, place in packed.slots()}
+            means |= {name: packed.flat[span] for name, span in packed.slots()}
         return means
 
     def _average(self, packed: PackedTensors, wire: Wire, compressor: Compressor | None) -> None:

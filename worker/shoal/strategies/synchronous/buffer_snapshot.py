@@ -117,7 +117,7 @@ class _BufferCopy:
     def __init__(self, buffer: Tensor) -> None:
         self.buffer = buffer
         self.copy = buffer.detach().clone()
-        self._num_writes, self._place = num_writes(buffer), buffer.data_ptr()
+        self._num_writes, self._address = num_writes(buffer), buffer.data_ptr()
 
     def is_written(self) -> bool:
         """True if the buffer was written to since, by torch's count."""
@@ -126,7 +126,7 @@ class _BufferCopy:
     def is_still_so(self) -> bool:
         """True if the copy is known to equal the buffer."""
         is_counted = not is_on_host(self.buffer) and not self.buffer.is_inference()
-        return is_counted and not self.is_written() and self.buffer.data_ptr() == self._place
+        return is_counted and not self.is_written() and self.buffer.data_ptr() == self._address
 
     def restore(self) -> None:
         """Write the copy back into the buffer."""
@@ -184,18 +184,18 @@ class _Lasting:
         values = [given[id(buffer)] for buffer in self._once]
         with torch.no_grad():
             foreach_copy_(self._once, [value for value in values if value is not None])
-        self._take_places()
+        self._reinstall()
 
     def before(self) -> Mapping[int, Tensor]:
         return dict(zip(map(id, self._once), self._copies, strict=True)) if self._copies else {}
 
     @torch.no_grad()
     def restore(self) -> None:
-        self._take_places()
+        self._reinstall()
         if self._copies:
             foreach_copy_(self._once, self._copies)
 
-    def _take_places(self) -> None:
+    def _reinstall(self) -> None:
         for table, name, buffer in zip(self._tables, self._names, self._buffers, strict=True):
             table[name] = buffer
 

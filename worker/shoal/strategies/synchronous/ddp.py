@@ -179,7 +179,7 @@ class DDP(SynchronousStrategy):
                 bucket_cap_mb=self.bucket_mb,
                 gradient_as_bucket_view=True,
                 find_unused_parameters=self.find_unused_parameters,
-                is_told_of_passes=True,
+                is_notified_of_passes=True,
                 unfinished=partial(self._not_averaged, [model]),
             )
             exchange = exchange_for(group, self._state.name_of, self._traffic, self.compressor)

@@ -25,7 +25,7 @@ LOOPBACK = "127.0.0.1"
 STUCK_AFTER_S = 1.0
 """Time after a cut at which a collective is taken to be stuck: others end within milliseconds,
 these (Gloo) only at their limit."""
-TOLD_AFTER_S = 10.0
+WARNED_AFTER_S = 10.0
 """Time after a cut at which the stack of a trainer that still holds the group is logged."""
 
 
@@ -40,7 +40,7 @@ class GenerationGroup:
         self._group: Group | None = None
         self._opened: dist.ProcessGroup | None = None
         """The opened group, also during the bring-up."""
-        self.kept_rooms = KeptRegions()
+        self.kept_regions = KeptRegions()
         """Memory that members shared, kept for the next generation."""
         self._trainer = 0
         """The thread that connected the last group."""
@@ -121,12 +121,12 @@ class GenerationGroup:
     def _free_trainer(self, group: Group, released: threading.Event, reason: str) -> None:
         """Abort waits that Gloo does not end after a cut, until the trainer has released the group.
         The trainer may enter such a wait late, when it comes back from the script's own code."""
-        cut_s, is_told = time.monotonic(), False
+        cut_s, is_warned = time.monotonic(), False
         while not released.wait(STUCK_AFTER_S):
             self._abort_stuck(group, reason)
             waited_s = time.monotonic() - cut_s
-            if waited_s > TOLD_AFTER_S and not is_told:
-                is_told = True
+            if waited_s > WARNED_AFTER_S and not is_warned:
+                is_warned = True
                 log.warning(
                     "trainer_has_not_stopped",
                     reason=reason,

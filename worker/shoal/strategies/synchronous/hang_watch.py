@@ -26,9 +26,9 @@ MAX_LOOK_S = 0.5
 LOOKS_PER_LIMIT = 20
 _SHOAL = Path(__file__).parents[2]
 _TORCH = Path(dist.__file__).parent.parent
-_PLACES = tuple(
-    str(place)
-    for place in (
+_COLLECTIVE_FOLDERS = tuple(
+    str(path)
+    for path in (
         *(_SHOAL / "backends", _SHOAL / "layouts", _SHOAL / "state"),
         *(_TORCH / "distributed", _TORCH / "nn" / "parallel"),
     )
@@ -94,7 +94,7 @@ class HangWatch:
 
     def __init__(self, config: HangWatchConfig) -> None:
         self._config = config
-        self._place = TrainerThread()
+        self._trainer = TrainerThread()
         """Replaced as a whole, so that the watch's thread reads consistent fields."""
         self._inside = 0
         self._loads = False
@@ -122,7 +122,7 @@ class HangWatch:
         self, stage: TrainerStage, generation: int = 0, group: dist.ProcessGroup | None = None
     ) -> None:
         """Set the stage of the calling trainer. `group`: None while it is being connected."""
-        self._place = TrainerThread(
+        self._trainer = TrainerThread(
             stage=stage,
             generation=generation,
             group=group,
@@ -158,10 +158,10 @@ class HangWatch:
             self._look(time.monotonic())
 
     def _look(self, now_s: float) -> None:
-        place = self._place
-        stage, generation = place.stage, place.generation
-        since_s = self._waits_since_s(place, now_s)
-        waits = since_s is not None or place.connects or self._inside > 0
+        trainer = self._trainer
+        stage, generation = trainer.stage, trainer.generation
+        since_s = self._waits_since_s(trainer, now_s)
+        waits = since_s is not None or trainer.connects or self._inside > 0
         if waits:
             self._sign_s = max(self._sign_s, now_s)
         own_code_ns = 0 if waits or stage is TrainerStage.AWAY else int(self._sign_s * 1e9)
@@ -206,16 +206,16 @@ class HangWatch:
             limit = f"{self._config.leaderless_s:g} s"
             self._hung(generation, f"no coordinator was there for {limit} of the bring-up")
 
-    def _waits_since_s(self, place: TrainerThread, now_s: float) -> float | None:
+    def _waits_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer has waited for others; None if it does not."""
-        if place.group is None:
+        if trainer.group is None:
             self._pending, self._blocked, self._counted = {}, None, ()
             return None
-        waiters = waiters_of(place.group)
+        waiters = waiters_of(trainer.group)
         self._count(waiters)
         found = (
             self._oldest_wait_s(waiters, now_s),
-            self._blocked_since_s(place, now_s),
+            self._blocked_since_s(trainer, now_s),
             self._config.device_stalled_since_s(now_s),
         )
         return min((since_s for since_s in found if since_s is not None), default=None)
@@ -238,15 +238,15 @@ class HangWatch:
         }
         return min((since_s for _, since_s in self._pending.values()), default=None)
 
-    def _blocked_since_s(self, place: TrainerThread, now_s: float) -> float | None:
+    def _blocked_since_s(self, trainer: TrainerThread, now_s: float) -> float | None:
         """Return the time since which the trainer's thread has not run, in code that waits for
         other ranks; None if it runs, or is elsewhere.
 
         Finds waits that are not in `AbortableWaiter`: torch's own collectives, shared memory,
         copies to peers.
         """
-        ticks = _cpu_ticks(place.native_id)
-        if ticks is None or not _is_in_collective(place.ident):
+        ticks = _cpu_ticks(trainer.native_id)
+        if ticks is None or not _is_in_collective(trainer.ident):
             self._blocked = None
         elif self._blocked is None or self._blocked[0] != ticks:
             self._blocked = (ticks, now_s)
@@ -267,4 +267,4 @@ def _is_in_collective(ident: int) -> bool:
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code.co_filename == _THREADING:
         frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_PLACES)
+    return frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVE_FOLDERS)

@@ -33,10 +33,10 @@ LOOKS_WITHIN_LIMIT = 6
 """Divisor of a short limit: a wait is examined after this part of it, to notify members in time."""
 NEXT_LOOK = 1.25
 """Factor by which the intervals between looks into one wait grow."""
-HEARD_WITHIN_S = 10.0
+READ_WITHIN_S = 10.0
 """Time that members are given to read the verdict."""
-_HEARD_EVERY_S = 0.1
-_PLACE, _VERDICT, _HEARD = "script/place/{}", "script/verdict", "script/heard"
+_READ_CHECK_S = 0.1
+_POINT, _VERDICT, _NUM_READ = "script/place/{}", "script/verdict", "script/heard"
 _EXCHANGES, _OF_LAYERS = "script/exchanges/{}", "script/of-layers"
 _REFUSAL = "script/refusal"
 
@@ -68,40 +68,40 @@ class ScriptPoints:
         *,
         exchanges: LayerExchanges | None = None,
         limit_s: float = math.inf,
-        heard_within_s: float = HEARD_WITHIN_S,
+        read_within_s: float = READ_WITHIN_S,
     ) -> None:
         """`members`: names by rank. `exchanges`: this member's. `limit_s`: time after which a wait
         ends the generation, and so the detection."""
         self._look_after_s = min(LOOK_AFTER_S, limit_s / LOOKS_WITHIN_LIMIT)
         self._exchanges = exchanges
-        self._heard_within_s = heard_within_s
+        self._read_within_s = read_within_s
         self._store = store
         self._generation = generation
         self._rank = rank
         self._members = members
-        self._told: ScriptPoint | None = None
+        self._published: ScriptPoint | None = None
         self._next_look_s = self._next_exchange_look_s = 0.0
         self._read: list[ScriptPoint] = []
         self._found = ""
         self._of_layers = False
         """True if members differ in the layers of a pass."""
-        self._told_refusal: InvalidSpec | None = None
+        self._refusal: InvalidSpec | None = None
         if exchanges is not None:
             exchanges.report_refusal = self.report_refusal
 
-    def look(self, place: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
+    def look(self, point: ScriptPoint, waited_s: float, stood_s: float = 0.0) -> bool:
         """Examine a wait of the trainer at this point. `waited_s`: its duration without pauses;
         `stood_s`: with pauses. True if the wait is in vain; all members know by then."""
         if self._found:
             return False
         try:
-            if self._told not in (None, place):
+            if self._published not in (None, point):
                 self._withdraw()
-            if not place.what or waited_s < self._look_after_s:
+            if not point.what or waited_s < self._look_after_s:
                 self._next_look_s = 0.0
             elif waited_s >= self._next_look_s:
                 self._next_look_s = waited_s * NEXT_LOOK
-                self._compare(place)
+                self._compare(point)
             if not self._found:
                 self._look_at_exchanges(stood_s)
         except ShoalError as error:
@@ -113,8 +113,8 @@ class ScriptPoints:
         """Return the script's error if a wait in that generation was in vain. Any thread."""
         if not self._found or generation != self._generation:
             return None
-        if self._told_refusal is not None:
-            return self._told_refusal
+        if self._refusal is not None:
+            return self._refusal
         if self._of_layers:
             return different_layers(self._found)
         return InvalidSpec(
@@ -129,9 +129,9 @@ class ScriptPoints:
 
     def report_refusal(self, refusal: InvalidSpec) -> None:
         """Publish the error with which the trainer is about to leave to members that wait for it.
-        Returns once all members have read it, or after `heard_within_s`."""
+        Returns once all members have read it, or after `read_within_s`."""
         # From now on this member's watch looks for nothing.
-        self._found, self._told_refusal = refusal.seen, refusal
+        self._found, self._refusal = refusal.seen, refusal
         parts = {"what": refusal.what, "seen": refusal.seen}
         parts |= {"expected": refusal.expected, "fix": refusal.fix}
         try:
@@ -144,14 +144,14 @@ class ScriptPoints:
             log.debug("refusal_not_told", reason=str(error)[:200])
 
     def _withdraw(self) -> None:
-        self._store.delete_key(_PLACE.format(self._rank))
-        self._told, self._read = None, []
+        self._store.delete_key(_POINT.format(self._rank))
+        self._published, self._read = None, []
 
-    def _compare(self, place: ScriptPoint) -> None:
-        if self._told is None:
-            self._store.set(_PLACE.format(self._rank), json.dumps(vars(place)))
-            self._told = place
-        if place.is_call:
+    def _compare(self, point: ScriptPoint) -> None:
+        if self._published is None:
+            self._store.set(_POINT.format(self._rank), json.dumps(vars(point)))
+            self._published = point
+        if point.is_call:
             self._look_around()
         self._hear()
 
@@ -160,7 +160,7 @@ class ScriptPoints:
         if self._store.check([_VERDICT]):
             self._of_layers = self._store.check([_OF_LAYERS])
             if self._store.check([_REFUSAL]):
-                self._told_refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
+                self._refusal = InvalidSpec(**json.loads(self._store.get(_REFUSAL)))
             # Set before the wait, during which other members may leave.
             self._found = self._store.get(_VERDICT).decode()
             self._await_all()
@@ -169,16 +169,16 @@ class ScriptPoints:
         """Publish this member's layer exchanges, and compare them with its peers'. Valid in pauses
         too: peers with the same script have the same exchanges, however slow they are."""
         exchanges = self._exchanges
-        finds = exchanges is not None and (exchanges.peers or exchanges.is_told)
+        finds = exchanges is not None and (exchanges.peers or exchanges.is_compared)
         if exchanges is None or not finds or stood_s < self._look_after_s:
             self._next_exchange_look_s = 0.0
             return
         if stood_s < self._next_exchange_look_s:
             return
         self._next_exchange_look_s = stood_s * NEXT_LOOK
-        told = exchanges.record()
-        if told is not None:
-            self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(told)))
+        record = exchanges.record()
+        if record is not None:
+            self._store.set(_EXCHANGES.format(self._rank), json.dumps(vars(record)))
             self._compare_exchanges(exchanges.peers)
         self._hear()
 
@@ -194,21 +194,21 @@ class ScriptPoints:
             self._store.set(_VERDICT, in_words(found))
 
     def _look_around(self) -> None:
-        keys = [_PLACE.format(rank) for rank in range(len(self._members))]
+        keys = [_POINT.format(rank) for rank in range(len(self._members))]
         if not self._store.check(keys):
             self._read = []
             return
-        places = [ScriptPoint(**json.loads(word)) for word in self._store.multi_get(keys)]
+        points = [ScriptPoint(**json.loads(word)) for word in self._store.multi_get(keys)]
         # Equal in two looks in a row: no member has moved in between.
-        before, self._read = self._read, places
-        together = len({(each.step, each.num_calls) for each in places}) == 1
-        if together and places == before and len({each.what for each in places}) > 1:
-            words = zip(self._members, places, strict=True)
+        before, self._read = self._read, points
+        together = len({(each.step, each.num_calls) for each in points}) == 1
+        if together and points == before and len({each.what for each in points}) > 1:
+            words = zip(self._members, points, strict=True)
             self._store.set(_VERDICT, "; ".join(f"{name}: {each.what}" for name, each in words))
 
     def _await_all(self) -> None:
         """Wait until all members have read the verdict: the first to leave ends the generation."""
-        self._store.add(_HEARD, 1)
-        give_up_s = time.monotonic() + self._heard_within_s
-        while self._store.add(_HEARD, 0) < len(self._members) and time.monotonic() < give_up_s:
-            time.sleep(_HEARD_EVERY_S)
+        self._store.add(_NUM_READ, 1)
+        give_up_s = time.monotonic() + self._read_within_s
+        while self._store.add(_NUM_READ, 0) < len(self._members) and time.monotonic() < give_up_s:
+            time.sleep(_READ_CHECK_S)

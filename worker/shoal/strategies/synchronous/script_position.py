@@ -63,30 +63,30 @@ class ScriptPosition:
     """The norms that the script has clipped gradients to in the present step."""
     inspection: StateInspection = field(default_factory=StateInspection, repr=False, compare=False)
     """Inspection of the optimizer's state after each step."""
-    _place: ScriptPoint | None = None
+    _wait: ScriptPoint | None = None
     """The point at which the script waits for others, without the step."""
 
     def mark_wait(self, what: str, *, is_call: bool = False) -> None:
         """Note the point at which the script waits for others from now on, if it waits."""
-        self._place = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
+        self._wait = ScriptPoint(step=0, num_calls=self.num_calls, what=what, is_call=is_call)
 
     @contextmanager
     def waits(self, what: str) -> Iterator[None]:
         """Return a context in which the script waits in a call, within a step, that all members
         make together."""
-        before = self._place
+        before = self._wait
         self.mark_wait(what, is_call=True)
         try:
             yield
         finally:
-            self._place = before
+            self._wait = before
 
-    def place(self, step: int) -> ScriptPoint:
+    def point(self, step: int) -> ScriptPoint:
         """Return the point at which the script waits, or one without description. Any thread."""
-        place = self._place
-        if place is None or self.unconfirmed:
+        wait = self._wait
+        if wait is None or self.unconfirmed:
             return ScriptPoint(step=step, num_calls=self.num_calls, what="")
-        return replace(place, step=step)
+        return replace(wait, step=step)
 
     def stop(self, step: int, reason: str) -> None:
         """Note that the script wishes to stop after this step."""
@@ -104,7 +104,7 @@ class ScriptPosition:
 
     def undo(self, step: int) -> None:
         """Discard wishes that were made in a step that is rolled back."""
-        self._place = None
+        self._wait = None
         if self.wish is not None and self.wish > step:
             self.wish = None
         if self.checkpoint_at is not None and self.checkpoint_at > step:
@@ -112,13 +112,13 @@ class ScriptPosition:
 
     def stepped(self) -> None:
         """Note that a step was committed."""
-        self._place = None
+        self._wait = None
         self.num_calls, self.unconfirmed = 0, False
 
     def returns(self, *, confirmed: bool) -> None:
         """Note that the call in progress has a result."""
         self.in_call = False
-        self._place = None
+        self._wait = None
         self.num_calls += int(confirmed)
         self.unconfirmed = not confirmed
 
@@ -133,9 +133,9 @@ class ScriptPosition:
         message = torch.zeros(group.size(), NUM_WORDS, dtype=torch.int64)
         message[group.rank()] = torch.tensor(self.words(step, has_state=has_state))
         wait_abortable(dist.all_reduce(message, group=group, async_op=True), group)
-        told = message.tolist()
-        self.follow(told, step if has_state else NO_STATE)
-        self.is_shared = has_state and all(row[0] == step for row in told)
+        positions = message.tolist()
+        self.follow(positions, step if has_state else NO_STATE)
+        self.is_shared = has_state and all(row[0] == step for row in positions)
 
     def words(self, step: int, *, has_state: bool) -> list[int]:
         """Return this member's position as integers for the others."""
@@ -144,14 +144,14 @@ class ScriptPosition:
         end = min(ends) + 1 if ends else 0
         return [at_step, self.num_calls, int(self.in_call), int(self.unconfirmed), end]
 
-    def follow(self, told: Sequence[Sequence[int]], own_step: int) -> None:
+    def follow(self, positions: Sequence[Sequence[int]], own_step: int) -> None:
         """Apply the consequences of all members' positions; no I/O."""
-        newest = max(step for step, *_ in told)
+        newest = max(step for step, *_ in positions)
         if newest == NO_STATE:
             return
-        for end in (row[4] for row in told if row[4]):
+        for end in (row[4] for row in positions if row[4]):
             self.agree_to_stop(end - 1)
-        front = [row for row in told if row[0] == newest]
+        front = [row for row in positions if row[0] == newest]
         confirmed = max(row[1] for row in front)
         repeated = any(row[1] == confirmed and row[2] for row in front)
         returned = any(row[1] == confirmed and row[3] for row in front)

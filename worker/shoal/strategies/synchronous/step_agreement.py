@@ -183,7 +183,7 @@ class StepAgreement:
         """Vote on the parts, if a vote is due, as a forward pass begins. After a step that was cut
         into parts, members vote before the first backward pass; members that share samples vote in
         each step, before the first forward pass, and raise UnequalPasses if their votes differ."""
-        if self._cut.is_voted_on_first and not self._words.is_told:
+        if self._cut.is_voted_on_first and not self._words.has_sent:
             self._cast(StepVote(parts=self._cut.num_parts))
             if self._cut.shares_samples:
                 self._hear_passes()
@@ -203,7 +203,7 @@ class StepAgreement:
     def passing(self) -> None:
         """Vote, as a backward pass begins. Raises as `announce`, before the pass sends anything."""
         self.exchange_parts()
-        if self._words.is_told:
+        if self._words.has_sent:
             self._hear_passes()
             self._cut.is_agreed = True
         self.announce()
@@ -232,7 +232,7 @@ class StepAgreement:
         """Vote for the step, after all of its passes. `is_faulty`: this member's own gradients are
         not finite. `idle`: parameters without a gradient, which have to be the same on all members.
         Does nothing if this member has voted on the step already."""
-        if self._words.is_told or self._settled:
+        if self._words.has_sent or self._settled:
             return
         exchanges, refusal = self._position.exchanges, self._position.inspection.refusal
         exchanges.end()
@@ -351,8 +351,8 @@ class StepAgreement:
     def _compare(self, step: int, *, is_taken: bool = True) -> None:
         """Exchange whole votes on a step, or on a round that began with `step`. Collective; raises
         as `check_votes`."""
-        told = self._position.exchanges.record()
-        own = replace(self._vote, told=None if told is None else vars(told)).encode()
+        exchanges = self._position.exchanges.record()
+        own = replace(self._vote, exchanges=None if exchanges is None else vars(exchanges)).encode()
         alone = len(self._members) == 1
         votes = map(StepVote.decode, [own] if alone else gather(own, self._group))
         meet_after_collective(self._group)

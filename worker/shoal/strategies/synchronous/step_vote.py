@@ -114,7 +114,7 @@ class StepVote:
     """The difference between a repeated step and its first attempt; empty if there is none."""
     refusal: Mapping[str, Any] | None = field(default=None, compare=False)
     """The error, as a dict, that refuses the optimizer's state after the last step."""
-    told: Mapping[str, Any] | None = field(default=None, compare=False)
+    exchanges: Mapping[str, Any] | None = field(default=None, compare=False)
     """`LayerExchanges.record`; in whole votes only."""
 
     @property
@@ -213,10 +213,9 @@ def check_votes(votes: Mapping[str, StepVote], step: int, *, is_taken: bool = Tr
     refusal = next((each.refusal for each in votes.values() if each.refusal is not None), None)
     if refusal is not None:
         raise ShoalError.from_dict(dict(refusal))
-    told = [
-        ExchangeRecord(**each.told) if each.told is not None else None for each in votes.values()
-    ]
-    check_exchanges([each.layers for each in votes.values()], told, list(votes))
+    found = [each.exchanges for each in votes.values()]
+    records = [None if each is None else ExchangeRecord(**each) for each in found]
+    check_exchanges([each.layers for each in votes.values()], records, list(votes))
     if is_taken:
         _check_idle({name: each.idle for name, each in votes.items()}, step)
         _check_hyperparameters(votes, step)
@@ -276,10 +275,10 @@ def weights_of(ballots: Mapping[str, Ballot], step: int) -> Sequence[float] | No
     if not known:
         return None
     if len(known) < len(weights):
-        said = {k: "by samples" if v is None else "weight=" for k, v in weights.items()}
+        described = {k: "by samples" if v is None else "weight=" for k, v in weights.items()}
         raise InvalidSpec(
             f"some losses of step {step} have a weight, others have none",
-            seen=by_value(said),
+            seen=by_value(described),
             expected="session.backward(loss, weight=...) on every member, or on none",
         )
     if not any(known):

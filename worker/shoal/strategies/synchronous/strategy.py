@@ -65,7 +65,7 @@ class SynchronousStrategy(Strategy):
         self._reduces = True
         """True if the next passes of the step reduce their gradients."""
         self._watch: HangWatch | None = None
-        self._places: ScriptPoints | None = None
+        self._points: ScriptPoints | None = None
         self._hyperparameters: Hyperparameters | None = None
         self._agreement: StepAgreement | None = None
 
@@ -116,15 +116,15 @@ class SynchronousStrategy(Strategy):
         return 0
 
     def _report_wait(self, waited_s: float, stood_s: float) -> None:
-        places = self._places
-        if places is not None and places.look(self.position.place(self._step), waited_s, stood_s):
+        points = self._points
+        if points is not None and points.look(self.position.point(self._step), waited_s, stood_s):
             self.cut(self._generation_group.number)
 
     def hang_in(self, generation: int) -> str:
         return self._watch.hang_in(generation) if self._watch is not None else ""
 
     def refusal_in(self, generation: int) -> InvalidSpec | None:
-        return self._places.refusal(generation) if self._places is not None else None
+        return self._points.refusal(generation) if self._points is not None else None
 
     def asks(self, *, begins: bool) -> None:
         if self._watch is not None:
@@ -166,7 +166,7 @@ class SynchronousStrategy(Strategy):
             raise
         self._registered.keep()
         self._process_group = process_group
-        self._places = self._new_places(generation, members)
+        self._points = self._new_points(generation, members)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
         if self._hyperparameters is not None:
@@ -197,7 +197,7 @@ class SynchronousStrategy(Strategy):
             raise GenerationBroken("there is no running generation")
         return self._process_group
 
-    def _new_places(self, generation: Generation, members: Sequence[str]) -> ScriptPoints | None:
+    def _new_points(self, generation: Generation, members: Sequence[str]) -> ScriptPoints | None:
         if self._watch is None or not self._stores.is_shared or len(members) == 1:
             return None
         store = self._stores.open(generation.token, STORE_S)

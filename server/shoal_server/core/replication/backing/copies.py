@@ -140,26 +140,32 @@ class Copies:
                     yield from self._continued(peer, link, request, assignment)
 
     def _may_tell(
-        self, assignment: ShardAssignment | None, peer: Holder, told: Offer | UpdateMessage | Begins
+        self,
+        assignment: ShardAssignment | None,
+        peer: Holder,
+        message: Offer | UpdateMessage | Begins,
     ) -> bool:
         # An update names no run: it continues a copy whose run was checked at its begin.
-        run = "" if isinstance(told, UpdateMessage) else told.run
+        run = "" if isinstance(message, UpdateMessage) else message.run
         return (
             assignment is not None
-            and (assignment.primary, assignment.epoch) == (peer, told.epoch)
-            and run in ("", self._runs.get(told.key))
+            and (assignment.primary, assignment.epoch) == (peer, message.epoch)
+            and run in ("", self._runs.get(message.key))
             and self._me in assignment.holders[1:]
         )
 
     def _other_holders(
-        self, told: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
+        self, message: Offer | UpdateMessage | Begins, assignment: ShardAssignment | None
     ) -> BackupRefused:
         """The refusal of a sender that the record does not name as that epoch's primary, or for a
         shard that it does not place here. Epochs of different runs cannot be compared."""
-        is_same_run = isinstance(told, UpdateMessage) or told.run in ("", self._runs.get(told.key))
+        is_same_run = isinstance(message, UpdateMessage) or message.run in (
+            "",
+            self._runs.get(message.key),
+        )
         newest = assignment.epoch if assignment is not None and is_same_run else 0
         return BackupRefused(
-            told.key, told.epoch, BackupRefusalReason.OTHER_HOLDERS, str(assignment), newest
+            message.key, message.epoch, BackupRefusalReason.OTHER_HOLDERS, str(assignment), newest
         )
 
     def _offered(

@@ -60,7 +60,7 @@ class _Disk:
     """True if the journal must keep the shard."""
     version: int | None = None
     """Version up to which the journal has the whole shard; None: it does not have it."""
-    told: int = 0
+    reported: int = 0
     """Version that the record must state."""
 
 
@@ -204,9 +204,9 @@ class LedShard:
     def note_disk_version(self) -> bool:
         """Let the record state the version on disk; return True if that version is new."""
         disk = self._disk
-        if disk.version is None or disk.version <= disk.told:
+        if disk.version is None or disk.version <= disk.reported:
             return False
-        disk.told = disk.version
+        disk.reported = disk.version
         return True
 
     def disk_failed(self) -> Iterator[Effect]:
@@ -270,7 +270,7 @@ class LedShard:
         if self._is_formed(a):
             a = filled(a, me, self.epoch)
         if self._disk.version is not None:
-            a = put_on_disk(a, me, self._disk.told)
+            a = put_on_disk(a, me, self._disk.reported)
         if self._is_level_with(a.successor):
             self.handover.is_writing = True
             a = handed_over(a, me)

@@ -55,7 +55,7 @@ class LedShards:
         """True if shards led from now on are also kept on disk."""
         self._shards: dict[Key, LedShard] = {}
         self._last_image = 0
-        self._disk_told_s = limits.disk_told_s
+        self._disk_report_s = limits.disk_report_s
         self._tells_disk_s = inf
         """Time of the next write of the versions that shards have on disk."""
         self._announced_s = limits.announced_s
@@ -357,7 +357,7 @@ class LedShards:
     def on_disk(self, led: LedShard, version: int, now_s: float) -> None:
         """Note the version up to which the journal has the shard."""
         led.on_disk(version)
-        self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_told_s)
+        self._tells_disk_s = min(self._tells_disk_s, now_s + self._disk_report_s)
 
     def disk_news(self, now_s: float) -> list[LedShard]:
         """Shards with a newer version on disk than in the record, if it is time to write that."""

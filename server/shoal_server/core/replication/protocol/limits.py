@@ -33,7 +33,7 @@ class ReplicationLimits:
     announced_s: float = 0.3
     """Time from the notice of a successor to workers until pushes are refused in its favour:
     workers connect to it meanwhile."""
-    disk_told_s: float = 30.0
+    disk_report_s: float = 30.0
     """Interval at which the version that a shard has on disk is written to its record."""
     transfer_attempts: int = 3
     """Number of links that may break in a row during an image without an acknowledged chunk."""

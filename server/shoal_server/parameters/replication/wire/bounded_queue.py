@@ -27,17 +27,17 @@ class BoundedQueue(Generic[T]):
 
     async def put(self, item: T) -> None:
         """Add an item once there is room."""
-        await self.await_room()
+        await self.await_capacity()
         self.put_now(item)
 
     @property
-    def has_room(self) -> bool:
+    def has_capacity(self) -> bool:
         """True if there is room for one more, or the queue was ended."""
         return len(self._items) < self._max_items or self._is_ended
 
-    async def await_room(self) -> None:
+    async def await_capacity(self) -> None:
         """Return once there is room for one more."""
-        while not self.has_room:
+        while not self.has_capacity:
             self._taken.clear()
             await self._taken.wait()
 

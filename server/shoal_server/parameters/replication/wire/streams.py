@@ -24,7 +24,7 @@ from shoal_proto.v1.identity_pb2 import ErrorDetail
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, OpenFollowRequest
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_server.parameters.bulk.arena_slots import NUM_PLACES, PLACE_BYTES, ArenaSlots
+from shoal_server.parameters.bulk.arena_slots import NUM_SLOTS, SLOT_BYTES, ArenaSlots
 from shoal_server.parameters.bulk.wire import FrameConnection, PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS
 from shoal_server.parameters.replication.wire import frames
@@ -132,11 +132,11 @@ class GrpcStream:
 
 
 class BulkStream:
-    def __init__(self, wire: FrameConnection, address: str, places: ArenaSlots | None) -> None:
+    def __init__(self, wire: FrameConnection, address: str, slots: ArenaSlots | None) -> None:
         self._wire = wire
         self._address = address
-        self._places = places
-        self.inline_bytes = INLINE_BYTES if places is not None else frames.INLINE_BYTES
+        self._slots = slots
+        self.inline_bytes = INLINE_BYTES if slots is not None else frames.INLINE_BYTES
 
     async def begin(self) -> None:
         await self._send(bulk.header(FrameKind.FOLLOW))
@@ -145,8 +145,8 @@ class BulkStream:
         self._wire.socket.close()
 
     async def write(self, frame: Frame) -> None:
-        if isinstance(frame, Piece) and self._places is not None:
-            at = await self._places.fill(frame.data)
+        if isinstance(frame, Piece) and self._slots is not None:
+            at = await self._slots.fill(frame.data)
             await self._send(_placed(frame, at))
         elif isinstance(frame, Piece):
             head = bulk.header(
@@ -160,10 +160,10 @@ class BulkStream:
             await self._send(bulk.message(FrameKind.MESSAGE, frame.SerializeToString()))
 
     def draft(self, data: memoryview) -> memoryview | None:
-        places = self._places
-        if places is None or not self.inline_bytes < len(data) <= frames.PIECE_BYTES:
+        slots = self._slots
+        if slots is None or not self.inline_bytes < len(data) <= frames.PIECE_BYTES:
             return None
-        return places.draft(data) if self._wire.is_quiet else None
+        return slots.draft(data) if self._wire.is_quiet else None
 
     def write_now(self, *of_record: Frame, keep: Keep) -> bool:
         start, *rest = of_record
@@ -172,16 +172,16 @@ class BulkStream:
         message = bulk.message(FrameKind.MESSAGE, start.SerializeToString())
         if not rest:
             return self._wire.send_now(message)
-        places, piece = self._places, rest[0]
-        if places is None or not isinstance(piece, Piece) or not self._wire.is_quiet:
+        slots, piece = self._slots, rest[0]
+        if slots is None or not isinstance(piece, Piece) or not self._wire.is_quiet:
             return False
-        at = places.fill_now(piece.data)
+        at = slots.fill_now(piece.data)
         if at is None:
             return False
         if self._wire.send_now(message + _placed(piece, at)):
-            places.lend(at, len(piece.data), keep)
+            slots.lend(at, len(piece.data), keep)
             return True
-        places.free(at)
+        slots.free(at)
         return False
 
     async def _send(self, *parts: bytes | memoryview) -> None:
@@ -200,8 +200,8 @@ class BulkStream:
                 yield self._reply(frame)
             elif frame.kind is FrameKind.ERROR:
                 raise self._error(frame)
-            elif frame.kind is FrameKind.ROOM and self._places is not None:
-                self._places.free(frame.at)
+            elif frame.kind is FrameKind.FREE_SLOT and self._slots is not None:
+                self._slots.free(frame.at)
             elif frame.kind is FrameKind.END:
                 return
 
@@ -209,8 +209,8 @@ class BulkStream:
         def taken(frame: bulk.Frame) -> bool:
             if frame.kind is FrameKind.MESSAGE:
                 take(self._reply(frame))
-            elif frame.kind is FrameKind.ROOM and self._places is not None:
-                self._places.free(frame.at)
+            elif frame.kind is FrameKind.FREE_SLOT and self._slots is not None:
+                self._slots.free(frame.at)
             else:
                 return False
             return True
@@ -272,8 +272,8 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
         log.info("bulk_connection_failed", address=address, reason=repr(error))
         return None
     connected, mapped = opened
-    places = ArenaSlots(mapped) if mapped is not None else None
-    stream = BulkStream(FrameConnection(connected), address, places)
+    slots = ArenaSlots(mapped) if mapped is not None else None
+    stream = BulkStream(FrameConnection(connected), address, slots)
     try:
         await stream.begin()
     except BaseException:
@@ -285,7 +285,7 @@ async def _connect(channel: grpc.aio.Channel, address: str) -> "BulkStream | Non
 def _open(offer: OpenBulkReply, address: str) -> tuple[socket.socket, mmap.mmap | None]:
     connected = secured(reach(offer, address))
     try:
-        mapped = greet(connected, offer.key, NUM_PLACES * PLACE_BYTES)
+        mapped = greet(connected, offer.key, NUM_SLOTS * SLOT_BYTES)
         connected.setblocking(False)
     except BaseException:
         connected.close()

@@ -37,7 +37,7 @@ class WatchedStream:
         self._timeouts = timeouts
         self._silence = Silence(timeouts)
         self._reads_to_end = False
-        self.heard_s = 0.0
+        self.replied_s = 0.0
         """Time of the last message of the other end, by the clock of the event loop; 0: none
         came."""
 
@@ -74,7 +74,7 @@ class WatchedStream:
     async def replies(self) -> AsyncIterator[pb.FollowReply]:
         """Yield the replies, except answers to beats and those passed to `deliver`'s function."""
         async for reply in self._stream.replies():
-            self._heard(reply)
+            self._note_reply(reply)
             if reply.job:
                 yield reply
 
@@ -82,12 +82,12 @@ class WatchedStream:
         """Pass replies to `take` as soon as they come if possible, while `replies` is waiting. What
         `take` raises, `replies` raises."""
 
-        def heard(reply: pb.FollowReply) -> None:
-            self._heard(reply)
+        def noted(reply: pb.FollowReply) -> None:
+            self._note_reply(reply)
             if reply.job:
                 take(reply)
 
-        self._stream.deliver(heard)
+        self._stream.deliver(noted)
 
     @property
     def is_received(self) -> bool:
@@ -95,9 +95,9 @@ class WatchedStream:
         which has announced that it reads all of them, even if this process dies."""
         return self._reads_to_end and self._stream.is_in_memory
 
-    def _heard(self, reply: pb.FollowReply) -> None:
+    def _note_reply(self, reply: pb.FollowReply) -> None:
         self._reads_to_end |= reply.reads_to_end
-        self.heard_s = asyncio.get_running_loop().time()
+        self.replied_s = asyncio.get_running_loop().time()
         self._silence.note_message()
 
     async def carry(self, *work: Coroutine[Any, Any, None]) -> None:

@@ -135,7 +135,7 @@ class _Samples(ABC):
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._own = OwnParts(parameters)
         self._names = list(self._own.parameters)
-        self._places = [each.data_ptr() for each in self._own.all()]
+        self._addresses = [each.data_ptr() for each in self._own.all()]
         self._views = [_elements(own) for own in self._own.all()]
 
     @abstractmethod
@@ -149,11 +149,11 @@ class _Samples(ABC):
 
     def changed(self, turn: slice) -> set[str]:
         """Return the names of the parameters in this slice with other elements or addresses."""
-        names, known = self._names[turn], self._places[turn]
+        names, known = self._names[turn], self._addresses[turn]
         if not names:
             return set()
-        places = [each.data_ptr() for each in self._own.all()[turn]]
-        found = {n for n, one, other in zip(names, places, known, strict=True) if one != other}
+        addresses = [each.data_ptr() for each in self._own.all()[turn]]
+        found = {n for n, one, other in zip(names, addresses, known, strict=True) if one != other}
         return found | self._written(turn)
 
     @abstractmethod
@@ -169,17 +169,17 @@ class _OnHost(_Samples):
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(parameters)
         # `_views` keeps the memory alive.
-        self._rooms = [
+        self._bytes = [
             (ctypes.c_char * (view.numel() * view.element_size())).from_address(view.data_ptr())
             for view in self._views
         ]
         self._before: list[bytes] = []
 
     def mark(self) -> None:
-        self._before = list(map(bytes, self._rooms))
+        self._before = list(map(bytes, self._bytes))
 
     def _written(self, turn: slice) -> set[str]:
-        now = map(bytes, self._rooms[turn])
+        now = map(bytes, self._bytes[turn])
         known = zip(self._names[turn], now, self._before[turn], strict=True)
         return {name for name, one, other in known if one != other}
 

@@ -85,9 +85,9 @@ class ScriptWrites:
             for name, own in copied.items()
             if (copy := kept.get(name)) is None or copy.device != own.device
         ]
-        has_room = all(has_room_for(fresh, device) for device in {own.device for own in fresh})
+        has_memory = all(has_memory_for(fresh, device) for device in {own.device for own in fresh})
         for name, own in copied.items():
-            is_beside = name in self._written or has_room
+            is_beside = name in self._written or has_memory
             copy = kept.get(name)
             if copy is None or (is_beside and copy.device != own.device):
                 copy = torch.empty_like(own, device=own.device if is_beside else "cpu")
@@ -147,8 +147,8 @@ class ScriptWrites:
         pairs = zip((self._copies[name] for name in names), self._own.present(names), strict=True)
         are_same = [own.eq(copy.to(own.device)).all() for copy, own in pairs]
         # Stacked, so that one read waits for all.
-        told = torch.stack([each.to(are_same[0].device) for each in are_same]).tolist()
-        return {name for name, is_same in zip(names, told, strict=True) if not is_same}
+        same_by_name = torch.stack([each.to(are_same[0].device) for each in are_same]).tolist()
+        return {name for name, is_same in zip(names, same_by_name, strict=True) if not is_same}
 
     @torch.no_grad()
     def restore(self) -> bool:
@@ -173,7 +173,7 @@ class ScriptWrites:
         self._copies, self._is_open, self._is_watched = {}, False, False
 
 
-def has_room_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
+def has_memory_for(tensors: Sequence[Tensor], device: torch.device) -> bool:
     """True if the device has memory for copies of those of the tensors that are on it."""
     if device.type != "cuda":
         return True

@@ -62,7 +62,7 @@ class StateInspection:
         """Raise one member's refusal on all members, if there is one. Collective."""
         own = self.refusal.to_dict() if self.refusal is not None else None
         words = gather(json.dumps(own).encode(), group)
-        found = next((told for told in map(json.loads, words) if told is not None), None)
+        found = next((finding for finding in map(json.loads, words) if finding is not None), None)
         if found is not None:
             meet_after_collective(group)
             raise ShoalError.from_dict(found)
