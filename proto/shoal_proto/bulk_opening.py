@@ -51,12 +51,14 @@ def greet(connected: socket.socket, key: bytes, arena_bytes: int) -> mmap.mmap |
             else:
                 data = connected.recv(HEADER_BYTES)
             if not data:
-                raise MalformedMessage("the server refused a bulk connection", seen="it hung up")
+                raise MalformedMessage(
+                    "the server refused a bulk connection", seen="it closed the connection"
+                )
             reader.space()[: len(data)] = data
             reader.received(len(data))
         if frame.kind is not FrameKind.HELLO or frame.at > MAX_ARENA_BYTES:
             raise MalformedMessage(
-                "the server's answer to a bulk connection is not as it should be",
+                "the server answered a bulk connection with an unexpected frame",
                 seen=f"{frame.kind.name} with {frame.at} bytes",
                 expected=f"HELLO with at most {MAX_ARENA_BYTES}",
             )

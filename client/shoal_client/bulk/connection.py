@@ -174,9 +174,9 @@ class BulkConnection:
                 continue
             now_s = time.monotonic()
             if now_s >= give_up_s:
-                raise DeadlineExceeded(f"{self._address} did not answer in time")
+                raise DeadlineExceeded(f"the server at {self._address} did not answer in time")
             if now_s - received_s >= SILENCE_S:
-                raise self._broken(f"nothing for {SILENCE_S:g} s")
+                raise self._broken(f"no data for {SILENCE_S:g} s")
             if self._comes_soon():
                 received_s = time.monotonic()
                 continue
@@ -209,7 +209,7 @@ class BulkConnection:
         except (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError):
             return False
         if not count:
-            raise self._broken("it hung up")
+            raise self._broken("the server closed it")
         self._reader.received(count)
         return True
 
@@ -235,12 +235,14 @@ class BulkConnection:
 
     def _malformed(self, seen: str) -> MalformedMessage:
         return MalformedMessage(
-            f"the answer of {self._address} is malformed", seen=seen, expected="replies"
+            f"the answer of the server at {self._address} is malformed",
+            seen=seen,
+            expected="replies to the call",
         )
 
     def _broken(self, seen: str) -> Unavailable:
         return Unavailable(
-            f"the bulk connection to {self._address} broke", seen=seen, expected="an answer"
+            f"the bulk connection to {self._address} broke", seen=seen, expected="a reply"
         )
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_client.commands.address import ASK_WITHIN_S, StatusAddress
-from shoal_client.commands.status import Json, StatusClient, grpc_address_of, shown_state
+from shoal_client.commands.status import Json, StatusClient, grpc_address_of
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.connection.job_secret import JobSecretFile, secret_in
 from shoal_client.membership import calls as membership_calls
@@ -133,7 +133,7 @@ def _drained(
 def _what_runs(detail: Json) -> str:
     summary = detail["summary"]
     if summary["phase"] != "running":
-        return f"no generation runs now ({shown_state(summary)}): {summary['reason']}"
+        return f"no generation runs now ({summary['shown_state']}): {summary['reason']}"
     numbers = [entry["member"]["generation"] for entry in detail["members"]]
     members = "member" if summary["num_training"] == 1 else "members"
     return f"generation {max(numbers)} runs with {summary['num_training']} {members}"

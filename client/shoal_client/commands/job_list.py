@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from shoal_client.commands.address import StatusAddress
-from shoal_client.commands.status import Json, StatusClient, shown_state
+from shoal_client.commands.status import Json, StatusClient
 
 RECENT_S = 24 * 3600.0
 State = Literal[
@@ -80,7 +80,7 @@ def _table(jobs: list[Json]) -> Table:
     for column in ("step", "loss", "members", "restarts", "took"):
         table.add_column(column, justify="right", no_wrap=True)
     for job in jobs:
-        state = shown_state(job)
+        state = job["shown_state"]
         style = _STYLES.get(state, "")
         table.add_row(
             escape(job["job"]),

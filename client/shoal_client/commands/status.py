@@ -33,12 +33,6 @@ from shoal_proto.tls import identity, local_clusters
 from shoal_proto.tls.names import COORDINATOR_NAME
 
 ANSWER_WITHIN_S = 5.0
-SHOWN_PHASES = {
-    "collect": "waiting",
-    "prepare": "starting",
-    "committed": "starting",
-    "aborted": "starting",
-}
 MAX_SHOWN_SHARDS = 8
 MAX_SHOWN_MEMBERS = 10
 WIDE = 100
@@ -296,13 +290,6 @@ def _of_scripts(client: StatusClient, jobs: Sequence[str]) -> list[Json]:
     return [each for each in found if each["series"].partition("/")[0] not in jobs]
 
 
-def shown_state(summary: Json) -> str:
-    """A job's state as shown to people: phases before training share a few names."""
-    if summary["state"] != "running":
-        return str(summary["state"])
-    return SHOWN_PHASES.get(summary["phase"], str(summary["phase"]))
-
-
 def _is_over(job: Json) -> bool:
     return bool(job["ended_unix_s"])
 
@@ -337,8 +324,8 @@ def why(config: WhyConfig) -> int:
     for_s = duration(answer["waiting_s"])
     console.print(f"{member} waits for: {escape(answer['waiting_for'])} [dim]({for_s})[/dim]")
     generation = f", generation {answer['generation']}" if answer["generation"] else ""
-    phase = SHOWN_PHASES.get(answer["phase"], answer["phase"])
-    console.print(f"job {escape(answer['job'])}: {phase}{generation}: {escape(answer['reason'])}")
+    state = escape(answer["shown_state"])
+    console.print(f"job {escape(answer['job'])}: {state}{generation}: {escape(answer['reason'])}")
     for loss in answer.get("lost_shards", ()):
         console.print(f"lost: {escape(loss)}", style="red")
     if answer["last_error"]:
@@ -361,7 +348,7 @@ def _why_job(job: Json, *, as_json: bool) -> int:
         print(json.dumps(summary, indent=2))
         return 0
     console = Console(highlight=False)
-    head = f"[bold]{escape(summary['job'])}[/bold] ({shown_state(summary)})"
+    head = f"[bold]{escape(summary['job'])}[/bold] ({summary['shown_state']})"
     console.print(f"{head}: {escape(summary['reason'])}", soft_wrap=True)
     _print_last_ending(console, summary)
     _print_waits(console, job["members"])
@@ -377,7 +364,7 @@ def _print_last_ending(console: Console, summary: Json) -> None:
 def _print_job(console: Console, job: Json) -> None:
     summary = job["summary"]
     console.print()
-    console.rule(f"[bold]{escape(summary['job'])}[/bold]  {shown_state(summary)}", align="left")
+    console.rule(f"[bold]{escape(summary['job'])}[/bold]  {summary['shown_state']}", align="left")
     _print_last_ending(console, summary)
     bounds = f"{job['min_members']} to {job['max_members']} members"
     generation = summary["generation"] or "none yet"

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal_client.commands.address import StatusAddress
 from shoal_client.commands.events import line_of
-from shoal_client.commands.status import Json, StatusClient, duration, shown_state
+from shoal_client.commands.status import Json, StatusClient, duration
 from shoal_proto.errors import NotLeader, Unavailable
 from shoal_proto.names import check_name
 
@@ -72,7 +72,7 @@ def _of_jobs(jobs: Json, height: int) -> RenderableType:
     for job in jobs[:height]:
         table.add_row(
             escape(job["job"]),
-            shown_state(job),
+            job["shown_state"],
             f"{job['num_training']}/{job['num_members']}",
             str(job["step"]),
             _figure(job["loss"], ".4g"),
@@ -90,7 +90,7 @@ def _of_job(job: Json, events: Json, height: int) -> RenderableType:
     total = sum(each for each in speeds if isinstance(each, int | float))
     head = Text.assemble(
         (summary["job"], "bold"),
-        f"  {shown_state(summary)}, step {summary['step']}, {total:.0f} samples/s,"
+        f"  {summary['shown_state']}, step {summary['step']}, {total:.0f} samples/s,"
         f" goodput {_share(summary.get('goodput'))}",
     )
     logged = [

@@ -184,7 +184,7 @@ class SegmentConnection:
         """
         try:
             if not offer.port:
-                raise ConnectionRefusedError("it takes no bulk connections")
+                raise ConnectionRefusedError("the server accepts no bulk connections")
             if not may_be_local:
                 offer.local_name = ""
             connected = secured(reach(offer, address), name)
@@ -198,8 +198,9 @@ class SegmentConnection:
             raise Unavailable(
                 f"no bulk connection to the parameter server at {address}",
                 seen=repr(error),
-                expected=f"its port {offer.port} to be reachable from here",
-                fix="Segments of weights travel over this port only: open it (--bulk-port).",
+                expected=f"port {offer.port} of the server to be reachable from this host",
+                fix="Weights are sent over this port only. Open it in the firewall; the server's"
+                " --bulk-port sets its number.",
             ) from error
 
     @property
@@ -250,7 +251,7 @@ class SegmentConnection:
             elif asked == SEGMENT_TRANSFER_CHUNKS:
                 self._send_chunks(segment, give_up_s)
             elif asked != SEGMENT_TRANSFER_NONE:
-                raise self._malformed(f"a transfer of kind {asked}")
+                raise self._malformed(f"transfer {asked}", "NONE, DESCRIPTOR or CHUNKS")
             self._send(bulk.header(FrameKind.END))
             reply = self._message(PutSegmentReply, give_up_s)
             self._end(give_up_s)
@@ -287,7 +288,7 @@ class SegmentConnection:
                 self._receive(staged, give_up_s)
                 segment = staged.seal()
             else:
-                raise self._malformed(f"a transfer of kind {reply.transfer}")
+                raise self._malformed(f"transfer {reply.transfer}", "DESCRIPTOR or CHUNKS")
             self._end(give_up_s)
             return segment
         except OSError as error:
@@ -300,7 +301,8 @@ class SegmentConnection:
     def _adopt(self, reply: FetchSegmentReply, give_up_s: float, digest: bytes) -> Segment:
         frame = self._frame(give_up_s)
         if frame.kind is not FrameKind.DESCRIPTOR or not self._descriptors:
-            raise self._malformed(f"{frame.kind.name} with {len(self._descriptors)} descriptors")
+            seen = f"{frame.kind.name} with {len(self._descriptors)} descriptors"
+            raise self._malformed(seen, "DESCRIPTOR with one descriptor")
         descriptor = self._descriptors.pop(0)
         self._drop_descriptors()
         if self._chunk_within_s is None:
@@ -348,12 +350,14 @@ class SegmentConnection:
 
     def _exactly(self, buffer: memoryview, num_bytes: int) -> memoryview:
         if num_bytes != len(buffer):
-            raise self._malformed(f"a chunk of {num_bytes} bytes", f"{len(buffer)}")
+            raise self._malformed(
+                f"a chunk of {num_bytes} bytes", f"a chunk of {len(buffer)} bytes"
+            )
         return buffer
 
     def _buffer_for(self, num_bytes: int) -> memoryview:
         if self._next_buffer is None:
-            raise self._malformed("a chunk that was not asked for")
+            raise self._malformed("a chunk that was not requested", "no chunk at this point")
         return self._next_buffer(num_bytes)
 
     # --- frames ---
@@ -396,7 +400,7 @@ class SegmentConnection:
             else:
                 count = self._socket.recv_into(space)
         if not count:
-            raise self._broken("it hung up")
+            raise self._broken("the server closed it")
         self._reader.received(count)
 
     def _send(self, data: bytes | memoryview) -> None:
@@ -429,23 +433,29 @@ class SegmentConnection:
 
     def _check_time(self, give_up_s: float) -> None:
         if time.monotonic() >= give_up_s:
-            raise DeadlineExceeded(f"{self._address} did not answer in time")
+            raise DeadlineExceeded(
+                f"the server at {self._address} did not answer in time",
+                expected="the next part of a segment within the call's time limit",
+            )
 
     def _drop_descriptors(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
 
-    def _malformed(self, seen: str, expected: str = "an answer in order") -> MalformedMessage:
+    def _malformed(self, seen: str, expected: str) -> MalformedMessage:
         return MalformedMessage(
-            f"the answer of {self._address} about a segment is not as it should be",
+            f"the server at {self._address} sent an unexpected frame in the transfer of a segment",
             seen=seen,
             expected=expected,
         )
 
     def _broken(self, seen: str) -> ShoalError:
         return Unavailable(
-            f"the bulk connection to {self._address} broke", seen=seen, expected="an answer"
+            f"the bulk connection to {self._address} broke",
+            seen=seen,
+            expected="the rest of the transfer",
+            fix="Try again. If it breaks again, look at the log of that server.",
         )
 
 
@@ -468,8 +478,8 @@ def asked_chunks(request: FetchSegmentRequest, num_bytes: int) -> Sequence[range
     rising = [0, *(bound for each in asked for bound in (each.start, each.stop)), last]
     if rising != sorted(rising):
         raise InvalidSpec(
-            "chunks that the segment does not have, or in another order",
+            "the requested chunks are not in the segment, or not in rising order",
             seen=", ".join(f"{each.start} to {each.stop}" for each in asked[:10]),
-            expected=f"rising numbers up to {last}",
+            expected=f"rising numbers, at most {last}",
         )
     return asked

@@ -1,7 +1,7 @@
 """Queries over source and board, shared by the API, the metrics and the page."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shoal_proto.errors import (
@@ -30,6 +30,14 @@ from shoal_server.status.views import (
     View,
 )
 
+SHOWN_PHASES: Mapping[str, str] = {
+    "collect": "waiting",
+    "prepare": "starting",
+    "committed": "starting",
+    "aborted": "starting",
+}
+"""Names for people of the phases before training."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class JobSummary(View):
@@ -42,6 +50,8 @@ class JobSummary(View):
     state: str
     """running, waiting (no member has come yet), interrupted (it has no members any more),
     finished, failed, stopped, lost or quarantined."""
+    shown_state: str
+    """The state as shown to people: of a running job waiting, starting or running, by its phase."""
     reason: str
     """Reason for the job's phase."""
     since_unix_s: float
@@ -136,6 +146,8 @@ class WaitView(View):
     """Time for which the member has waited."""
     phase: str
     """The job's phase."""
+    shown_state: str
+    """The job's state as in JobSummary."""
     reason: str
     """Reason for the job's phase."""
     generation: int
@@ -236,6 +248,7 @@ class StatusQueries:
             job=job.job,
             phase=job.phase,
             state=job.state,
+            shown_state=_shown_state(job),
             reason=job.reason,
             since_unix_s=job.since_unix_s,
             generation=job.generation,
@@ -338,6 +351,7 @@ class StatusQueries:
             waiting_since_unix_s=member.waiting_since_unix_s,
             waiting_s=max(0.0, time.time() - member.waiting_since_unix_s),
             phase=job.phase,
+            shown_state=_shown_state(job),
             reason=job.reason,
             generation=job.generation,
             last_error=(health.last_error if health else None) or "",
@@ -384,6 +398,10 @@ class StatusQueries:
         self.job(name)
         events = tuple(self.board.events(name, after=after, limit=limit, details=details))
         return EventsView(events=events, next_after=events[-1].id if events else after)
+
+
+def _shown_state(job: JobView) -> str:
+    return SHOWN_PHASES.get(job.phase, job.phase) if job.state == "running" else job.state
 
 
 def _progress(step: int, num_steps: int | None, samples: SamplesView | None) -> float | None:

@@ -61,6 +61,7 @@ async def test_jobs_are_listed_by_name(world: World, http: httpx.AsyncClient) ->
     world.put(status_world.job("abc", phase="collect", reason="waiting for 2 members", members=()))
     abc, digits = (await http.get("/api/v1/jobs")).json()
     assert (abc["job"], abc["phase"], abc["reason"]) == ("abc", "collect", "waiting for 2 members")
+    assert (abc["state"], abc["shown_state"]) == ("running", "waiting")
     assert (digits["num_members"], digits["num_training"], digits["step"]) == (3, 3, 1200)
 
 
@@ -102,6 +103,7 @@ async def test_why_says_what_a_member_waits_for(world: World, http: httpx.AsyncC
     why = (await http.get("/api/v1/jobs/digits/members/w9/why")).json()
     assert (why["state"], why["waiting_for"]) == ("waiting", "other members")
     assert (why["phase"], why["reason"]) == ("collect", "1 of 2 members are ready")
+    assert why["shown_state"] == "waiting"
     assert why["last_error"] == "peer reset"
     assert 39 <= why["waiting_s"] <= 60
 

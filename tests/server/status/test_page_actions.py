@@ -94,7 +94,7 @@ async def test_a_member_shows_where_it_runs_and_can_be_drained(world: World, pag
         shown = page.get_by_role("dialog", name="Member")
         await expect(shown).to_contain_text("node-0")
         await expect(shown).to_contain_text("w1 joined from node-0")
-        await shown.get_by_role("button", name="Drain it").click()
+        await shown.get_by_role("button", name="Drain this member").click()
         await page.get_by_role("button", name="Yes").click()
         await expect(page.locator("#done")).to_contain_text("asked to leave")
         assert asked.calls == [("drain", "digits", "w1", "")]
@@ -107,7 +107,7 @@ async def test_a_viewer_has_no_buttons_to_act_with(
     secret = tokens.add(file, "ann", HttpRole.VIEWER)
     async with acting(world, Guard(Tokens(file))) as (url, _):
         await page.goto(f"{url}/?job=digits")
-        await page.get_by_label("This page is for holders of a token").fill(secret)
+        await page.get_by_label("This page requires a token").fill(secret)
         await page.get_by_role("button", name="Log in").click()
         await expect(page.get_by_role("heading", level=1)).to_have_text("digits")
         await expect(page.get_by_role("button", name="Log out ann")).to_be_visible()

@@ -27,7 +27,7 @@ async def test_the_output_of_a_member_is_read_in_its_dialog(
     output = shown.get_by_role("log", name="Output of w1")
     await expect(output).to_contain_text(f"line 119\n{HOSTILE}")
     await expect(output).not_to_contain_text("line 70\n")
-    await expect(shown.get_by_role("status")).to_have_text("From its launcher on node-0")
+    await expect(shown.get_by_role("status")).to_have_text("From the launcher on node-0")
     await expect(shown).to_contain_text("shoal logs digits w1 -f")
     assert await page.evaluate("window.hit") is None
     # The newest lines are in sight.
@@ -61,7 +61,7 @@ async def test_who_cannot_be_asked_is_said_and_asked_again(
     await expect(told).to_have_text("no launcher passes on the output of w1; Look there.")
     world.printed["w1"] = ["it is there"]
     await expect(shown.get_by_role("log")).to_have_text("it is there")
-    await expect(told).to_have_text("From its launcher on node-0")
+    await expect(told).to_have_text("From the launcher on node-0")
 
 
 async def test_a_member_that_was_lost_tells_its_last_lines(
@@ -76,9 +76,11 @@ async def test_a_member_that_was_lost_tells_its_last_lines(
     roster = page.get_by_role("region", name="Generations")
     await roster.get_by_role("button", name="w9").click()
     shown = page.get_by_role("dialog", name="Member")
-    await expect(shown).to_contain_text("It is no member now.")
+    await expect(shown).to_contain_text("This member has left the job.")
     await expect(shown.get_by_role("log")).to_have_text("out of memory")
-    await expect(shown.get_by_role("status")).to_contain_text("has ended and left these lines")
+    await expect(shown.get_by_role("status")).to_contain_text(
+        "has ended; these are the last lines that it sent"
+    )
 
 
 @pytest.mark.parametrize("width", [390, 1440])

@@ -164,10 +164,10 @@ class Checkpoints:
             self._thread.join(max(0.0, self._until_s - time.monotonic()))
             if self._thread.is_alive():
                 raise CheckpointFailed(
-                    f"a checkpoint in {self.directory} is not written yet",
-                    seen=f"{self._thread.name}, begun {self._limit_s:g} s ago",
-                    expected="storage that answers, and takes it in that time",
-                    fix="Look at the storage; Checkpoints(limit_s=) gives a slow one more time.",
+                    f"the last checkpoint in {self.directory} is still being written",
+                    seen=f"{self._thread.name}, which began more than {self._limit_s:g} s ago",
+                    expected=f"a complete checkpoint within limit_s={self._limit_s:g}",
+                    fix="Check that the storage answers; raise Checkpoints(limit_s=) if it is slow.",
                     details={"path": str(self.directory)},
                 )
             self._thread = None
@@ -191,7 +191,7 @@ class Checkpoints:
         except GenerationBroken as error:
             # Other ranks may have completed the checkpoint: the next write must not refuse it.
             self._continues = True
-            log.warning("checkpoint_given_up", path=str(path), reason=str(error))
+            log.warning("checkpoint_abandoned", path=str(path), reason=str(error))
         except InvalidSpec as error:
             # Not the first checkpoint of this process: the storage may have failed meanwhile.
             self._failure = _failed(path, error) if self._continues else error

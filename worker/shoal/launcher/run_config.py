@@ -87,16 +87,15 @@ class OutputOptions:
     """Output of workers: what is shown or kept of it, and where."""
 
     metrics: Annotated[str, Parameter(metavar="[HOST:]PORT")] = ""
-    """Serve metrics of this launcher for Prometheus there, without TLS and without a token. A port
-    alone is at 127.0.0.1. By default none are served."""
+    """Address at which the launcher serves its metrics for Prometheus, without TLS and without a
+    token; a port alone is at 127.0.0.1. By default it serves none."""
     log_directory: Annotated[
         Path | None, Parameter(name="--log-dir", metavar="DIRECTORY", env_var="SHOAL_LOG_DIR")
     ] = None
     """Directory of files with the newest 8 to 16 MiB of each worker's output, for `shoal logs` on
-    this host. By default a directory of yours in the system's directory for temporary files."""
+    this host. By default a directory of this user under the system's temporary directory."""
     verbose: Annotated[bool, Parameter(name=["-v", "--verbose"], negative=())] = False
-    """Make workers, and the parts of a cluster that is started for the run, log everything they do:
-    SHOAL_LOG_LEVEL=debug."""
+    """Set SHOAL_LOG_LEVEL=debug for the workers, and for the cluster if the run starts one."""
 
     def __post_init__(self) -> None:
         if self.metrics:
@@ -110,7 +109,7 @@ class RunConfig:
     for the run."""
 
     script: Annotated[Sequence[str], Parameter(metavar="SCRIPT")] = field(kw_only=False)
-    """Script that each worker runs, or with -m a module, and its arguments."""
+    """Script that each worker runs, with its arguments; a module with -m."""
     module: Annotated[bool, Parameter(name=["-m", "--module"])] = False
     """Run a module, not a script."""
     num_workers: Annotated[
@@ -120,7 +119,7 @@ class RunConfig:
     """Worker processes on this host. auto: one for each of its GPUs, or, without any, for each core
     that this process may use."""
     num_nodes: Annotated[str, Parameter(name="--nnodes", show=False)] = ""
-    """torchrun's option. Hosts join a job by its name: their number is not agreed on beforehand."""
+    """torchrun's option; only 1 is allowed. Hosts join a job by its name, in any number."""
     job: Annotated[str, Parameter(metavar="NAME")] = ""
     """Name of the job. By default the script's name; with --coordinator it gets a random ending, so
     that two runs do not meet by accident, and is printed."""
@@ -139,7 +138,7 @@ class RunConfig:
     output: Annotated[OutputOptions, Parameter(name="*")] = field(default_factory=OutputOptions)
     cluster: Annotated[ClusterOptions, Parameter(name="*")] = field(default_factory=ClusterOptions)
     alone: Annotated[bool, _INTERNAL] = False
-    """No worker can come from elsewhere: too few left means that the rest is waiting in vain."""
+    """True if no worker can join from another host: fewer than the minimum would wait in vain."""
     environment: Annotated[Mapping[str, str], _INTERNAL] = field(
         default_factory=lambda: dict(os.environ)
     )

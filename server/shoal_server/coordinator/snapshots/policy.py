@@ -29,7 +29,7 @@ def _option(name: str, metavar: str) -> Parameter:
 @dataclass(frozen=True, kw_only=True)
 class SnapshotPolicy:
     url: Annotated[str, _option("--snapshot-url", "URL"), Parameter(converter=_absolute)] = ""
-    """Default place for snapshots: a directory that all servers share, or s3://bucket/prefix, ...
+    """Default location of snapshots: a directory that all servers share, or s3://bucket/prefix, ...
     Shards that no server holds any more are restored from there."""
     every_s: Annotated[float, _option("--snapshot-every-s", "SECONDS")] = 0.0
     """Take a snapshot of every job this often. 0: only on request."""

@@ -26,8 +26,8 @@ class PeerTimeouts:
 
     beat_s: Annotated[float, INTERNAL] = 0.3
     silence_s: Annotated[float, Parameter(metavar="SECONDS")] = 2.0
-    """Servers that hear nothing from each other for this long continue without each other. A killed
-    one is noticed at once."""
+    """Time without data from a peer after which a server continues without it. A killed peer is
+    noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
     """Time for opening a broken stream again, after which the peer counts as dead."""
     full_s: Annotated[float, INTERNAL] = 4.0

@@ -154,7 +154,7 @@ class ShardJournal:
         if self._led.get(_key(replica)) is not led or led.why_not is not None:
             return
         log.warning(
-            "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, why=str(error)
+            "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, reason=str(error)
         )
         led.why_not, led.kept = error, None
         led.again_s = asyncio.get_running_loop().time() + led.pauses.pause_s()

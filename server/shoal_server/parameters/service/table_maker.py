@@ -111,7 +111,7 @@ class TableMaker:
                     replica.state.version, Acknowledgement.ACKNOWLEDGEMENT_DURABLE
                 )
             except ShoalError as error:
-                log.warning("table_shard_not_on_disk", job=job, why=str(error))
+                log.warning("table_shard_not_on_disk", job=job, reason=str(error))
 
 
 def _new(spec: Shard, layout: ShardMap, epoch: int) -> TableShard:

@@ -13,22 +13,22 @@ function jobActions(state) {
   const button = (action, text, kind) => h("button", { type: "button", "data-action": action, class: kind }, text);
   return h("span", { class: "actions" },
     state.shards && state.shards.shards.length > 0 && button("snapshot", "Take a snapshot"),
-    OVER.has(summary.state) ? summary.state !== "finished" && button("retry", "Let it go on")
+    OVER.has(summary.state) ? summary.state !== "finished" && button("retry", "Resume the job")
       : button("stop", "Stop the job", "bad"));
 }
 
 const QUESTIONS = {
-  stop: (job) => ({ title: `Stop ${job}?`, told: "Its members end at the next step boundary. Let it go on later with the same button, or `shoal retry`.", path: `/jobs/${encodeURIComponent(job)}/stop`, reason: true, done: "asked to stop" }),
-  retry: (job) => ({ title: `Let ${job} go on?`, told: "Members may join it again, and go on from its state.", path: `/jobs/${encodeURIComponent(job)}/retry`, done: "may be joined again" }),
-  snapshot: (job) => ({ title: `Take a snapshot of ${job}?`, told: "All parameters as of one moment, where the coordinator's --snapshot-url says. Training goes on.", path: `/jobs/${encodeURIComponent(job)}/snapshot`, done: "snapshot taken" }),
-  drain: (job, member) => ({ title: `Drain ${member}?`, told: "It finishes its step, hands over and leaves; its launcher does not start it again.", path: `/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(member)}/drain`, reason: true, done: "asked to leave" }),
+  stop: (job) => ({ title: `Stop ${job}?`, text: "The members end after their current step. Resume the job later with the button, or with `shoal retry`.", path: `/jobs/${encodeURIComponent(job)}/stop`, reason: true, done: "asked to stop" }),
+  retry: (job) => ({ title: `Resume ${job}?`, text: "Members may join the job again, and continue from its last state.", path: `/jobs/${encodeURIComponent(job)}/retry`, done: "may be joined again" }),
+  snapshot: (job) => ({ title: `Take a snapshot of ${job}?`, text: "Writes all parameters, as of one moment, to the coordinator's --snapshot-url. Training continues.", path: `/jobs/${encodeURIComponent(job)}/snapshot`, done: "snapshot taken" }),
+  drain: (job, member) => ({ title: `Drain ${member}?`, text: "The member finishes its step, hands its state over and leaves. Its launcher does not start it again.", path: `/jobs/${encodeURIComponent(job)}/members/${encodeURIComponent(member)}/drain`, reason: true, done: "asked to leave" }),
 };
 
 function ask(action, job, member) {
   const question = QUESTIONS[action](job, member);
   asking.act = question;
   document.getElementById("ask-title").textContent = question.title;
-  document.getElementById("ask-told").textContent = question.told;
+  document.getElementById("ask-text").textContent = question.text;
   document.getElementById("ask-reason-field").hidden = !question.reason;
   document.getElementById("ask-reason").value = "";
   document.getElementById("ask-outcome").textContent = "";
@@ -40,7 +40,7 @@ async function act() {
   const { act: question } = asking;
   const outcome = document.getElementById("ask-outcome");
   document.getElementById("ask-yes").disabled = true;
-  outcome.textContent = "Under way";
+  outcome.textContent = "Sending the request";
   const reason = document.getElementById("ask-reason").value.trim();
   const answer = await fetch(`/api/v1${question.path}`, {
     method: "POST",
@@ -66,11 +66,11 @@ function showMember(memberId) {
   const own = state.events.filter((event) => event.member_id === memberId).slice(-8).reverse();
   fill("member-body",
     h("h2", null, memberId),
-    entry ? memberFacts(entry) : h("p", { class: "muted" }, "It is no member now."),
+    entry ? memberFacts(entry) : h("p", { class: "muted" }, "This member has left the job."),
     outputSection(job, memberId),
-    own.length > 0 && [h("h3", null, "What happened to it"), h("ol", { class: "events" }, own.map((event) => h("li", null,
+    own.length > 0 && [h("h3", null, "Events of this member"), h("ol", { class: "events" }, own.map((event) => h("li", null,
       h("span", { class: "kind" }, spoken(event.kind)), ago(event.unix_s, state.now_unix_s), h("p", { class: "text" }, event.reason))))],
-    entry && asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain it"));
+    entry && asking.may_act && h("button", { type: "button", class: "bad", "data-action": "drain", "data-member": memberId }, "Drain this member"));
   memberDialog.showModal();
   followOutput(job, memberId);
 }

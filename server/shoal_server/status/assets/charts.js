@@ -48,12 +48,12 @@ function chart(title, lines, series, changes, write, spanned) {
   const y = (value) => 3 + (height - 6) * (1 - (value - bottom) / span);
   const newest = lines[0].values.filter(isNumber).at(-1);
   const oldest = lines[0].values.find(isNumber);
-  const told = changes.filter((c) => c.unix_s >= first && c.unix_s <= last).slice(-MAX_MARKS);
-  const marks = told.map((c) => h("line", {
+  const shownChanges = changes.filter((c) => c.unix_s >= first && c.unix_s <= last).slice(-MAX_MARKS);
+  const marks = shownChanges.map((c) => h("line", {
     class: c.lost.length ? "mark lost" : "mark", x1: across(c.unix_s), x2: across(c.unix_s), y1: 0, y2: height,
   }, h("svg:title", null, c.line)));
-  const span_told = spanned || { from: `${duration(last - first)} ago`, to: "now", over: `over ${duration(last - first)}` };
-  const label = `${title} from ${write(oldest)} to ${write(newest)} ${span_told.over}, `
+  const ends = spanned || { from: `${duration(last - first)} ago`, to: "now", over: `over ${duration(last - first)}` };
+  const label = `${title} from ${write(oldest)} to ${write(newest)} ${ends.over}, `
     + `between ${write(low)} and ${write(high)}`;
   return h("figure", { class: "chart" },
     h("figcaption", null, h("b", null, title), h("span", null, write(newest))),
@@ -61,9 +61,9 @@ function chart(title, lines, series, changes, write, spanned) {
       h("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label },
         marks, lines.map((line) => h("path", { class: line.kind, d: pathOf(line.values, x, y) })))),
     h("div", { class: "axis", "aria-hidden": "true" },
-      h("span", null, span_told.from),
+      h("span", null, ends.from),
       h("span", { class: "key" }, [...lines.map((line) => line.name), `${write(low)} to ${write(high)}`].filter(Boolean).join(" · ")),
-      h("span", null, span_told.to)));
+      h("span", null, ends.to)));
 }
 
 function stepTimes(series) {
@@ -100,8 +100,8 @@ function loggedChart(logged) {
   const { steps, values, interval_steps } = logged;
   if (values.length < 2) return null;
   const axis = { unix_s: steps, interval_s: interval_steps };
-  const steps_told = { from: `step ${count(steps[0])}`, to: `step ${count(logged.newest_step)}`, over: `to step ${count(logged.newest_step)}` };
-  return chart(logged.name, [{ values, kind: "", name: "" }], axis, [], significant, steps_told);
+  const ends = { from: `step ${count(steps[0])}`, to: `step ${count(logged.newest_step)}`, over: `to step ${count(logged.newest_step)}` };
+  return chart(logged.name, [{ values, kind: "", name: "" }], axis, [], significant, ends);
 }
 
 // Seconds that each change took, at the interval in which it came.

@@ -2,7 +2,7 @@
 "use strict";
 
 const form = document.getElementById("login");
-const told = document.getElementById("login-told");
+const problem = document.getElementById("login-error");
 
 async function session(method, body) {
   const headers = body ? { "Content-Type": "application/json" } : {};
@@ -25,7 +25,7 @@ form.addEventListener("submit", async (event) => {
   const answer = await session("POST", { token: field.value.trim() });
   field.value = "";
   if (answer.ok) location.reload();
-  else told.textContent = answer.status === 401 ? "That token is not known." : `Refused: ${answer.status}`;
+  else problem.textContent = answer.status === 401 ? "The server does not know this token." : `Refused: ${answer.status}`;
 });
 
 document.getElementById("log-out").addEventListener("click", async () => {
@@ -33,7 +33,7 @@ document.getElementById("log-out").addEventListener("click", async () => {
   location.reload();
 });
 
-lookWhoAsks().catch((error) => { told.textContent = String(error); }).finally(() => {
+lookWhoAsks().catch((error) => { problem.textContent = String(error); }).finally(() => {
   page.knows_reader = true;
   if (page.state) show(page.state);
 });

@@ -6,8 +6,8 @@ const MAX_OUTPUT_LINES = 5000;
 const output = { path: "", lines: [], before: null, after: null, timer: 0 };
 
 const outputSection = (job, memberId) => [
-  h("h3", null, "What it printed"),
-  h("p", { id: "output-told", class: "muted", role: "status" }, "Asking its launcher"),
+  h("h3", null, "Output"),
+  h("p", { id: "output-status", class: "muted", role: "status" }, "Requesting it from the member's launcher"),
   h("p", null, h("button", { type: "button", id: "output-earlier", hidden: true }, "Earlier lines")),
   h("pre", { id: "output", class: "output", tabindex: "0", role: "log", "aria-live": "off", "aria-label": `Output of ${memberId}` }),
   h("p", { class: "muted" }, "In a terminal: ", h("code", null, `shoal logs ${job} ${memberId} -f`)),
@@ -26,7 +26,7 @@ async function askForOutput(path) {
   try {
     goesOn = await newOutput(path);
   } catch (error) {
-    if (output.path === path) tellOfOutput(`No answer: ${error.message}`);
+    if (output.path === path) showStatus(`The coordinator did not answer: ${error.message}`);
   }
   if (output.path === path && goesOn) output.timer = setTimeout(askForOutput, ASK_EACH_MS, path);
 }
@@ -37,8 +37,8 @@ async function newOutput(path) {
   const isFirst = output.after === null;
   if (isFirst) output.before = found.before;
   output.after = found.after;
-  tellOfOutput(found.is_live ? `From its launcher on ${found.host}`
-    : `Its launcher on ${found.host} has ended and left these lines`);
+  showStatus(found.is_live ? `From the launcher on ${found.host}`
+    : `The launcher on ${found.host} has ended; these are the last lines that it sent`);
   const added = found.has_gap ? ["(lines are missing here)", ...found.lines] : found.lines;
   if (isFirst || added.length) showOutput([...output.lines, ...added].slice(-MAX_OUTPUT_LINES), isFirst);
   return found.is_live;
@@ -61,22 +61,22 @@ async function askedOutput(path, query) {
   const found = await answer.json();
   if (output.path !== path) return null;
   if (answer.ok) return found;
-  tellOfOutput([found.what, found.seen && `saw ${found.seen}`, found.fix].filter(Boolean).join("; "));
+  showStatus([found.what, found.seen && `saw ${found.seen}`, found.fix].filter(Boolean).join("; "));
   return null;
 }
 
 function showOutput(lines, isFirst) {
   const pre = document.getElementById("output");
   const atEnd = isFirst || pre.scrollHeight - pre.scrollTop - pre.clientHeight < 8;
-  pre.textContent = lines.length ? lines.join("\n") : "Nothing yet.";
+  pre.textContent = lines.length ? lines.join("\n") : "The member has printed nothing yet.";
   output.lines = lines;
   if (atEnd) pre.scrollTop = pre.scrollHeight;
   document.getElementById("output-earlier").hidden = output.before === null || lines.length >= MAX_OUTPUT_LINES;
 }
 
-function tellOfOutput(text) {
-  const told = document.getElementById("output-told");
-  if (told.textContent !== text) told.textContent = text;
+function showStatus(text) {
+  const status = document.getElementById("output-status");
+  if (status.textContent !== text) status.textContent = text;
 }
 
 document.getElementById("member").addEventListener("close", () => {
@@ -84,5 +84,5 @@ document.getElementById("member").addEventListener("close", () => {
   output.path = "";
 });
 document.getElementById("member").addEventListener("click", (event) => {
-  if (event.target.id === "output-earlier") earlierOutput().catch((error) => tellOfOutput(String(error)));
+  if (event.target.id === "output-earlier") earlierOutput().catch((error) => showStatus(String(error)));
 });

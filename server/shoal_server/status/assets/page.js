@@ -117,13 +117,9 @@ function ago(unix_s, now_s) {
 
 // --- parts of the page ---
 
-// A job's state as it is shown: the phases before training have common names.
-const SHOWN_PHASES = { collect: "waiting", prepare: "starting", committed: "starting", aborted: "starting" };
-const shownState = (job) => job.state === "running" ? SHOWN_PHASES[job.phase] || job.phase : job.state;
-
 // True if every word of the filter is in the job's name or state.
 function matches(job, filter) {
-  const text = `${job.job} ${job.state} ${shownState(job)}`.toLowerCase();
+  const text = `${job.job} ${job.state} ${job.shown_state}`.toLowerCase();
   return filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
@@ -134,12 +130,12 @@ function jobList(state, selected) {
   const items = shown.map((job) => h("li", null,
     h("a", { href: `?job=${encodeURIComponent(job.job)}`, "data-job": job.job,
       "aria-current": job.job === selected ? "page" : null },
-      h("span", { class: "name" }, h("b", null, job.job), pill(shownState(job))),
+      h("span", { class: "name" }, h("b", null, job.job), pill(job.shown_state)),
       h("small", null, `${plural(job.num_members, "member")} · step ${count(job.step)}`))));
   const note = shown.length < state.jobs.length ? `${shown.length} of ${state.jobs.length}` : "";
   return [h("h2", null, "Jobs", note && h("small", null, ` ${note}`)),
     items.length ? h("ul", null, items)
-      : h("p", { class: "empty" }, state.jobs.length ? "None matches" : "None yet")];
+      : h("p", { class: "empty" }, state.jobs.length ? "No job matches the filter" : "No jobs yet")];
 }
 
 function figures(job, state) {
@@ -155,8 +151,8 @@ function figures(job, state) {
     figure("In this state for", duration(state.now_unix_s - summary.since_unix_s)),
     figure("Restarts", count(summary.num_restarts)),
     isNumber(summary.goodput) && figure("Goodput", `${(100 * summary.goodput).toFixed(1)}%`),
-    summary.ended_unix_s > 0 && figure("Lasted", duration(summary.ended_unix_s - summary.begun_unix_s)),
-    summary.ended_unix_s > 0 && figure("Loss at the end", significant(summary.loss)),
+    summary.ended_unix_s > 0 && figure("Duration", duration(summary.ended_unix_s - summary.begun_unix_s)),
+    summary.ended_unix_s > 0 && figure("Final loss", significant(summary.loss)),
     summary.num_samples !== null && figure("Samples trained", count(summary.num_samples)));
 }
 
@@ -174,19 +170,19 @@ function progress({ course }) {
 
 // The state from which the job would continue if all members were lost now.
 function saved({ summary, course }, now_s) {
-  const told = [
+  const kept = [
     isNumber(course.checkpoint_step)
       && ["Checkpoint", `step ${count(course.checkpoint_step)}, ${plural(Math.max(0, summary.step - course.checkpoint_step), "step")} ago`],
     isNumber(course.snapshot_unix_s) && ["Snapshot", ago(course.snapshot_unix_s, now_s)],
   ].filter(Boolean);
-  return told.length === 0 ? null : section("Saved", "what the job would go on from",
-    h("dl", { class: "settings" }, told.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
+  return kept.length === 0 ? null : section("Saved", "where the job would continue if all members were lost",
+    h("dl", { class: "settings" }, kept.map(([name, value]) => h("div", null, h("dt", null, name), h("dd", null, value)))));
 }
 
 function settings(job) {
   const agreed = Object.entries(job.fields).sort();
   const bounds = [["members", `${job.min_members} to ${job.max_members}, ${job.desired_members} desired`]];
-  return section("Settings", "what all members have agreed on",
+  return section("Settings", "the same on all members",
     h("div", { class: "body" }, h("details", null, h("summary", null, plural(agreed.length, "setting")),
       h("dl", { class: "settings" }, [...bounds, ...agreed].map(([name, value]) =>
         h("div", null, h("dt", null, name), h("dd", null, value)))))));
@@ -223,21 +219,21 @@ function memberRow({ member, health, losses }, now_s, shows) {
   const step = Math.max(member.step, (health && health.step) || 0);
   const error = health && health.last_error;
   const device = [member.process.host, (health && health.device) || member.process.device].filter(Boolean);
-  const said = (name) => (health ? health[name] : undefined);
+  const figureOf = (name) => (health ? health[name] : undefined);
   return h("tr", { class: member.state, role: "row" },
     cell("Rank", "num", member.rank === null ? "–" : String(member.rank)),
     h("th", { scope: "row", role: "rowheader" },
       h("button", { type: "button", class: "link", "data-member": member.member_id, "aria-haspopup": "dialog" }, member.member_id),
-      slow && h("span", { class: "pill warn slow", title: "Its steps take half as long again as those of the member in the middle" }, "slow"),
+      slow && h("span", { class: "pill warn slow", title: "A step of this member takes more than 1.5 times the median" }, "slow"),
       h("span", { class: "sub" }, device.join(" · "))),
     cell("State", "state", pill(member.state)),
     cell("Step", "num", count(step)),
     lossCell(health, losses, member.member_id),
-    cell("Samples/s", "num", count(said("samples_per_s")), isNumber(said("step_time_s"))
+    cell("Samples/s", "num", count(figureOf("samples_per_s")), isNumber(figureOf("step_time_s"))
       && h("span", { class: "sub" }, `${significant(health.step_time_s * 1000)} ms a step`)),
-    shows.staleness && cell("Staleness", "num", significant(said("staleness_steps"))),
+    shows.staleness && cell("Staleness", "num", significant(figureOf("staleness_steps"))),
     shows.rounds && cell("Round", "num", member.clock === null ? "–" : count(member.clock)),
-    cell("Memory", "num", bytes(said("memory_bytes"))),
+    cell("Memory", "num", bytes(figureOf("memory_bytes"))),
     cell("Last seen", `num${seen_s > 5 ? " late" : ""}`, duration(seen_s)),
     cell("Waits for", "why", member.waiting_for, error && h("span", { class: "error" }, error)));
 }
@@ -260,7 +256,7 @@ function members(page_job, now_s) {
   const hidden = job.summary.num_members - job.members.length;
   const all = `${plural(job.summary.num_members, "member")}, ${job.min_members} to ${job.max_members} may train`;
   return section("Members", all,
-    job.members.length === 0 ? h("p", { class: "empty" }, "Nobody is here.")
+    job.members.length === 0 ? h("p", { class: "empty" }, "The job has no members.")
       : h("div", { class: "scroll members", tabindex: "0", role: "region", "aria-label": "Members" },
         h("table", { role: "table" }, h("caption", { class: "hidden" }, "Members of the job"),
           h("thead", { role: "rowgroup" }, h("tr", { role: "row" }, column("Rank", true), column("Member"), column("State"),
@@ -271,7 +267,7 @@ function members(page_job, now_s) {
           h("tbody", { role: "rowgroup" }, job.members.map((entry) =>
             memberRow(entry, now_s, shows))))),
     (hidden > 0 || page.all_members) && h("p", { class: "more" },
-      hidden > 0 ? `${count(hidden)} more; those with something to tell come first. ` : "",
+      hidden > 0 ? `${count(hidden)} more; members with a problem are listed first. ` : "",
       h("button", { type: "button", "data-members": hidden > 0 ? "all" : "few" }, hidden > 0 ? `Show all ${count(job.summary.num_members)}` : "Show fewer")));
 }
 
@@ -311,8 +307,8 @@ function generations(job, now_s) {
   const changes = new Map((history ? history.changes : []).map((c) => [c.generation, c]));
   const items = job.generations.map((each) => generation(each, now_s, changes.get(each.record.generation)));
   const unsent = job.num_generations - job.generations.length;
-  return section("Generations", "every roster that was agreed or given up, newest first",
-    items.length === 0 ? h("p", { class: "empty" }, "None was decided yet.") : [
+  return section("Generations", "committed and aborted rosters, newest first",
+    items.length === 0 ? h("p", { class: "empty" }, "No generation has been decided yet.") : [
       h("ol", { class: "timeline" }, items.slice(0, SHOWN_GENERATIONS)),
       items.length > SHOWN_GENERATIONS && h("div", { class: "body" }, h("details", null,
         h("summary", null, `${items.length - SHOWN_GENERATIONS} older`),
@@ -333,7 +329,7 @@ function samples(job) {
         h("i", { style: { width: percent(s.completed) } }),
         h("i", { class: "flight", style: { width: percent(s.in_flight) } })),
       h("p", { class: "legend" }, `${count(s.completed)} of ${count(all)} completed · `
-        + `${count(s.in_flight)} in flight · ${count(s.returned)} given back by lost members · `
+        + `${count(s.in_flight)} in flight · ${count(s.returned)} returned by lost members · `
         + `at most ${count(s.repeated_max)} trained on twice`)));
 }
 
@@ -354,10 +350,10 @@ function server(entry, shards) {
     h("h3", null, entry.server_id, pill(entry.state),
       h("small", null, `${entry.address} · ${plural(own.length, "shard")}`
         + ` · ${bytes(total)} · ${count(updates)} updates · copies of ${plural(entry.num_copies, "shard")}`
-        + ` · ${bytes(entry.memory_bytes)} in memory, ${bytes(entry.held_bytes)} of ${bytes(entry.memory_limit_bytes)} with all jobs · ${bytes(entry.unfinished_bytes)} queued`
+        + ` · ${bytes(entry.memory_bytes)} in memory; all jobs: ${bytes(entry.held_bytes)} of ${bytes(entry.memory_limit_bytes)} · ${bytes(entry.unfinished_bytes)} queued`
         + ` · ${count(entry.refused_by_epoch)} refused by epoch · ${count(entry.partial_pushes)} partial`)),
     entry.error && h("p", { class: "error" }, entry.error),
-    entry.full_peers.map((peer) => h("p", { class: "error" }, `${peer.server_id} takes no more copies: ${peer.reason}`)),
+    entry.full_peers.map((peer) => h("p", { class: "error" }, `${peer.server_id} accepts no more copies: ${peer.reason}`)),
     h("div", { class: "blocks", "aria-hidden": "true" }, own.map((s) => h("span", {
       class: s.created ? null : "missing", style: { flexGrow: weight(s) },
       title: `shard ${s.shard_id}: ${bytes(s.num_bytes)}, version ${s.version}` }))),
@@ -384,7 +380,7 @@ function shards(state) {
     `${plural(state.shards.shards.length, "shard")} on ${plural(servers.length, "server")},`
       + (lost.length ? ` ${count(lost.length)} lost,` : "")
       + ` skew ${significant(state.shards.skew)}`,
-    lost_in_words.map((told) => h("p", { class: "empty error", role: "alert" }, `Lost: ${told}`)),
+    lost_in_words.map((loss) => h("p", { class: "empty error", role: "alert" }, `Lost: ${loss}`)),
     accepted_losses.map((s) => h("p", { class: "empty" },
       `Loss of shard ${s.shard_id} (${s.version ? `at least version ${count(s.version)}` : "no version known"})`
         + ` accepted by ${s.by}; samples ${s.samples_anew ? "began anew" : "stayed counted"} `, ago(s.accepted_unix_s, state.now_unix_s))),
@@ -400,7 +396,7 @@ function publishedSeries(series, now_s) {
       + ` · ${plural(series.versions.length, "version")} kept`)),
     series.lost.length > 0 && h("p", { class: "error" }, `Lost: versions ${series.lost.join(", ")}: no server has them`),
     series.readers.filter((r) => r.differs).map((r) => h("p", { class: "error", role: "alert" },
-      `${r.reader_id} serves other bytes than version ${r.version}: digest ${r.digest.slice(0, 12)}`)),
+      `${r.reader_id} serves bytes that differ from version ${r.version}: digest ${r.digest.slice(0, 12)}`)),
     series.readers.length > 0 && h("div", { class: "scroll" }, h("table", null,
       h("thead", null, h("tr", null, columns.map((name) => h("th", { scope: "col" }, name)))),
       h("tbody", null, series.readers.map((r) => h("tr", null,
@@ -413,7 +409,7 @@ function publishedSeries(series, now_s) {
 
 function weights(detail, now_s) {
   if (!detail.weights || detail.weights.length === 0) return null;
-  return section("Published weights", "versions for engines and evaluators",
+  return section("Published weights", "versions that readers can fetch",
     detail.weights.map((series) => publishedSeries(series, now_s)));
 }
 
@@ -424,7 +420,7 @@ function events(state) {
     ago(event.unix_s, state.now_unix_s),
     h("p", { class: "text" }, event.reason)));
   return section("Events", "newest first", items.length === 0
-    ? h("p", { class: "empty" }, "Nothing has happened yet.")
+    ? h("p", { class: "empty" }, "No events yet.")
     : h("ol", { class: "events", tabindex: "0", "aria-label": "Events" }, items));
 }
 
@@ -438,7 +434,7 @@ function jobView(state) {
   const { detail } = job;
   const now_s = state.now_unix_s;
   return [
-    h("div", { class: "title" }, h("h1", null, detail.summary.job), pill(shownState(detail.summary)),
+    h("div", { class: "title" }, h("h1", null, detail.summary.job), pill(detail.summary.shown_state),
       detail.fields.strategy && h("span", { class: "muted" }, detail.fields.strategy),
       jobActions(state)),
     detail.summary.last_ending && h("p", { class: "error last-ending" }, `Last member to leave: ${detail.summary.last_ending}`),
@@ -456,7 +452,7 @@ function jobView(state) {
 
 function blank(state, wanted) {
   const message = wanted && state.jobs.length
-    ? [h("h1", null, `There is no job ${wanted}`), h("p", null, "Choose one of those listed.")]
+    ? [h("h1", null, `There is no job ${wanted}`), h("p", null, "Choose a job from the list.")]
     : [h("h1", null, "No jobs yet"),
       h("p", null, "Start one: ", h("code", null, "shoal run -n 3 --job NAME script.py"))];
   return h("div", { class: "blank" }, message);
@@ -464,7 +460,7 @@ function blank(state, wanted) {
 
 // --- the page as a whole ---
 
-const page = { wanted: "", all_members: false, stream: null, heard_ms: 0, lost_since: null, state: null, knows_reader: false };
+const page = { wanted: "", all_members: false, stream: null, received_ms: 0, lost_since: null, state: null, knows_reader: false };
 
 function show(state) {
   const { readiness } = state;
@@ -476,7 +472,7 @@ function show(state) {
   fill("job", state.job ? jobView(state) : blank(state, page.wanted));
   fill("clock", `As of ${clockOf(new Date(state.now_unix_s * 1000))}`);
   const job = state.job && state.job.detail.summary;
-  document.title = job ? `${job.job}: ${shownState(job)} · Shoal` : "Shoal";
+  document.title = job ? `${job.job}: ${job.shown_state} · Shoal` : "Shoal";
 }
 
 function connection(kind, text) {
@@ -485,9 +481,9 @@ function connection(kind, text) {
   fill("connection-text", text);
 }
 
-function heard(message) {
+function received(message) {
   const state = JSON.parse(message.data);
-  page.heard_ms = Date.now();
+  page.received_ms = Date.now();
   page.lost_since = null;
   if (!page.wanted && state.jobs.length) {
     // Nothing was chosen: show what runs, or else the first.
@@ -501,10 +497,10 @@ function heard(message) {
 }
 
 function watch() {
-  if (page.heard_ms && Date.now() - page.heard_ms > STALE_AFTER_MS) {
-    page.lost_since = page.lost_since || new Date(page.heard_ms);
+  if (page.received_ms && Date.now() - page.received_ms > STALE_AFTER_MS) {
+    page.lost_since = page.lost_since || new Date(page.received_ms);
     connection("lost", `Connection lost. State as of ${clockOf(page.lost_since)}`);
-  } else if (!page.heard_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
+  } else if (!page.received_ms && page.stream && page.stream.readyState !== EventSource.OPEN) {
     connection("connecting", "Connecting");
   }
   // The browser does not open a refused stream again: the page does.
@@ -515,7 +511,7 @@ function listen() {
   if (page.stream) page.stream.close();
   const all = page.all_members ? "&all_members=true" : "";
   page.stream = new EventSource(`/api/v1/stream?job=${encodeURIComponent(page.wanted)}${all}`);
-  page.stream.addEventListener("state", heard);
+  page.stream.addEventListener("state", received);
 }
 
 function select(job, byReader) {

@@ -240,7 +240,7 @@ class BulkStream:
         return Unavailable(
             f"the bulk connection to {self._address} broke",
             seen=str(error),
-            expected="a stream that goes on",
+            expected="an open stream",
         )
 
 
