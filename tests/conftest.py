@@ -1,5 +1,6 @@
 """What holds for all tests."""
 
+import hashlib
 import os
 import signal
 import time
@@ -18,6 +19,9 @@ settings.load_profile("shoal")
 BEGUN_S = time.monotonic()
 WITHIN_S = float(os.environ.get("SHOAL_TESTS_WITHIN_S", "0"))
 """Seconds after which no further test begins; 0: no limit. `make test-long` sets it."""
+ORDER = os.environ.get("SHOAL_TESTS_ORDER", "")
+"""A text that orders the files of tests, so that a limit leaves out other files for each commit."""
+CRASHES: list[object] = []
 
 # A shell that starts the tests in its background has them ignore Ctrl-C, and with them all that
 # they start: what Ctrl-C does there could not be tested.
@@ -25,11 +29,36 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Order the files by a hash of ORDER and their name."""
+
+    def order(item: pytest.Item) -> bytes:
+        return hashlib.sha256(f"{ORDER} {item.nodeid.partition('::')[0]}".encode()).digest()
+
+    if ORDER:
+        items.sort(key=order)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Skip the remaining tests once the time is over: a slow machine says what it left out."""
     if WITHIN_S and time.monotonic() - BEGUN_S > WITHIN_S:
         pytest.skip(f"not run: the {WITHIN_S:.0f} s for further combinations were over")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(error: object) -> None:
+    """Note a process of pytest-xdist that ended by itself, and the tests that it was given."""
+    if error:
+        CRASHES.append(error)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the run for good after such an end: some tests were not run, and to run once more those
+    that failed does not show it."""
+    if CRASHES:
+        print(f"\na process that ran tests ended ({CRASHES[0]}): not all tests were run")
+        session.exitstatus = pytest.ExitCode.INTERNAL_ERROR
 
 
 @pytest.fixture(autouse=True)

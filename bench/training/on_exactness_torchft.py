@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from exactness import (
-    GLOBAL_BATCH,
     leave_weights,
     loss_of,
     new_loader,
@@ -71,7 +70,7 @@ def main() -> None:
         batch = loader.synchronous(step, rank or 0, world_size)
         loss = loss_of(model(batch.inputs), batch.targets)
         # torchft takes the mean over groups; the loss is a mean over this group's samples.
-        (loss * (batch.num_samples * world_size / GLOBAL_BATCH)).backward()
+        (loss * batch.weight).backward()
         optimizer.step()
         if manager.current_step() > step:
             schedule.step()

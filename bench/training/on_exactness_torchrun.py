@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from exactness import (
-    GLOBAL_BATCH,
     leave_weights,
     load_checkpoint,
     loss_of,
@@ -48,7 +47,7 @@ def main() -> None:
         optimizer.zero_grad()
         loss = loss_of(ddp(batch.inputs), batch.targets)
         # DDP takes the mean over ranks; the loss is a mean over this rank's samples.
-        (loss * (batch.num_samples * world_size / GLOBAL_BATCH)).backward()
+        (loss * batch.weight).backward()
         optimizer.step()
         schedule.step()
         time.sleep(pause_s)

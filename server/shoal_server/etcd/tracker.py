@@ -35,10 +35,10 @@ class WatchTracker:
         fresh = tuple(event for event in events if event.mod_revision >= self.next)
         if not fresh:
             return None
-        events = tuple(self._tell(event) for event in fresh)
-        revision = events[-1].mod_revision
+        delivered = tuple(self._tell(event) for event in fresh)
+        revision = delivered[-1].mod_revision
         self.next = Revision(revision + 1)
-        return WatchBatch(revision, events)
+        return WatchBatch(revision, delivered)
 
     def reset(self, now: RangeResult) -> WatchBatch:
         """The batch that leads from the state delivered so far to the current one."""

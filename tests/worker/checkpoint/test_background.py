@@ -275,7 +275,7 @@ def test_storage_that_does_not_answer_is_waited_for_within_a_limit_and_used_agai
     checkpoints = Checkpoints(tmp_path, every_steps=1, limit_s=0.05)
     checkpoints.offer(at(1), gate)
     for call in (checkpoints.close, lambda: checkpoints.offer(at(2)), checkpoints.close):
-        with pytest.raises(CheckpointFailed, match=r"not written yet.*shoal-checkpoint-1"):
+        with pytest.raises(CheckpointFailed, match=r"still being written.*shoal-checkpoint-1"):
             call()
     assert checkpoints.is_writing
     gate.opened.set()

@@ -6,6 +6,7 @@ tells them apart is answered as there.
 """
 
 import importlib
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -119,7 +120,17 @@ def waits_of_a_step(made: Callable[[], Strategy]) -> list[Counter[str]]:
     return found[WARM_STEPS:]
 
 
-@pytest.mark.usefixtures("on_gpus")
+@pytest.fixture
+def one_thread_at_a_time() -> Iterator[None]:
+    """Within, a thread runs until it waits. torch 2.11 crashes if two threads are the first to
+    dispatch an operation to Python at the same time."""
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(600.0)
+    yield
+    sys.setswitchinterval(before_s)
+
+
+@pytest.mark.usefixtures("on_gpus", "one_thread_at_a_time")
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_steady_step_waits_for_a_gpu_at_the_places_that_are_named(name: str) -> None:
     for by_step in run_in_memory(waits_of_a_step, 2, MADE[name]):

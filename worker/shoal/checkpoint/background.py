@@ -167,7 +167,7 @@ class Checkpoints:
                     f"the last checkpoint in {self.directory} is still being written",
                     seen=f"{self._thread.name}, which began more than {self._limit_s:g} s ago",
                     expected=f"a complete checkpoint within limit_s={self._limit_s:g}",
-                    fix="Check that the storage answers. If it is slow, raise limit_s.",
+                    fix="Check that the storage answers. If it is slow, set a larger limit_s.",
                     details={"path": str(self.directory)},
                 )
             self._thread = None

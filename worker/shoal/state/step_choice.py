@@ -49,8 +49,8 @@ def choose(inventories: Sequence[Inventory]) -> ChosenStep:
     """
     metas: dict[str, Meta] = {}
     # By identity: inventories with equal tables share one decoded table.
-    for metas in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
-        for name, meta in metas.items():
+    for table in {id(inventory.metas): inventory.metas for inventory in inventories}.values():
+        for name, meta in table.items():
             add_meta(metas, name, meta)
     missing: dict[int, list[str]] = {}
     steps = {listing.step for inventory in inventories for listing in inventory.listings}

@@ -100,7 +100,7 @@ class SharedMessages:
             start = self._start_of(0, memory)
             memory.await_others(sign=_sign_of(memory))
             values = self._values[start : start + self._world_size * count].tolist()
-            return [values[start : start + count] for start in range(0, len(values), count)]
+            return [values[at : at + count] for at in range(0, len(values), count)]
         if self._world_size == 1:
             return [self._alone]
         message, self._message = self._message, None
