@@ -145,22 +145,26 @@ def digests(out: Path) -> dict[str, str]:
 
 
 def bundle(out: Path, *, python: str, machine: str, further: Sequence[str], uv: Path) -> int:
-    """Make the folder anew; its size in bytes. Raises NotBundled."""
-    if out.exists() and not out.is_dir():
-        raise NotBundled(f"{out} is no folder")
-    out.mkdir(parents=True, exist_ok=True)
-    check_out(out)
-    for old in out.iterdir():
-        if old.name != NCCL:
-            shutil.rmtree(old) if old.is_dir() else old.unlink()
-    lock = entries(compile_lock(wanted(), machine, python=python, uv=uv))
-    left_out = {name: lock.pop(name) for name in LARGE if name in lock and name not in further}
+    """Make the folder anew; its size in bytes. Raises NotBundled; what was in the folder is there
+    then, unless the new one is too large."""
     unknown = sorted(set(further) - set(LARGE))
     if unknown:
         raise NotBundled(f"--with {unknown[0]}: it is one of {', '.join(LARGE)}")
+    if out.exists() and not out.is_dir():
+        raise NotBundled(f"{out} is no folder")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise NotBundled(f"{out} cannot be made: {error}") from error
+    check_out(out)
+    lock = entries(compile_lock(wanted(), machine, python=python, uv=uv))
+    left_out = {name: lock.pop(name) for name in LARGE if name in lock and name not in further}
     with tempfile.TemporaryDirectory() as wheels:
         fetch(lock, Path(wheels), python, machine)
         build_wheel(Path(wheels))
+        for old in out.iterdir():
+            if old.name != NCCL:
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
         pack_wheels(Path(wheels), out / "wheels.tar.xz")
     pack_cases(out / "cases.tar.xz")
     shutil.copy(Path(__file__).with_name("gpu_run.py"), out / "run.py")

@@ -33,6 +33,8 @@ MADE_HERE = ".gpu-bundle"
 SHARES_A_GPU = (2, 30)
 """The first NCCL that lets several ranks use one GPU."""
 AGAIN = "copy the folder once more"
+ANSWERS_S = 20.0
+"""The longest wait for nvidia-smi, which a driver in trouble holds up for ever."""
 
 
 class NotRun(RuntimeError):
@@ -106,8 +108,13 @@ def look(contents: Mapping[str, object]) -> tuple[list[str], list[str]]:
         )
     if shutil.which("nvidia-smi"):
         asked = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-        found = subprocess.run(asked, capture_output=True, text=True, check=False)
-        seen.append(f"GPU and driver: {found.stdout.strip() or found.stderr.strip()}")
+        try:
+            found = subprocess.run(
+                asked, capture_output=True, text=True, timeout=ANSWERS_S, check=False
+            )
+            seen.append(f"GPU and driver: {found.stdout.strip() or found.stderr.strip()}")
+        except subprocess.TimeoutExpired:
+            wrong.append(f"nvidia-smi does not answer within {ANSWERS_S:g} s: see the driver's log")
     else:
         seen.append("GPU and driver: none found, as there is no nvidia-smi")
     ranges, carried = contents["ranges"], contents["carried"]

@@ -293,6 +293,31 @@ def test_a_folder_of_others_is_no_bundle(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
+def test_a_refused_option_leaves_the_folder_that_is_there(tmp_path: Path) -> None:
+    def bundle(out: Path, *further: str) -> None:
+        uv = Path(sys.executable)
+        gpu_bundle.bundle(out, python="3.12", machine="x86_64", further=further, uv=uv)
+
+    (tmp_path / "run.py").touch()
+    with pytest.raises(gpu_bundle.NotBundled, match="--with torch: it is one of grpcio"):
+        bundle(tmp_path, "torch")
+    assert (tmp_path / "run.py").exists()
+    with pytest.raises(gpu_bundle.NotBundled, match="cannot be made"):
+        bundle(tmp_path / "run.py" / "below")
+
+
+def test_a_driver_that_does_not_answer_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(gpu_run, "ANSWERS_S", 0.1)
+    _, wrong = gpu_run.look(own_machine())
+    assert wrong == ["nvidia-smi does not answer within 0.1 s: see the driver's log"]
+
+
 def test_cases_find_what_the_machine_has_on_its_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,10 +14,12 @@ import json
 import math
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +102,7 @@ class Campaign:
     """The module in which the cases' processes find them, under CASES."""
 
     def run(self) -> list[dict[str, Any]]:
-        """The lines of all cases."""
+        """The lines of all cases. No process of a case is left, also if an interrupt ends this."""
         self.out.mkdir(parents=True, exist_ok=True)
         results = self.out / "results.jsonl"
         results.write_text("")
@@ -108,12 +110,13 @@ class Campaign:
         ran = versions()
         print(json.dumps({"versions": ran, **asdict(self.machine)}), flush=True)
         lines = []
-        with shared_by_time(self.machine, self.out.resolve()) as shared:
+        with shared_by_time(self.machine, self.out.resolve()) as shared, ExitStack() as ends:
             names = list(self.cases)
-            running = self._start(names[0], shared) if names else None
+            running = self._start(names[0], shared, ends) if names else None
             for name, following in zip(names, [*names[1:], None], strict=True):
                 assert running is not None
-                current, running = running, self._start(following, shared) if following else None
+                current = running
+                running = self._start(following, shared, ends) if following else None
                 line = self._line(name, current, until_s - time.monotonic())
                 lines.append(line)
                 with results.open("a") as file:
@@ -127,15 +130,18 @@ class Campaign:
     def _folder(self, name: str) -> Path:
         return (self.out / name).resolve()
 
-    def _start(self, name: str, shared: Mapping[str, str]) -> Running:
-        """Begin with the imports of a case, in a folder that nothing of an earlier run is in."""
+    def _start(self, name: str, shared: Mapping[str, str], ends: ExitStack) -> Running:
+        """Begin with the imports of a case, in a folder that nothing of an earlier run is in. Its
+        processes end with `ends`."""
         folder = self._folder(name)
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         given = {"machine": asdict(self.machine), "module": self.module}
         (folder / "settings.json").write_text(json.dumps(given))
         variables = {} if self.cases[name].kills else shared
-        return Running(name, folder, {**self.machine.environment(os.environ), **variables})
+        running = Running(name, folder, {**self.machine.environment(os.environ), **variables})
+        ends.callback(running.end)
+        return running
 
     def _line(self, name: str, running: Running, left_s: float) -> dict[str, Any]:
         """Run one case; its line."""
@@ -184,6 +190,15 @@ def check_free(out: Path, names: Iterable[str]) -> None:
             )
 
 
+def make_out(out: Path) -> None:
+    """Make the folder of the results. Raises SystemExit if nothing can be written there."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.jsonl").write_text("")
+    except OSError as error:
+        raise SystemExit(f"--out {out}: nothing can be written there ({error})") from error
+
+
 def machine_of(device: str, backend: str, sizes: str) -> Machine:
     """The machine as it is, unless the options say otherwise. Raises SystemExit."""
     num_gpus = torch.cuda.device_count()
@@ -227,6 +242,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     is_cpu = machine.device == "cpu"
     cases = chosen(given.only)
     check_free(given.out, cases)
+    make_out(given.out)
     campaign = Campaign(
         machine=machine,
         out=given.out,
@@ -234,7 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         patience=ON_CPU if is_cpu else 1.0,
         cases=cases,
     )
-    lines = campaign.run()
+    # Ends the cases' processes as Ctrl-C does.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        lines = campaign.run()
+    except KeyboardInterrupt:
+        print("interrupted: the cases' processes were ended", flush=True)
+        return 128 + signal.SIGINT
     failed = [line["name"] for line in lines if not line["passed"]]
     print(f"{len(lines) - len(failed)} of {len(lines)} cases passed", *failed, flush=True)
     return 1 if failed else 0

@@ -105,6 +105,9 @@ def versions() -> dict[str, str]:
     program = shutil.which("nvidia-smi")
     if program is not None:
         asked = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
-        told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
-        found["gpus"] = "; ".join(told.stdout.strip().splitlines())
+        try:
+            told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
+            found["gpus"] = "; ".join(told.stdout.strip().splitlines())
+        except subprocess.TimeoutExpired:
+            found["gpus"] = "nvidia-smi does not answer"
     return found

@@ -11,6 +11,7 @@ import pytest
 from gpu import campaign
 from gpu.cases import CASES, Entry
 from gpu.machine import Machine, shared_by_time
+from support.processes.marked import Mark
 
 ROOT = Path(__file__).parents[2]
 ON_CPU = Machine(device="cpu", backend="gloo", num_gpus=0, full=False)
@@ -85,6 +86,33 @@ def test_a_campaign_ends_in_time(tmp_path: Path, own_cases: Mapping[str, Entry])
     assert lines[-1]["error"] == "not run: the 6 s are over"
 
 
+def test_an_interrupt_leaves_no_process_of_a_case(
+    tmp_path: Path, own_cases: Mapping[str, Entry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither of the case that runs, nor of the next one, which imports meanwhile."""
+    marks: list[Mark] = []
+
+    class Noted(Mark):
+        def __init__(self) -> None:
+            super().__init__()
+            marks.append(self)
+
+    def interrupted(running: campaign.Running, *_: object) -> str:
+        stdin = running._process.stdin
+        assert stdin is not None and running._mark.processes()
+        stdin.write(b"go\n")
+        stdin.flush()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(campaign, "Mark", Noted)
+    monkeypatch.setattr(campaign.Running, "finish", interrupted)
+    entries = {name: own_cases[name] for name in ("hangs", "passes")}
+    with pytest.raises(KeyboardInterrupt):
+        run_of(tmp_path / "out", entries, 60.0)
+    assert len(marks) == 2
+    assert not any(mark.await_none(5.0) for mark in marks)
+
+
 def test_cases_are_chosen_by_name_in_the_order_of_their_value() -> None:
     assert list(campaign.chosen("L, K1")) == ["K1", "L"]
     assert list(campaign.chosen("")) == list(CASES)
@@ -110,6 +138,7 @@ def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
         (["--seconds", "0"], "--seconds 0: a number above 0"),
         (["--seconds", "nan"], "--seconds nan: a number above 0"),
         (["--out", "a file"], "no folder"),
+        (["--out", "a file/below"], "nothing can be written there"),
         (["--out", "mine", "--only", "A"], "a A that is not of these cases"),
     ],
     ids=str,

@@ -7,6 +7,7 @@ on PATH.
 
 import importlib.util
 import os
+import platform
 import secrets
 import shutil
 import socket
@@ -237,11 +238,15 @@ def _plan(directory: Path, options: EtcdOptions, num_members: int) -> list[EtcdM
 def _environment() -> Mapping[str, str]:
     # Without ETCD_*, which etcd reads as flags: the user's are for another etcd. Without proxies:
     # members would reach each other through them.
-    return {
+    own = {
         key: value
         for key, value in os.environ.items()
         if not key.startswith("ETCD_") and not key.lower().endswith("_proxy")
     }
+    if platform.machine() == "aarch64":
+        # etcd 3.4, which is Debian 12's, does not start there without it. Newer ones ignore it.
+        own["ETCD_UNSUPPORTED_ARCH"] = "arm64"
+    return own
 
 
 def _free_ports(num_ports: int) -> list[int]:

@@ -46,6 +46,7 @@ from shoal_proto.errors import InvalidSpec
         ("NCCL_DESYNC_DEBUG", "1"),
         ("TORCH_NCCL_NAN_CHECK", "1"),
         ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
+        ("TORCH_NCCL_TEARDOWN_ON_TIMEOUT", "1"),
     ],
 )
 def test_what_an_image_exports_does_not_end_a_member_that_goes_on(name: str, value: str) -> None:
@@ -84,8 +85,9 @@ def test_blocking_waits_are_refused_by_name(name: str, value: str) -> None:
         ("TORCH_NCCL_USE_COMM_NONBLOCKING", "on", "1 or 0"),
         ("TORCH_NCCL_ENABLE_TIMING", "2", "1 or 0"),
         ("TORCH_NCCL_USE_COMM_NONBLOCKING", " 1", "1 or 0"),
-        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "ten", "a whole number"),
-        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "none", "a whole number"),
+        ("TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC", "ten", "a whole number up to 2147483647"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "none", "a whole number up to 2147483647"),
+        ("TORCH_NCCL_TRACE_BUFFER_SIZE", "3000000000", "a whole number up to 2147483647"),
     ],
 )
 def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expected: str) -> None:
@@ -96,7 +98,13 @@ def test_what_torch_cannot_read_is_refused_by_name(name: str, value: str, expect
 
 
 @pytest.mark.parametrize(
-    "name", ["TORCH_NCCL_BLOCKING_WAIT", "TORCH_NCCL_ENABLE_TIMING", "TORCH_FR_BUFFER_SIZE"]
+    "name",
+    [
+        "TORCH_NCCL_BLOCKING_WAIT",
+        "TORCH_NCCL_ENABLE_TIMING",
+        "TORCH_NCCL_RANKS_PER_ROOT",
+        "TORCH_FR_BUFFER_SIZE",
+    ],
 )
 @pytest.mark.parametrize("value", ["", " "])
 def test_a_variable_without_a_value_is_one_that_is_not_set(name: str, value: str) -> None:

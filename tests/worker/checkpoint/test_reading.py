@@ -291,6 +291,17 @@ def test_parts_that_the_index_does_not_have_are_missed(damaged):
         read(damaged, everything)
 
 
+def test_an_index_with_further_properties_of_tensors_is_read(damaged, whole, monkeypatch):
+    """torch 2.15 writes strides, with which torch 2.13 itself fails."""
+    plain = TensorProperties.__getstate__
+    metadata = dcp.FileSystemReader(damaged).read_metadata()
+    monkeypatch.setattr(
+        TensorProperties, "__getstate__", lambda properties: (*plain(properties)[:5], (6, 1))
+    )
+    (damaged / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert differences(read(damaged, everything), with_aliases(whole)) == []
+
+
 def test_a_newer_format_is_refused(tmp_path, whole, monkeypatch):
     monkeypatch.setattr(names, "FORMAT", 2)
     write(tmp_path / "one", whole)

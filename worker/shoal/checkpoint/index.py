@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
+    TensorProperties,
     TensorStorageMetadata,
 )
 
@@ -56,7 +57,17 @@ class _Unpickler(pickle.Unpickler):
             allowed = name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)
         if not allowed:
             raise pickle.UnpicklingError(f"{module}.{name} has no place in an index")
+        if name == "TensorProperties":
+            return _Properties
         return _enum_member if name == "getattr" else super().find_class(module, name)
+
+
+class _Properties(TensorProperties):
+    """Properties of a tensor as any release writes them. torch 2.15 writes a sixth one, strides,
+    which releases up to 2.13 do not expect; Shoal needs the dtype alone."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state[:5])
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:

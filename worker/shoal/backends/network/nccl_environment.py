@@ -30,6 +30,8 @@ REQUIRED: Mapping[str, str] = {
     "TORCH_NCCL_NAN_CHECK": "0",
     # Errors are sent to all ranks through the store; here the coordinator reports losses.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    # A timeout would end the process, from torch 2.15 on (pytorch pull request 196187).
+    "TORCH_NCCL_TEARDOWN_ON_TIMEOUT": "0",
 }
 """Values that let a member survive an error of NCCL."""
 _OLD_NAMES: Mapping[str, str] = {
@@ -38,18 +40,22 @@ _OLD_NAMES: Mapping[str, str] = {
 }
 """Older names of the variables, which torch reads too."""
 _BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
-_NUMBER = re.compile(r"\s*[+-]?\d")
+_NUMBER = re.compile(r"\s*([+-]?[0-9]{1,20})")
 """The beginning of a text that C++ reads as a number."""
+_INT = range(-(1 << 31), 1 << 31)
+"""Numbers that fit into C++'s int."""
 _OFF = ("0", "false", "f", "no", "n")
 _ON = ("1", "true", "t", "yes", "y")
 _SWITCHES = (
     "TORCH_NCCL_AVOID_RECORD_STREAMS",
+    "TORCH_NCCL_BCAST_UNIQUEID",
     "TORCH_NCCL_CUDA_EVENT_CACHE",
     "TORCH_NCCL_ENABLE_TIMING",
     "NCCL_ENABLE_TIMING",
     "TORCH_NCCL_HIGH_PRIORITY",
     "TORCH_NCCL_LOG_CPP_STACK_ON_UNCLEAN_SHUTDOWN",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",
     "TORCH_NCCL_TRACE_CPP_STACK",
     "TORCH_FR_CPP_STACK",
     "TORCH_NCCL_USE_COMM_NONBLOCKING",
@@ -60,12 +66,14 @@ _NUMBERS = (
     "TORCH_NCCL_COORD_CHECK_MILSEC",
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC",
     "TORCH_NCCL_NONBLOCKING_TIMEOUT",
+    "TORCH_NCCL_RANKS_PER_ROOT",
     "TORCH_NCCL_TRACE_BUFFER_SIZE",
     "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC",
 )
-"""Numbers that torch reads when it makes a group, as it reads `_SWITCHES`. An invalid or empty
-value raises an error of NCCL in each generation, which would look like the loss of a peer."""
+"""Numbers that torch reads when it makes a group or a communicator, as it reads `_SWITCHES`. An
+invalid or empty value raises an error of NCCL in each generation, which would look like the loss of
+a peer."""
 
 
 def require_survival(environment: MutableMapping[str, str]) -> None:
@@ -110,11 +118,17 @@ def _check_readable(environment: Mapping[str, str]) -> None:
     for name in (*_SWITCHES, *_NUMBERS):
         value = environment.get(name)
         is_switch = name in _SWITCHES
-        if value is None or (value.lower() in (*_ON, *_OFF) if is_switch else _NUMBER.match(value)):
+        if value is None or (value.lower() in (*_ON, *_OFF) if is_switch else _is_int(value)):
             continue
         raise InvalidSpec(
             f"torch cannot read {name}",
             seen=f"{name}={value}",
-            expected="1 or 0" if is_switch else "a whole number",
+            expected="1 or 0" if is_switch else f"a whole number up to {_INT[-1]}",
             fix=f"Remove {name} from the environment of the image or the launcher.",
         )
+
+
+def _is_int(value: str) -> bool:
+    """True if C++ reads the text as an int."""
+    number = _NUMBER.match(value)
+    return number is not None and int(number[1]) in _INT
