@@ -126,7 +126,7 @@ def validators_of(own: Iterable[Validator]) -> dict[str, Validator]:
         name = getattr(function, "__name__", "")
         if not is_name(name):
             raise InvalidSpec(
-                "a validator has no name", seen=repr(function), expected="a function of its own"
+                "a validator has no name", seen=repr(function), expected="a function with a name"
             )
         if found.get(name, function) is not function:
             raise InvalidSpec(f"two validators have the name {name!r}", seen=_origin(function))
