@@ -94,8 +94,13 @@ def test_wrong_use_of_a_session_is_refused_and_the_job_goes_on(cluster: LocalClu
                 session.backward(rank_bodies.loss_of(replica(batch.inputs), batch.targets))
             assert step.committed
         assert session.step_number == 3
-    with pytest.raises(JobFinished), shoal.join("refusals", coordinator=cluster.coordinator):
+    with (
+        pytest.raises(JobFinished) as refused,
+        shoal.join("refusals", coordinator=cluster.coordinator),
+    ):
         pass
+    # The traceback shows the script's line and no inner frames.
+    assert [frame.name for frame in refused.traceback][1:] == ["__enter__", "_attend"]
 
 
 def test_a_plain_backward_is_told_from_session_backward(cluster: LocalCluster) -> None:

@@ -53,7 +53,7 @@ def order_of(dataset: Any, **said: Any) -> Order:
             {"shuffle": True, "seed": 9},
         ),
         (
-            DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 2, 1, seed=3)),
+            DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 1, 0, seed=3)),
             {"shuffle": True, "seed": 3},
         ),
     ],
@@ -68,6 +68,15 @@ def test_a_data_loader_says_what_the_call_does_not(
     assert {name: getattr(found, name) for name in expected} == expected
     told = order_of(loader, global_batch_size=2, shuffle=True, seed=7, epochs=3)
     assert (told.global_batch_size, told.shuffle, told.seed, told.num_epochs) == (2, True, 7, 3)
+
+
+def test_a_batch_of_one_process_of_several_is_not_taken_for_that_of_all() -> None:
+    """The script would train with a third of its batch."""
+    loader = DataLoader(DATASET, 4, sampler=DistributedSampler(DATASET, 3, 1, seed=3))
+    with pytest.raises(InvalidSpec, match=r"batch_size=4 of each of 3.*global_batch_size=12"):
+        order_of(loader)
+    found = order_of(loader, global_batch_size=12)
+    assert (found.global_batch_size, found.shuffle, found.seed) == (12, True, 3)
 
 
 def test_a_tuple_of_tensors_is_loaded_by_processes_as_it_is_without() -> None:

@@ -173,6 +173,8 @@ def _completed(options: BatchOptions, loader: "DataLoader[Any]") -> BatchOptions
         shuffle, seed = sampler.shuffle, sampler.seed
         if sampler.drop_last:
             raise _unkept("sampler", "DistributedSampler(drop_last=True)", "drop_last=False")
+        if sampler.num_replicas > 1 and options.global_batch_size is None:
+            raise _two_sizes(loader.batch_size, sampler.num_replicas)
     elif type(sampler) is RandomSampler:
         if sampler.replacement or sampler.num_samples != len(sampler.data_source):
             drawn = f"RandomSampler of {sampler.num_samples} samples"
@@ -210,6 +212,17 @@ def _loading_of(loader: "DataLoader[Any]") -> dict[str, Any]:
         # Without processes, a DataLoader has torch's values for these, not the script's.
         del found["prefetch_factor"], found["persistent_workers"]
     return found
+
+
+def _two_sizes(batch_size: int, num_replicas: int) -> InvalidSpec:
+    return InvalidSpec(
+        "a DataLoader with a DistributedSampler has the batch of one process, not of all",
+        seen=f"batch_size={batch_size} of each of {num_replicas} processes, and no"
+        " global_batch_size",
+        expected="the number of samples of one step, over all members",
+        fix=f"session.batches(loader, global_batch_size={batch_size * num_replicas}) trains with"
+        " the same batches.",
+    )
 
 
 def _unkept(part: str, seen: str, expected: str) -> InvalidSpec:

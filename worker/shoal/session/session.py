@@ -51,7 +51,7 @@ from shoal.strategies.base import Strategy
 from shoal.tracking.scalars import Scalar
 from shoal.tracking.tracker import Tracker
 from shoal.weights.series import SeriesOptions
-from shoal_proto.errors import InvalidSpec
+from shoal_proto.errors import InvalidSpec, RefusedError
 from shoal_proto.numbers_given import as_number
 
 S = TypeVar("S", bound=Stateful)
@@ -139,7 +139,7 @@ class Session:
             held.enter_context(own_gpu_used(self._local_rank))
             held.callback(self._steps.release)
             with self._signal.while_joining():
-                self._controller.attend()
+                self._attend()
             # No effect if `_leaving.end` has left already.
             held.callback(self.leave, reason="left by an error")
             held.push(self._leaving.end)
@@ -147,6 +147,13 @@ class Session:
             self._reports = StepReports(self._controller)
             self._held = held.pop_all()
         return self
+
+    def _attend(self) -> None:
+        try:
+            self._controller.attend()
+        except RefusedError as refusal:
+            # The coordinator's answer says all. Frames between the call and here would hide it.
+            raise refusal.with_traceback(None) from None
 
     def __exit__(
         self,
