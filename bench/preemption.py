@@ -36,7 +36,8 @@ def measure(
     cluster: LocalCluster, directory: Path, strategy: str, times: int, chance: random.Random
 ) -> list[Row]:
     """Tell the job of a strategy to end that many times."""
-    ends_s, num_lost, last = [], 0, -1
+    ends_s: list[float] = []
+    num_lost, last = 0, -1
     with ShoalJob(
         cluster,
         directory / strategy,
