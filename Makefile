@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHON_BIN := $(BIN)/python
 
 .DEFAULT_GOAL := help
-.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle clean
+.PHONY: docs report help demo test test-long torch-table nightly fuzz check lint types contracts proto proto-check test-system compose-test locks wheelhouse browser-test bench gpu-test gpu-bundle slurm-test clean
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -129,6 +129,14 @@ proto-check: $(VENV)/.installed
 
 compose-test: $(VENV)/.installed ## bring the compose file up for real (needs a Docker engine)
 	$(BIN)/python -m pytest -m docker
+
+# Debian's packages start no daemons: the test starts its own, in network namespaces.
+SLURM ?=
+slurm-test: $(VENV)/.installed ## run the batch script under a real Slurm of three nodes (needs root; installs Debian's slurm-wlm; SLURM="--only lost")
+	@test "$$(id -u)" = 0 || { echo "make slurm-test: network namespaces and slurmd need root"; exit 2; }
+	command -v slurmctld munged ip > /dev/null && command -v slurmd > /dev/null || { apt-get update && \
+		RUNLEVEL=1 apt-get install --yes --no-install-recommends slurm-wlm munge iproute2; }
+	PYTHONPATH=tests $(BIN)/python -m deploy.slurm_campaign $(SLURM)
 
 # uv resolves for another machine than this one, and writes hashes.
 locks: $(BIN)/pip ## write deploy/locks from pyproject.toml and constraints.txt (LOCKS="--torch DIR": wheels of torch)

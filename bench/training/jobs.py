@@ -56,6 +56,8 @@ class ShoalJob:
         self._supervisor = Supervisor(grace_s=2.0)
         self.name = directory.name
         self.steps = Steps(directory)
+        self.launched: list[Process] = []
+        """Every launcher, in the order of their starts."""
 
     def __enter__(self) -> "ShoalJob":
         self._directory.mkdir()
@@ -72,7 +74,7 @@ class ShoalJob:
     def launch(self, num_workers: int, *, max_restarts: int = 1000) -> Process:
         """Start another `shoal run` on this host."""
         number = len(list(self._directory.glob("launcher-*.log")))
-        return self._supervisor.spawn(
+        process = self._supervisor.spawn(
             shoal_launcher(
                 self._cluster.coordinator,
                 self._directory,
@@ -89,6 +91,8 @@ class ShoalJob:
                 variables=self._variables,
             )
         )
+        self.launched.append(process)
+        return process
 
     def num_standbys(self) -> int:
         """Members that stand by, as the coordinator knows them."""

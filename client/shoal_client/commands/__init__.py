@@ -38,6 +38,12 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "job_list:JobListConfig",
             "job_list:show",
         ),
+        (
+            "wait",
+            "wait for the end of a job, with its outcome as exit code",
+            "jobs:WaitConfig",
+            "jobs:wait",
+        ),
         ("stop", "stop a job at a step boundary", "jobs:StopConfig", "jobs:stop"),
         (
             "retry",

@@ -1,5 +1,7 @@
-"""Commands on one job by its name: state, stop, retry, remove."""
+"""Commands on one job by its name: wait, stop, retry, remove."""
 
+import math
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ from shoal_proto.errors import (
     JobFinished,
     JobStopped,
     MalformedMessage,
+    RetryError,
     StateLost,
     UnknownJob,
 )
@@ -85,6 +88,25 @@ class StopConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WaitConfig:
+    """Waits for the end of a job; the exit code is its outcome. 0: it is finished. 1: it failed,
+    was stopped, its state is lost, or there is no such job. 75: it was not over when the time was
+    up."""
+
+    job: str = field(kw_only=False)
+    """Name of the job."""
+    wait_s: Annotated[float, Parameter(metavar="SECONDS")] = math.inf
+    """Seconds to wait. 0: only look. By default without a limit."""
+    coordinators: CoordinatorAddresses = DEFAULT_COORDINATORS
+    tls: TlsOption = field(default_factory=TlsOptions)
+
+    def __post_init__(self) -> None:
+        check_name(self.job, "job")
+        if not self.wait_s >= 0:
+            raise InvalidSpec("bad --wait-s", seen=f"{self.wait_s:g}", expected="0 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RetryConfig:
     """Lets workers join a job again that failed, was stopped, or whose state is lost; with
     --from-scratch also an interrupted job without members. It continues from its state on the
@@ -130,6 +152,31 @@ def stop(config: StopConfig) -> int:
     what = "is stopped" if standing.phase == "stopped" else f"was over already: {standing.phase}"
     print(f"job {config.job} {what} ({printable(standing.reason)})")
     return 0
+
+
+def wait(config: WaitConfig) -> int:
+    """Wait for the job's end, also while no coordinator is there. Raises UnknownJob."""
+    check_reachable(config.coordinators, ANSWER_WITHIN_S)
+    coordinators = Coordinators(config.coordinators)
+    deadline_s = time.monotonic() + config.wait_s
+    asked, phase, reason = pb.GetJobRequest(job=config.job), "not known", ""
+    try:
+        while True:
+            try:
+                standing = coordinators.call(_get, asked, timeout_s=ANSWER_WITHIN_S)
+                phase, reason = standing.phase, standing.reason
+            except RetryError as error:
+                reason = str(error)
+            if phase in OVER or time.monotonic() >= deadline_s:
+                break
+            time.sleep(ASK_AGAIN_S)
+    finally:
+        coordinators.close()
+    if phase in OVER:
+        print(f"job {config.job} is {phase} ({printable(reason)})")
+        return 0 if phase == "finished" else 1
+    print(f"job {config.job} is not over: {phase}{f' ({printable(reason)})' if reason else ''}")
+    return os.EX_TEMPFAIL
 
 
 def retry(config: RetryConfig) -> int:

@@ -62,6 +62,10 @@ class CoordinatorConfig:
     """A leader that hangs or is cut off is replaced after this time; a leader that is killed, at
     once. A leader that was halted for most of this time steps down. Below 2 s, terms end
     needlessly: an election within etcd takes 1 to 2 s."""
+    drain_s: Annotated[float, Parameter(metavar="SECONDS")] = 25.0
+    """Longest time, on SIGTERM, for which the leader stays for members that drain: they write a
+    last checkpoint meanwhile. If none drains it ends within 5 s, without members at once, as at
+    a second signal. 0: it does not wait."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
@@ -88,6 +92,8 @@ class CoordinatorConfig:
             )
         if self.copies < 1:
             raise InvalidSpec("bad --copies", seen=str(self.copies), expected="1 or more")
+        if not self.drain_s >= 0:
+            raise InvalidSpec("bad --drain-s", seen=f"{self.drain_s:g}", expected="0 or more")
         if not self.leader_lease_s > 0:
             raise InvalidSpec(
                 "bad --leader-lease-s", seen=f"{self.leader_lease_s:g}", expected="above 0"

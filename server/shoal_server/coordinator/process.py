@@ -13,6 +13,7 @@ from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.config import CoordinatorConfig
 from shoal_server.coordinator.jobs.operations import JobOperations
+from shoal_server.coordinator.leadership.departure import see_members_off
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
 from shoal_server.etcd import keys
@@ -23,11 +24,11 @@ from shoal_server.etcd.remote.client import opened
 from shoal_server.serving.admission import descriptors
 from shoal_server.serving.admission.calls import CallCounts
 from shoal_server.serving.listening import (
+    StopRequest,
     advertised,
     is_loopback,
     join_address,
     split_address,
-    stop_requested,
     warn_of_reach,
     write_ready_file,
 )
@@ -50,11 +51,12 @@ GC_THRESHOLDS = (10_000, 10, 10)
 
 
 async def serve(config: CoordinatorConfig) -> None:
-    """Serve until SIGTERM or SIGINT. Raises AddressInUse, and AccessDenied from etcd.
+    """Serve until SIGTERM or SIGINT, and then until no member drains, for `drain_s` at most; a
+    second signal ends the wait. Raises AddressInUse, and AccessDenied from etcd.
 
     While etcd does not answer, the coordinator serves without leading, and says why.
     """
-    stop = stop_requested()
+    stop = StopRequest()
     descriptors.raise_limit()
     async with AsyncExitStack() as stack:
         calls, durations = CallCounts(config.admission.calls), call_durations()
@@ -109,7 +111,7 @@ async def serve(config: CoordinatorConfig) -> None:
         candidate = LeaderCandidate(address=address, http_url=url, host=host)
         leader_loop = LeaderLoop(coordinator, health, store, candidate, config.leader_lease_s)
         campaign = asyncio.create_task(leader_loop.run_for_ever(), name="campaign")
-        stopping = asyncio.create_task(stop.wait(), name="stop")
+        stopping = asyncio.create_task(stop.ordered.wait(), name="stop")
         stack.push_async_callback(_cancel, campaign, stopping)
         await wait_first(leader_loop.has_begun.wait(), campaign, stopping)
         if leader_loop.has_begun.is_set():
@@ -117,6 +119,9 @@ async def serve(config: CoordinatorConfig) -> None:
             warn_of_reach({"grpc": config.listen, "http": config.http}, config.etcd.endpoints)
             log.info("coordinator_serves", grpc=address, http=url)
         await wait_first(campaign, stopping)
+        if stopping.done():
+            leaving = see_members_off(coordinator.registry, config.drain_s)
+            await wait_first(campaign, stop.insisted.wait(), leaving)
     log.info("coordinator_stopped", grpc=address)
 
 

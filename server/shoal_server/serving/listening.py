@@ -17,6 +17,8 @@ from shoal_proto.tls import identity
 log = structlog.get_logger(__name__)
 
 LOOPBACK = "127.0.0.1"
+SAME_ORDER_S = 2.0
+"""Time after the first signal to stop in which further ones belong to the same order."""
 WILDCARDS = ("", "0.0.0.0", "::")
 """Every interface of this machine."""
 
@@ -30,13 +32,26 @@ def write_ready_file(path: Path | None, addresses: dict[str, str]) -> None:
     part.replace(path)
 
 
-def stop_requested() -> asyncio.Event:
-    """An event that SIGTERM or SIGINT sets. Call it on the running loop."""
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    return stop
+class StopRequest:
+    """The orders to stop of this process. Construct it on the running loop."""
+
+    def __init__(self) -> None:
+        self.ordered = asyncio.Event()
+        """Set by the first SIGTERM or SIGINT."""
+        self.insisted = asyncio.Event()
+        """Set by one that comes later than SAME_ORDER_S. Earlier ones repeat the first: a scheduler
+        signals every process of a job, and so does whoever started the process."""
+        self._ordered_s = 0.0
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._note, loop)
+
+    def _note(self, loop: asyncio.AbstractEventLoop) -> None:
+        if not self.ordered.is_set():
+            self._ordered_s = loop.time()
+            self.ordered.set()
+        elif loop.time() >= self._ordered_s + SAME_ORDER_S:
+            self.insisted.set()
 
 
 def split_address(address: str) -> tuple[str, int]:

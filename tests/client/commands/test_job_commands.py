@@ -1,7 +1,8 @@
-"""`shoal jobs`, `shoal stop` and `shoal retry` against a coordinator that serves."""
+"""`shoal jobs`, `wait`, `stop` and `retry` against a coordinator that serves."""
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -79,6 +80,26 @@ async def test_a_job_is_stopped_listed_and_retried(capsys: pytest.CaptureFixture
             await at.shoal("retry", "j")
 
 
+async def test_a_wait_ends_with_the_outcome_of_the_job(capsys: pytest.CaptureFixture[str]) -> None:
+    """75 if the job is not over in time, 1 once it is stopped, 0 once it is finished."""
+    async with world() as at:
+        members = await at.members.training("a", "b")
+        assert await at.shoal("wait", "j", "--wait-s", "0") == os.EX_TEMPFAIL
+        assert "job j is not over: running" in capsys.readouterr().out
+        trainers = [asyncio.to_thread(train_on, member) for member in members]
+        code, *_ = await asyncio.gather(at.shoal("wait", "j"), at.shoal("stop", "j"), *trainers)
+        assert code == 1
+        assert "job j is stopped" in capsys.readouterr().out
+        assert await at.shoal("retry", "j", "--from-scratch") == 0
+        leaves = [
+            asyncio.to_thread(member.leave, completed=True, reason="")
+            for member in await at.members.training("c", "d")
+        ]
+        code, *_ = await asyncio.gather(at.shoal("wait", "j"), *leaves)
+        assert code == 0
+        assert "job j is finished" in capsys.readouterr().out
+
+
 def jobs_at(url: str) -> Json:
     with StatusClient(url) as client:
         return client.jobs()
@@ -108,13 +129,19 @@ async def test_a_job_that_all_members_left_is_interrupted(
 
 async def test_jobs_that_there_are_not_are_named() -> None:
     async with world() as at:
-        for command in ("stop", "retry"):
+        for command in ("wait", "stop", "retry"):
             with pytest.raises(UnknownJob, match="no job 'x'"):
                 await at.shoal(command, "x")
 
 
 @pytest.mark.parametrize(
-    "arguments", [("stop", "no job"), ("stop", "j", "--wait-s", "-1"), ("retry", "a/b")]
+    "arguments",
+    [
+        ("stop", "no job"),
+        ("stop", "j", "--wait-s", "-1"),
+        ("wait", "j", "--wait-s", "nan"),
+        ("retry", "a/b"),
+    ],
 )
 def test_bad_arguments_are_refused(arguments: tuple[str, ...]) -> None:
     with pytest.raises(InvalidSpec):

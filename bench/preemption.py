@@ -1,0 +1,91 @@
+"""Steps that a job loses when all of it is told to end, and the time that it takes to end.
+
+    make bench NAME=preemption
+    .venv/bin/python bench/preemption.py --times 3 ddp fsdp      # briefly, some strategies
+
+For each strategy, a job of three workers that writes a checkpoint each 1,000 steps is told to end
+(SIGTERM to its launcher) at a random step, and is started again, that many times.
+`preemption_steps_lost_at_notice_STRATEGY` is the number of committed steps, over all notices, that
+the next start takes again. `preemption_end_STRATEGY` goes from the signal to the end of the
+launcher, which includes the last checkpoint. The parameter servers of `async-sgd` stay.
+"""
+
+import argparse
+import random
+import signal
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from recovery import Stuck
+from rows import Row, publish, spread
+from training.jobs import START_S, ShoalJob, logs_in
+
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
+
+STRATEGIES = ("ddp", "zero1", "fsdp", "tensor", "async-sgd")
+NUM_WORKERS = 3
+MOST_STEPS = 200
+"""The notice comes after 1 to that many steps of an attempt, all members being there."""
+DRAINED = 128 + signal.SIGTERM
+ENDS_WITHIN_S = 120.0
+
+
+def measure(
+    cluster: LocalCluster, directory: Path, strategy: str, times: int, chance: random.Random
+) -> list[Row]:
+    """Tell the job of a strategy to end that many times."""
+    ends_s: list[float] = []
+    num_lost, last = 0, -1
+    with ShoalJob(
+        cluster,
+        directory / strategy,
+        max_members=NUM_WORKERS,
+        script=("on_preemption.py", strategy),
+        num_workers=NUM_WORKERS,
+    ) as job:
+        for number in range(times + 1):
+            launcher = job.launched[0] if number == 0 else job.launch(NUM_WORKERS)
+            wanted = chance.randint(1, MOST_STEPS)
+            if not job.steps.await_true(
+                lambda wanted=wanted: len(job.steps.training(NUM_WORKERS, wanted)) > 0, START_S
+            ):
+                raise Stuck(f"{strategy} does not train:\n{logs_in(directory / strategy)}")
+            began_s = time.monotonic()
+            launcher.send_signal(signal.SIGTERM)
+            if launcher.wait(ENDS_WITHIN_S) != DRAINED:
+                raise Stuck(f"{strategy} does not drain:\n{logs_in(directory / strategy)}")
+            job.steps.read()
+            taken = [step.step for own in job.steps.by_pid.values() for step in own]
+            if number > 0:
+                num_lost += last + 1 - min(taken)
+                ends_s.append(time.monotonic() - began_s)
+            last = max(taken)
+            for pid in list(job.steps.by_pid):
+                job.steps.drop(pid)
+    lost = f"preemption_steps_lost_at_notice_{strategy}"
+    return [
+        Row(metric=lost, value=num_lost, unit="steps", runs=times),
+        *spread(f"preemption_end_{strategy}", ends_s, "s"),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--times", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("strategies", nargs="*", default=STRATEGIES)
+    asked = parser.parse_args()
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
+        config = LocalClusterConfig(directory=Path(name) / "cluster", num_parameter_servers=2)
+        cluster = stack.enter_context(LocalCluster(config))
+        for strategy in asked.strategies:
+            chance = random.Random(asked.seed)
+            rows += measure(cluster, Path(name), strategy, asked.times, chance)
+    publish("preemption", rows)
+
+
+if __name__ == "__main__":
+    main()

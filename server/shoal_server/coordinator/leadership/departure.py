@@ -1,0 +1,70 @@
+"""The end of a coordinator that is told to end: it leads on while members drain.
+
+A preemption, a time limit or the stop of a service signals all processes of a job at once, the
+control plane included. If the coordinator ended first, members could not agree on a generation
+without the leavers, or on a last checkpoint.
+"""
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from shoal_server.coordinator.jobs.registry import Registry
+
+log = structlog.get_logger(__name__)
+
+NOTICE_S = 5.0
+"""Time in which a signal to all processes of a job reaches its members, and their requests to
+drain the coordinator. A member handles a signal when the operation under way has ended, which may
+be the whole backward pass."""
+ASK_AGAIN_S = 0.1
+
+
+@dataclass(frozen=True)
+class Presence:
+    """The members of all jobs that a coordinator leads."""
+
+    num_members: int = 0
+    num_draining: int = 0
+    num_writing: int = 0
+    """Number of jobs with changes that etcd has not confirmed: their callers wait for an answer."""
+
+
+def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
+    """Reason for which a coordinator that was told to end stays for now; empty: it may end."""
+    if since_order_s >= drain_s:
+        return ""
+    if presence.num_draining:
+        return f"{presence.num_draining} of {presence.num_members} members drain"
+    if presence.num_writing:
+        return f"etcd has not confirmed the changes of {presence.num_writing} jobs"
+    if presence.num_members and since_order_s < NOTICE_S:
+        return f"{presence.num_members} members may have been told to end, too"
+    return ""
+
+
+async def see_members_off(registry: Registry, drain_s: float) -> None:
+    """Return once no member drains any more and etcd has confirmed it, or after `drain_s`; at once
+    if this coordinator does not lead."""
+    began_s, told = time.monotonic(), ""
+    while reason := why_stay(_presence(registry), time.monotonic() - began_s, drain_s):
+        if reason != told:
+            log.info("coordinator_ends_later", reason=reason, drain_s=drain_s)
+        told = reason
+        await asyncio.sleep(ASK_AGAIN_S)
+    left = _presence(registry)
+    if left.num_draining:
+        log.warning("left_while_members_drain", num_members=left.num_draining, drain_s=drain_s)
+
+
+def _presence(registry: Registry) -> Presence:
+    if not registry.leads:
+        return Presence()
+    tables = [actor.job.state.table for actor in registry.actors()]
+    return Presence(
+        num_writing=sum(actor.is_writing for actor in registry.actors()),
+        num_members=sum(len(table.members) for table in tables),
+        num_draining=sum(len(table.draining) for table in tables),
+    )

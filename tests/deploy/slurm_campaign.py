@@ -1,0 +1,338 @@
+"""Runs deploy/slurm/shoal.sbatch under a real Slurm, with what happens to jobs there.
+
+    make slurm-test                          # installs Debian's slurm-wlm first; needs root
+    make slurm-test SLURM="--only lost"      # one case
+    make slurm-test SLURM="--keep DIRECTORY" # keeps logs of the jobs there
+
+Prints a line for each case, and a table at the end; the exit code is the number of cases that
+failed. Each case submits a job of the same script to a cluster of three nodes (`slurm_nodes.py`),
+waits until it trains, does what the case is about, and compares steps, exit code and what is left.
+"""
+
+import argparse
+import shutil
+import signal
+import stat
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deploy.slurm_nodes import NotPossible, SlurmNodes, awaited
+
+SCRIPT = Path(__file__).parents[2] / "deploy" / "slurm" / "shoal.sbatch"
+TRAINED_S = 120.0
+"""Time for a job to start and train; the machine may be busy."""
+ENDED_S = 240.0
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+LAST_STEP = 399
+TRAINING = """
+import pathlib, socket, sys, time
+import shoal, torch
+
+strategy, pause_s = sys.argv[1], float(sys.argv[2])
+here = pathlib.Path.cwd()
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(8, 6), torch.nn.Tanh(), torch.nn.Linear(6, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+data = (torch.randn(240, 8), torch.randn(240, 2))
+keeps = None if strategy == "async-sgd" else shoal.Checkpoints(here / "kept", every_steps=100_000)
+with shoal.join() as session:
+    model, optimizer = session.distribute(model, optimizer, strategy=strategy, checkpoints=keeps)
+    for batch in session.batches(data, global_batch_size=6, epochs=10):
+        with session.step() as step:
+            session.forward_backward(batch, torch.nn.functional.mse_loss)
+        with open(here / "steps", "a") as steps:
+            host, world = socket.gethostname(), session.world_size
+            print(session.member_id, host, batch.step, world, step.committed, file=steps)
+        if not (here / "finish").exists():
+            time.sleep(pause_s)
+    state = session.state_dict()
+    if session.is_first:
+        torch.save(state, here / "trained.pt")
+"""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A line of the training script: a step that a member has taken."""
+
+    member: str
+    host: str
+    number: int
+    world_size: int
+    committed: bool
+
+
+@dataclass
+class Case:
+    """One job, in a folder of its own on the shared disk."""
+
+    nodes: SlurmNodes
+    name: str
+    strategy: str = "ddp"
+    job_id: str = ""
+    facts: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> Path:
+        return self.nodes.shared / self.name
+
+    @property
+    def output(self) -> str:
+        """What the batch script has printed, in all attempts."""
+        return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
+
+    def submit(self, num_nodes: int, *options: str, **variables: str) -> None:
+        self.folder.mkdir()
+        (self.folder / "train.py").write_text(TRAINING)
+        self.job_id = self.nodes.submit(
+            f"--nodes={num_nodes}",
+            *options,
+            str(SCRIPT),
+            *("train.py", self.strategy, "0.1"),
+            cwd=self.folder,
+            **({"PARAMETER_SERVERS": "0"} | variables),
+        )
+
+    def steps(self) -> list[Step]:
+        path = self.folder / "steps"
+        lines = path.read_text().splitlines() if path.exists() else []
+        parts = [line.split() for line in lines if line.count(" ") == 4]
+        return [Step(m, host, int(n), int(w), c == "True") for m, host, n, w, c in parts]
+
+    def await_steps(self, num_members: int, after: int = -1, num_steps: int = 10) -> int:
+        """Wait for that many steps beyond `after` with so many members; return the last one."""
+
+        def taken() -> list[int]:
+            assert self.state not in ENDED, f"{self.state}: {self.output}"
+            steps = [s for s in self.steps() if s.committed and s.number > after]
+            numbers = sorted({s.number for s in steps if s.world_size == num_members})
+            return numbers if len(numbers) >= num_steps else []
+
+        return awaited(taken, TRAINED_S, f"{num_members} members that train")[-1]
+
+    @property
+    def state(self) -> str:
+        return self.nodes.job(self.job_id)["JobState"]
+
+    def finish(self) -> None:
+        """Let the training take its last steps at once."""
+        (self.folder / "finish").touch()
+
+    def await_restart(self, within_s: float = 90.0) -> int:
+        """Wait until the job is in the queue again, and have it start at once: Slurm would wait for
+        two minutes. Returns the last step that was committed before."""
+        awaited(lambda: int(self.nodes.job(self.job_id)["Restarts"]) > 0, within_s, "a requeue")
+        awaited(lambda: self.state == "PENDING", within_s, "a pending job")
+        last = max(step.number for step in self.steps() if step.committed)
+        (self.folder / "steps").rename(self.folder / "steps-before")
+        self.nodes.run("scontrol", "update", f"JobId={self.job_id}", "StartTime=now")
+        return last
+
+    def check_resumed(self, last: int) -> None:
+        """Check that the training has gone on behind the last step of the attempt before."""
+        first = min(step.number for step in self.steps())
+        self.facts["steps lost"] = last + 1 - first
+        told = f"the last step was {last}, and the first one after it {first}"
+        if self.strategy == "async-sgd":
+            # Members do not take their steps together: those of the last moments differ.
+            assert 0 < first <= last + 1, told
+        else:
+            assert first == last + 1, told
+
+    def check_end(self, exit_code: int = 0) -> None:
+        """Wait for the end of the job; check exit code, steps, and what it leaves."""
+        fields = self.nodes.await_end(self.job_id, ENDED_S)
+        self.facts["exit code"] = fields["ExitCode"]
+        assert fields["ExitCode"] == f"{exit_code}:0", f"{fields['JobState']}: {self.output}"
+        steps = self.steps()
+        assert max(step.number for step in steps) == LAST_STEP, steps[-1]
+        trained = self.folder / "trained.pt"
+        kept = [path for path in (self.folder / "kept").glob("*") if path.is_dir()]
+        for path in (trained, *kept):
+            assert path.stat().st_mode & stat.S_IRGRP, f"the group cannot read {path}"
+        left = self.folder / f"shoal-{self.job_id}"
+        assert [path.name for path in left.iterdir()] == ["logs"], list(left.iterdir())
+        for name in self.nodes.names:
+            of_node = self.nodes.root / name / "tmp"
+            found = [path.name for path in of_node.glob("*") if path.name.startswith("shoal-")]
+            own = [
+                each for each in found if not each.startswith(("shoal-logs-", "shoal-clusters-"))
+            ]
+            assert not own, f"{name} has {own} in its /tmp"
+            awaited(lambda name=name: not self.nodes.processes(name), 15.0, f"no process on {name}")
+
+
+def clean(case: Case) -> None:
+    """A job of two nodes trains to its end: exit code 0, and nothing but logs is left."""
+    case.submit(2)
+    case.await_steps(2)
+    folder = case.folder / f"shoal-{case.job_id}"
+    assert not list(folder.rglob("*etcd*.snap")) and not (folder / "etcd").exists()
+    assert any("etcd" in line for line in case.nodes.processes("node1").values())
+    for path in folder.rglob("*.key"):
+        assert path.stat().st_mode & 0o077 == 0, f"others can read {path}"
+    assert list(folder.rglob("*.key")), "no certificates"
+    case.finish()
+    case.check_end()
+
+
+def counts(case: Case) -> None:
+    """Nodes have different numbers of workers: two on the first one, one on the second."""
+    case.submit(2, WORKERS_PER_NODE="2,1")
+    case.await_steps(3)
+    hosts = {(step.host, step.member) for step in case.steps()}
+    case.facts["workers"] = ",".join(
+        str(sum(host == name for host, _ in hosts)) for name in ("node1", "node2")
+    )
+    assert case.facts["workers"] == "2,1", hosts
+    case.finish()
+    case.check_end()
+
+
+def lost(case: Case) -> None:
+    """A node is lost, with its slurmd: the others train on, and the exit code is 0."""
+    case.submit(3)
+    last = case.await_steps(3)
+    case.nodes.lose("node3")
+    try:
+        after = case.await_steps(2, after=last)
+        numbers = sorted({step.number for step in case.steps() if step.committed})
+        assert numbers == list(range(after + 1)), "a step is missing"
+        case.facts["steps lost"] = 0
+        case.finish()
+        case.check_end()
+    finally:
+        case.nodes.revive("node3")
+
+
+def killed(case: Case) -> None:
+    """A launcher is killed: the other node trains on, and the exit code is 0."""
+    case.submit(2)
+    last = case.await_steps(2)
+    found = [p for p, line in case.nodes.processes("node2").items() if " run " in line]
+    case.nodes.kill("node2", found)
+    case.await_steps(1, after=last)
+    case.finish()
+    case.check_end()
+
+
+def notice(case: Case) -> None:
+    """TERM to the step, as before a preemption: members drain, the job is requeued and goes on."""
+    case.submit(2)
+    case.await_steps(2)
+    began_s = time.monotonic()
+    case.nodes.run("scancel", "--signal=TERM", case.job_id)
+    last = case.await_restart()
+    case.facts["seconds"] = round(time.monotonic() - began_s, 1)
+    case.await_steps(2, after=last)
+    case.check_resumed(last)
+    case.finish()
+    case.check_end()
+
+
+def requeue(case: Case) -> None:
+    """`scontrol requeue`: SIGTERM to all processes, etcd and coordinator included, 30 s before the
+    SIGKILL. Members drain, and the job goes on where it was."""
+    case.submit(2)
+    case.await_steps(2)
+    began_s = time.monotonic()
+    case.nodes.run("scontrol", "requeue", case.job_id)
+    last = case.await_restart()
+    case.facts["seconds"] = round(time.monotonic() - began_s, 1)
+    case.await_steps(2, after=last)
+    case.check_resumed(last)
+    case.finish()
+    case.check_end()
+
+
+def time_limit(case: Case) -> None:
+    """The time limit comes, with a notice of 60 s: the job requeues itself and goes on."""
+    case.submit(2, "--time=2", "--signal=TERM@60")
+    case.await_steps(2)
+    last = case.await_restart(within_s=150.0)
+    case.await_steps(2, after=last)
+    case.check_resumed(last)
+    case.finish()
+    case.check_end()
+
+
+def servers(case: Case) -> None:
+    """`scontrol requeue` of an asynchronous job: it goes on from a snapshot of its servers."""
+    case.strategy = "async-sgd"
+    case.submit(2, PARAMETER_SERVERS="2")
+    case.await_steps(2)
+    case.nodes.run("scontrol", "requeue", case.job_id)
+    last = case.await_restart()
+    case.await_steps(2, after=last)
+    case.check_resumed(last)
+    case.finish()
+    case.check_end()
+
+
+def cancel(case: Case) -> None:
+    """`scancel`: the members drain, the job is not requeued, and its checkpoint is there."""
+    case.submit(2)
+    case.await_steps(2)
+    case.nodes.run("scancel", case.job_id)
+    fields = case.nodes.await_end(case.job_id, ENDED_S)
+    assert fields["JobState"] == "CANCELLED", fields
+    last = max(step.number for step in case.steps() if step.committed)
+    kept = [path.name for path in (case.folder / "kept").iterdir()]
+    assert kept == [f"step-{last + 1:08d}"], f"the last step was {last}: {kept}"
+    case.facts["steps lost"] = 0
+
+
+CASES = (clean, counts, killed, lost, notice, requeue, cancel, time_limit, servers)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the cases; return how many have failed, or 2 if there can be no such cluster here."""
+    names = [case.__name__ for case in CASES]
+    parser = argparse.ArgumentParser(prog="make slurm-test")
+    parser.add_argument("--only", default=",".join(names), help=f"some of {','.join(names)}")
+    parser.add_argument("--keep", type=Path, help="a folder for the logs of the jobs")
+    options = parser.parse_args(arguments)
+    # As Ctrl-C: the cluster is removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    wanted = options.only.split(",")
+    if unknown := set(wanted) - set(names):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; expected {', '.join(names)}")
+    rows: list[tuple[str, str, float, str]] = []
+    try:
+        with SlurmNodes(3) as nodes:
+            print(f"{nodes.version}, {len(nodes.names)} nodes", flush=True)
+            for run in (case for case in CASES if case.__name__ in wanted):
+                rows.append(_row(nodes, run, options.keep))
+                print("  ".join(map(str, rows[-1])), flush=True)
+    except NotPossible as error:
+        print(f"make slurm-test: {error}", file=sys.stderr)
+        return 2
+    print("\n| case | | seconds | |\n|---|---|---|---|")
+    for name, result, seconds, facts in rows:
+        print(f"| {name} | {result} | {seconds:.0f} | {facts} |")
+    return sum(result != "passed" for _, result, *_ in rows)
+
+
+def _row(
+    nodes: SlurmNodes, run: Callable[[Case], None], keep: Path | None
+) -> tuple[str, str, float, str]:
+    began_s, case = time.monotonic(), Case(nodes, run.__name__)
+    try:
+        run(case)
+        result = "passed"
+    except Exception:  # noqa: BLE001  # the other cases are run all the same
+        traceback.print_exc()
+        result = "FAILED"
+        nodes.end_jobs()
+    if keep is not None and case.folder.exists():
+        shutil.copytree(case.folder, keep / case.name, dirs_exist_ok=True)
+    facts = ", ".join(f"{name}: {value}" for name, value in case.facts.items())
+    return run.__name__, result, time.monotonic() - began_s, facts
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

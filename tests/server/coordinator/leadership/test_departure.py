@@ -1,0 +1,38 @@
+"""How long a coordinator that is told to end stays."""
+
+import pytest
+
+from shoal_server.coordinator.leadership.departure import NOTICE_S, Presence, why_stay
+
+DRAIN_S = 25.0
+
+
+@pytest.mark.parametrize(
+    ("num_members", "num_draining", "since_order_s", "stays"),
+    [
+        (0, 0, 0.0, False),
+        (3, 0, 0.0, True),
+        (3, 0, NOTICE_S, False),
+        (3, 3, NOTICE_S, True),
+        (3, 1, DRAIN_S - 0.1, True),
+        (3, 1, DRAIN_S, False),
+        (0, 0, NOTICE_S, False),
+    ],
+)
+def test_it_stays_while_members_drain_or_may_be_told_to(
+    num_members: int, num_draining: int, since_order_s: float, stays: bool
+) -> None:
+    """It stays for members that drain, up to the limit, and at first for the requests to drain."""
+    presence = Presence(num_members=num_members, num_draining=num_draining)
+    assert bool(why_stay(presence, since_order_s, DRAIN_S)) == stays
+
+
+def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
+    """The last member gets the answer to its call only then."""
+    assert why_stay(Presence(num_writing=1), NOTICE_S, DRAIN_S) != ""
+    assert why_stay(Presence(num_writing=1), DRAIN_S, DRAIN_S) == ""
+
+
+def test_no_time_to_drain_is_no_wait() -> None:
+    """With a limit of 0 it ends at once."""
+    assert why_stay(Presence(num_members=2, num_draining=2), 0.0, 0.0) == ""
