@@ -12,7 +12,7 @@ started.
 A step of the job is counted when its workers have committed it: each worker appends a line to a
 file of its own, and in each generation the worker with the most lines is read. torchrun's workers
 read no checkpoint after a restart: steps that they would repeat are not shown. Its rendezvous has a
-last call of 1 s, and a node that leaves is missed after a keep-alive of 2 x 1 s. Node 0,
+last call of 1 s, and a node that leaves is missed after a keep-alive of 5 x 1 s. Node 0,
 which hosts the store of the rendezvous, is neither killed nor drained. A restart imports torch,
 which takes longer on a busy machine. The record, with the load, is
 docs/benchmarks/results/survival.json, the plot docs/benchmarks/survival.svg.

@@ -21,8 +21,9 @@ from shoal_client.local.process import ChildCommand, Process, Supervisor
 NUM_WORKERS = 4
 START_S = 120.0
 HERE = Path(__file__).parent
-TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
-"""Settings of torchrun's rendezvous; by default 30 s, 5 s and 3: losses and joins take longer."""
+TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
+"""Settings of torchrun's rendezvous; by default 30 s, 5 s and 3: losses and joins take longer. With
+2 attempts a busy machine was taken for a lost one, and two parts of a job trained apart."""
 
 
 def environment(**more: str) -> Mapping[str, str]:

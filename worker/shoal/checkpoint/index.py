@@ -67,7 +67,7 @@ class _Properties(TensorProperties):
     which releases up to 2.13 do not expect; Shoal needs the dtype alone."""
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state[:5])
+        super().__setstate__(state[:5])  # type: ignore[no-untyped-call]
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
