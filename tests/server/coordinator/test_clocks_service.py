@@ -17,8 +17,8 @@ from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.clocks import MAX_JOBS, ClocksService
-from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 20.0

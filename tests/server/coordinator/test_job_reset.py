@@ -15,7 +15,7 @@ from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
-from shoal_server.core.clocks import MemberProcess
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore

@@ -10,6 +10,7 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import LoadJournal, WriteShardRecord
 from shoal_server.core.replication.protocol.events import (
     JournalShardMissing,
@@ -18,7 +19,7 @@ from shoal_server.core.replication.protocol.events import (
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal import shard_journal

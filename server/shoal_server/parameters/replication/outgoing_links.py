@@ -10,6 +10,7 @@ import structlog
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
@@ -28,7 +29,6 @@ from shoal_server.core.replication.protocol.events import (
     ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest

@@ -9,10 +9,10 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import Overloaded
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import ReplayRecord, SettleCopy
 from shoal_server.core.replication.protocol.events import CopyFailed, CopySettled
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_links import IncomingLinks

@@ -13,6 +13,7 @@ from shoal_proto.pieces import OnlyPiece
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import SendReply
 from shoal_server.core.replication.protocol.events import (
     IncomingLinkEnded,
@@ -25,7 +26,6 @@ from shoal_server.core.replication.protocol.messages import (
     RecordsReceived,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.wire import PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence

@@ -16,11 +16,11 @@ import structlog
 
 from shoal_proto.routes import Route
 from shoal_proto.tls.bulk_offers import BulkOffers
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     emptied,

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import Token
 from shoal_server.core.replication.protocol.messages import Key, Reply, Request
-from shoal_server.core.shards.assignments import Holder
 
 
 class AckRefusalReason(Enum):
