@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.coordinator.plug_in.options import ParameterOptions, SnapshotPolicy
 from shoal_server.coordinator.retention_policy import RetentionPolicy
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
@@ -62,6 +62,9 @@ class CoordinatorConfig:
     """A leader that hangs or is cut off is replaced after this time; a leader that is killed, at
     once. A leader that was halted for most of this time steps down. Below 2 s, terms end
     needlessly: an election within etcd takes 1 to 2 s."""
+    without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
+    """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what
+    they need, and refuse their calls. The same for all coordinators of one etcd."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
@@ -92,3 +95,10 @@ class CoordinatorConfig:
             raise InvalidSpec(
                 "bad --leader-lease-s", seen=f"{self.leader_lease_s:g}", expected="above 0"
             )
+
+    @property
+    def parameter_options(self) -> ParameterOptions | None:
+        """The options of jobs with parameters on servers; None if they are not served."""
+        if self.without_parameters:
+            return None
+        return ParameterOptions(copies=self.copies, snapshots=self.snapshots)

@@ -64,8 +64,7 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator = Coordinator(
             store,
             config.limits,
-            copies=config.copies,
-            snapshots=config.snapshots,
+            parameters=config.parameter_options,
             retention=config.retention,
             bounds=config.admission.jobs,
         )
@@ -126,7 +125,7 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
-    return JobOperations(coordinator.registry, coordinator.snapshots.take)
+    return JobOperations(coordinator.registry, coordinator.plug_in.take_snapshot)
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:

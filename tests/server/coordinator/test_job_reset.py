@@ -211,7 +211,7 @@ async def test_the_next_run_goes_over_all_samples() -> None:
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
-        samples = world.coordinator.samples
+        samples = world.parameters.sample_service
 
         async def train_on_all(member: MemberSession) -> int:
             request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)
