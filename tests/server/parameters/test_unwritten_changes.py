@@ -78,7 +78,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(driver, "submit_event", tell)
     writer = RecordWriter(driver, cast(AssignmentTable, record))
-    writer._write(WriteShardRecord(("job", 0)))
+    writer.write_shard_record(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
         await again.wait()
     await writer.close()
@@ -99,7 +99,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
         acknowledgements=cast(Acknowledgements, None),
         links=cast(OutgoingLinks, None),
     )
-    roles._load(LoadJournal(("job", 0), 3))
+    roles.load_journal(LoadJournal(("job", 0), 3))
     async with asyncio.timeout(LIMIT_S):
         assert await told.get() == JournalShardMissing(("job", 0), 3)
     await roles.close()

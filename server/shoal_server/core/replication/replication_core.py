@@ -263,7 +263,7 @@ class ReplicationCore:
         self._claims.take(led.key)
         led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
-        yield LeadShard(led.key, led.epoch)
+        yield LeadShard(led.key, led.epoch, led.run)
         yield from self._tend(led)
 
     def _tend(self, led: LedShard) -> Effects:

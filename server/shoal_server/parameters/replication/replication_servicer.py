@@ -160,7 +160,6 @@ class ReplicationServicer:
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
         self._warned_versions: set[str] = set()
-        driver.carry_out({SendReply: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         me = self._driver.core.me
@@ -375,11 +374,11 @@ class ReplicationServicer:
                 refusal = BackupRefused(
                     request.key, request.epoch, BackupRefusalReason.FULL, str(error)
                 )
-                self._answer(SendReply(*caller, refusal))
+                self.send_reply(SendReply(*caller, refusal))
                 return
         self._driver.submit_event(RequestReceived(*caller, request), arrived)
 
-    def _answer(self, effect: SendReply) -> None:
+    def send_reply(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
         if answers is None:
             return

@@ -48,6 +48,8 @@ class LeadShard:
 
     key: Key
     epoch: int
+    run: str = ""
+    """The run of the job that the shard belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
