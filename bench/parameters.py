@@ -34,7 +34,7 @@ from exchange.model import NUM_BYTES, SHAPES
 from exchange.parameter_client import Trainer
 from rows import Row, publish
 
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 
 OWN = "parameter_client"

@@ -41,7 +41,7 @@ from shoal.embedding.exchange import TableExchange
 from shoal.embedding.options import RowNormal, RowSGD
 from shoal.embedding.table import EmbeddingTable
 from shoal.membership.generation import Context
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.membership.member import Member
 from shoal_client.membership.member_session import MemberSession

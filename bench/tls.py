@@ -26,8 +26,8 @@ from strategies import NUM_RANKS, PAIRS, PAUSE_MS, SCRIPT, SKIPPED, TIMED
 from training.jobs import NUM_WORKERS, ShoalJob
 from training.turns import BlockPlan, Ranks, compare
 
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
 from shoal_client.certificates.folder import CertificateFolder
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_proto.tls.identity import FOLDER_VARIABLE
 

@@ -10,13 +10,13 @@ def add(command: Callable[[str, str, str, str], None]) -> None:
             "coordinator",
             "serve membership, rendezvous and the status page",
             "shoal_server.coordinator.config:CoordinatorConfig",
-            "shoal_server.serve_commands:coordinator",
+            "shoal_server.coordinator.command:coordinator",
         ),
         (
             "ps",
             "serve parameter shards",
             "shoal_server.parameters.config:ParameterServerConfig",
-            "shoal_server.serve_commands:parameter_server",
+            "shoal_server.parameters.command:parameter_server",
         ),
         (
             "token",

@@ -24,9 +24,9 @@ from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.service.snapshots_servicer import _read
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.tables.restore import restore
+from shoal_server.serving.locations import Location
 from shoal_server.serving.message_bounds import MessageBounds
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.locations import Location
 from shoal_server.snapshots.manifest import Manifest, ManifestEntry, part_file
 from shoal_server.snapshots.storage import Storage
 

@@ -10,7 +10,7 @@ from support.members.async_members import loss_of, new_model, start, train
 from torch import Tensor, nn
 
 from shoal.strategies.asynchronous.async_diloco import AsyncDiLoCo
-from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec, NonFiniteGradient, UnsupportedOptimizer
 
 EVERY_STEPS = 3

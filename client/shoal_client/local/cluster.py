@@ -47,6 +47,8 @@ class LocalClusterConfig:
     directory: Path
     """Directory for logs, etcd's data and ready files, made if it does not exist."""
     num_parameter_servers: int = ClusterOptions.num_parameter_servers
+    parameters: bool = True
+    """False: coordinators serve no jobs with parameters on servers, and load nothing for them."""
     num_coordinators: int = 1
     """Number of coordinators. One of them leads; the others stand ready to take over."""
     etcd: str = ""
@@ -380,7 +382,9 @@ class LocalCluster:
             name,
             *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
-            *(f"--drain-s={self._config.drain_s:g}", *self._access.coordinator_arguments),
+            f"--drain-s={self._config.drain_s:g}",
+            *(() if self._config.parameters else ("--no-parameters",)),
+            *self._access.coordinator_arguments,
             *limits,
         )
 

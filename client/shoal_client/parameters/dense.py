@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from shoal_client.bulk.transport import transport_of
+from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.calls import ParameterCalls
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep

@@ -7,7 +7,7 @@ module finds the server of each shard, and repeats calls while a server is unava
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from shoal_client.bulk.transport import transport_of
+from shoal_client.connection.transport import transport_of
 from shoal_client.parameters.job_shards import JobShards
 from shoal_client.parameters.joint_step import JointStep
 from shoal_client.parameters.seen_versions import SeenVersions

@@ -6,21 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from shoal_client.connection.coordinators import OUTLASTED, Coordinators
+from shoal_client.progress.ranges import SampleRange, joined, without
 from shoal_proto.errors import Overloaded, ShoalError
 from shoal_proto.v1 import samples_pb2
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 
 DEFAULT_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SampleRange:
-    """Positions [start, stop) of one epoch's permutation."""
-
-    epoch: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,38 +187,6 @@ class SampleClient:
         """Report completed ranges and ask for no more, as before leaving. Raises what `lease`
         raises."""
         self.lease(0, completed, reserve=reserve, timeout_s=timeout_s)
-
-
-def size_of(ranges: Iterable[SampleRange]) -> int:
-    """Number of samples in the ranges."""
-    return sum(r.stop - r.start for r in ranges)
-
-
-def joined(ranges: Iterable[SampleRange]) -> list[SampleRange]:
-    """The same samples in as few ranges as possible, in order."""
-    found: list[SampleRange] = []
-    for r in sorted(ranges):
-        last = found[-1] if found else None
-        if last is not None and last.epoch == r.epoch and r.start <= last.stop:
-            found[-1] = SampleRange(r.epoch, last.start, max(last.stop, r.stop))
-        else:
-            found.append(r)
-    return found
-
-
-def without(ranges: Iterable[SampleRange], taken: Iterable[SampleRange]) -> list[SampleRange]:
-    """Ranges without the parts that are in `taken`."""
-    left = list(ranges)
-    for t in taken:
-        parts = [(r, max(r.start, t.start), min(r.stop, t.stop)) for r in left]
-        left = []
-        for r, start, stop in parts:
-            if r.epoch != t.epoch or start >= stop:
-                left.append(r)
-                continue
-            rest = (SampleRange(r.epoch, r.start, start), SampleRange(r.epoch, stop, r.stop))
-            left += [part for part in rest if part.start < part.stop]
-    return left
 
 
 def _message(r: SampleRange) -> samples_pb2.SampleRange:

@@ -8,9 +8,9 @@ from typing import TypeVar
 import grpc
 import structlog
 
-from shoal_client.bulk.transport import transport_of
 from shoal_client.connection.coordinators import CHANNEL_OPTIONS, chance, close_channels
 from shoal_client.connection.tls_refusals import explained
+from shoal_client.connection.transport import transport_of
 from shoal_proto.errors import CorruptError, RetryError, ShoalError, Unavailable
 from shoal_proto.segments.sealed import Segment
 from shoal_proto.segments.transfer import SegmentConnection, StagedSegment

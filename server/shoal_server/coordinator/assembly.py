@@ -7,17 +7,12 @@ import grpc.aio
 
 from shoal_proto.errors import ShoalError
 from shoal_proto.v1 import (
-    clocks_pb2_grpc,
     membership_pb2_grpc,
     outputs_pb2_grpc,
     rendezvous_pb2_grpc,
     repair_pb2_grpc,
-    samples_pb2_grpc,
-    shards_pb2_grpc,
-    snapshots_pb2_grpc,
     weights_pb2_grpc,
 )
-from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.history import HistoryKeeper
 from shoal_server.coordinator.job_reset import JobReset
 from shoal_server.coordinator.jobs.job_actor import JobDependencies
@@ -26,22 +21,14 @@ from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry, steady_unix_clock
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
+from shoal_server.coordinator.plug_in.interface import Host, plugged_in
+from shoal_server.coordinator.plug_in.options import ParameterOptions
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
 from shoal_server.coordinator.repair.service import RepairService
 from shoal_server.coordinator.retention import Retention
 from shoal_server.coordinator.retention_policy import RetentionPolicy
-from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.coordinator.servers.answering import answering
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.coordinator.shards.controller import ShardController
-from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
-from shoal_server.coordinator.shards.loss_log import LossLog
-from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
-from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
-from shoal_server.coordinator.snapshots.service import SnapshotService
-from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, TakenSnapshot
 from shoal_server.coordinator.view import CoordinatorView
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.generations.roster import Step
@@ -51,9 +38,7 @@ from shoal_server.etcd.leader_store import LeaderStore, Term
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.serving.tasks import keep_on, running
 from shoal_server.status.board import StatusBoard
-from shoal_server.status.history.stories import seconds
 from shoal_server.status.reading import StatusQueries
-from shoal_server.status.shards import ShardReader
 
 
 class Coordinator:
@@ -65,58 +50,24 @@ class Coordinator:
         store: KeyValueStore,
         limits: Limits,
         *,
-        copies: int = 2,
-        snapshots: SnapshotPolicy | None = None,
+        parameters: ParameterOptions | None = None,
         retention: RetentionPolicy | None = None,
         bounds: JobLimits | None = None,
     ) -> None:
+        """`parameters`: for jobs with parameters on servers; without, they are not served."""
         bounds = bounds or JobLimits()
         self.term = Term()
         self.board = StatusBoard()
-        shard_reader = ShardReader(store)
         leading = self._store = LeaderStore(store, self.term.conditions, self.term.depose)
         self.registry = Registry(self._job_dependencies(leading, bounds.max_jobs), limits)
-        self.samples = SamplesService(
-            leading,
-            self.registry.authorize,
-            self._num_members,
-            clock=self.registry.clock,
-            on_failed=self.registry.quarantine,
-        )
-        losses = LossLog(self.board.event)
-        self.shards = ShardsService(
-            leading,
-            self.registry.authorize,
-            copies,
-            accepting=LossAcceptance(leading, losses, self.samples, self.registry.require_leading),
-            call_wait_s=bounds.call_wait_s,
-        )
-        server_calls = ServerCalls()
-        self._closing = (shard_reader.close, server_calls.close)
-        state = JobPosition(cursor=self.samples.books, training=self._training)
-        taker = SnapshotTaker(self._store, server_calls, state, self._snapshot_taken)
-        self.snapshots = self._snapshot_service(
-            snapshots or SnapshotPolicy(), losses, server_calls, taker
-        )
-        self._shard_controller = ShardController(
-            leading,
-            self.snapshots.restore_lost,
-            measure=shard_reader.measure,
-            loss_log=losses,
-            is_restoring=self.snapshots.is_restoring,
-        )
+        self._server_calls = ServerCalls()
+        self.plug_in = plugged_in(self._host(limits, bounds), parameters)
         self._while_leading = AsyncExitStack()
         self.rendezvous = RendezvousService(self.registry, bounds)
-        self.clocks = ClocksService(
-            self.registry.authorize,
-            self.registry.declare_lost,
-            self.registry.clock,
-            stuck_after_s=limits.collective_s,
-        )
         self.weights = WeightSeriesService(
             leading,
-            server_calls,
-            taker.publish,
+            self._server_calls,
+            self.plug_in.publish_cut,
             authorize=self.registry.authorize,
             require_leading=self.registry.require_leading,
             is_job=lambda job: not self.registry.is_free(job),
@@ -128,18 +79,14 @@ class Coordinator:
             leading,
             DurableJobs(leading),
             self.registry,
-            samples=self.samples,
-            clocks=self.clocks,
+            self.plug_in,
             rendezvous=self.rendezvous,
             outputs=outputs,
             weights=self.weights,
         )
         self.view = CoordinatorView(
             self.registry,
-            self.samples,
-            self.clocks,
-            shard_reader,
-            self.shards,
+            self.plug_in,
             outputs=outputs,
             weights=self.weights,
         )
@@ -147,8 +94,7 @@ class Coordinator:
             leading,
             self.registry,
             self.resetting,
-            samples=self.samples,
-            clocks=self.clocks,
+            self.plug_in,
             result_of=self._result_of,
             limits=(retention or RetentionPolicy()).limits,
         )
@@ -157,8 +103,7 @@ class Coordinator:
         # The registry calls these services, which are constructed after it: they are looked up
         # late.
         def member_lost(job: str, member_id: str, incarnation: str) -> None:
-            self.samples.member_lost(job, member_id, incarnation)
-            self.clocks.member_lost(job, member_id, incarnation)
+            self.plug_in.member_lost(job, member_id, incarnation)
 
         def job_failed(job: str, error: Exception) -> ShoalError:
             return self.registry.quarantine(job, error)
@@ -180,44 +125,34 @@ class Coordinator:
             max_jobs=max_jobs,
         )
 
+    def _host(self, limits: Limits, bounds: JobLimits) -> Host:
+        # `resetting` is constructed after the plug-in: it is looked up late.
+        def reset_unix_s(job: str) -> float:
+            return self.resetting.ended_unix_s(job)
+
+        return Host(
+            store=self._store,
+            board=self.board,
+            server_calls=self._server_calls,
+            clock=self.registry.clock,
+            authorize=self.registry.authorize,
+            require_leading=self.registry.require_leading,
+            declare_lost=self.registry.declare_lost,
+            quarantine=self.registry.quarantine,
+            num_members=self._num_members,
+            training=self._training,
+            reset_unix_s=reset_unix_s,
+            stuck_after_s=limits.collective_s,
+            call_wait_s=bounds.call_wait_s,
+        )
+
     async def _take_up_again(self, job: str) -> str:
-        self.samples.close_replaced(job)
+        self.plug_in.reopen(job)
         actor = await self.registry.take_up_again(job)
         if actor is None:
             return ""
-        self.clocks.inherit(job, actor.trainers())
+        self.plug_in.inherit(job, actor.trainers())
         return actor.job.phase.value
-
-    def _snapshot_service(
-        self,
-        policy: SnapshotPolicy,
-        losses: LossLog,
-        server_calls: ServerCalls,
-        taker: SnapshotTaker,
-    ) -> SnapshotService:
-        # `resetting` is constructed after this service: it is looked up late.
-        def begun_unix_s(job: str) -> float:
-            return self.resetting.ended_unix_s(job)
-
-        return SnapshotService(
-            policy,
-            taker,
-            SnapshotRestorer(self._store, server_calls, self.samples.close_replaced, answering),
-            self.registry.require_leading,
-            begun_unix_s,
-            on_restored=losses.restored,
-        )
-
-    def _snapshot_taken(self, taken: TakenSnapshot) -> None:
-        manifest, mib = taken.manifest, 2**20
-        step = manifest.training.get("step")
-        self.board.snapshot_taken(
-            manifest.job,
-            manifest.taken_unix_s,
-            f"snapshot {manifest.number}{f' of step {step}' if step else ''}:"
-            f" {manifest.num_bytes / mib:.1f} MiB, {manifest.num_new_bytes / mib:.1f} of them new;"
-            f" pushes waited {seconds(taken.pause_s)}",
-        )
 
     def _num_members(self, job: str) -> int:
         actor = self.registry.actor_if_known(job)
@@ -247,37 +182,34 @@ class Coordinator:
         )
         membership_pb2_grpc.add_MembershipServicer_to_server(membership, server)
         rendezvous_pb2_grpc.add_RendezvousServicer_to_server(self.rendezvous, server)
-        clocks_pb2_grpc.add_ClocksServicer_to_server(self.clocks, server)
         outputs_pb2_grpc.add_OutputsServicer_to_server(self.view.outputs, server)
-        samples_pb2_grpc.add_SamplesServicer_to_server(self.samples, server)
-        shards_pb2_grpc.add_ShardsServicer_to_server(self.shards, server)
-        snapshots_pb2_grpc.add_SnapshotsServicer_to_server(self.snapshots, server)
         weights_pb2_grpc.add_WeightSeriesServicer_to_server(self.weights, server)
-        repairs = RepairService(self._store, self.registry, self._take_up_again)
+        repairs = RepairService(
+            self._store, self.registry, self.plug_in.check_record, self._take_up_again
+        )
         repair_pb2_grpc.add_RepairsServicer_to_server(repairs, server)
+        self.plug_in.add_services(server)
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator["Coordinator"]:
         """Run the background work that does not depend on leading."""
-        async with self.samples:
+        async with self.plug_in.running():
             try:
                 yield self
             finally:
-                for close in self._closing:
-                    await close()
+                await self._server_calls.close()
 
     async def lead(self, conditions: Sequence[Compare]) -> None:
         """Take over every job. Each write to etcd carries `conditions` and fails if they no longer
         hold."""
         self.term.begin(conditions)
-        await self.snapshots.announce_roots(self._store)
+        await self.plug_in.begin()
         await self.resetting.read()
         await self._while_leading.enter_async_context(self.weights.leading())
-        await self.registry.read(self.samples.open_existing)
+        await self.registry.read(self.plug_in.open_job)
         for actor in self.registry.begin():
-            self.clocks.inherit(actor.job.spec.job, actor.trainers())
-        await self._while_leading.enter_async_context(self._shard_controller.working())
-        await self._while_leading.enter_async_context(self.snapshots.working(self._store))
+            self.plug_in.inherit(actor.job.spec.job, actor.trainers())
+        await self._while_leading.enter_async_context(self.plug_in.leading())
         history = HistoryKeeper(self._store, self.registry, self.board)
         work = keep_on(self.retention.run, "retention"), keep_on(history.run, "history")
         await self._while_leading.enter_async_context(running(*work))
@@ -286,8 +218,7 @@ class Coordinator:
         """Drop every job: another coordinator leads, or this one ends."""
         await self._while_leading.aclose()
         self.rendezvous.forget_all()
-        self.clocks.forget_all()
         self.view.outputs.forget_all()
         await self.registry.step_down()
-        await self.samples.hand_over()
+        await self.plug_in.hand_over()
         self.term.end()

@@ -17,14 +17,9 @@ from shoal_proto.incarnation import public_id
 from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksServicer
 from shoal_proto.v1.identity_pb2 import Token
-from shoal_server.core.clocks import (
-    ClockReport,
-    Clocks,
-    ClockStatus,
-    MemberProcess,
-    NoClock,
-)
+from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock
 from shoal_server.core.positions import ClockPosition
+from shoal_server.core.processes import MemberProcess
 from shoal_server.serving.rpc import Context
 
 log = structlog.get_logger(__name__)

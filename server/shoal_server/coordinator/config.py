@@ -8,8 +8,8 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from shoal_proto.errors import InvalidSpec
+from shoal_server.coordinator.plug_in.options import ParameterOptions, SnapshotPolicy
 from shoal_server.coordinator.retention_policy import RetentionPolicy
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.election import DEFAULT_TTL_S
 from shoal_server.etcd.remote.config import EtcdConfig
@@ -66,6 +66,9 @@ class CoordinatorConfig:
     """Longest time, on SIGTERM, for which the leader stays for members that drain: they write a
     last checkpoint meanwhile. If none drains it ends within 5 s, without members at once, as at
     a second signal. 0: it does not wait."""
+    without_parameters: Annotated[bool, Parameter(name="--no-parameters")] = False
+    """Serve no jobs with parameters on servers (async-sgd, ssp, bsp, tables): load nothing of what
+    they need, and refuse their calls. The same for all coordinators of one etcd."""
     copies: Annotated[int, Parameter(metavar="N")] = 2
     """Number of servers that hold each shard of parameters, if there are that many."""
     snapshots: Annotated[SnapshotPolicy, FLAT] = field(default_factory=SnapshotPolicy)
@@ -98,3 +101,10 @@ class CoordinatorConfig:
             raise InvalidSpec(
                 "bad --leader-lease-s", seen=f"{self.leader_lease_s:g}", expected="above 0"
             )
+
+    @property
+    def parameter_options(self) -> ParameterOptions | None:
+        """The options of jobs with parameters on servers; None if they are not served."""
+        if self.without_parameters:
+            return None
+        return ParameterOptions(copies=self.copies, snapshots=self.snapshots)

@@ -10,22 +10,20 @@ from collections.abc import Sequence
 import structlog
 
 from shoal_proto.errors import InternalError
-from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.earlier_runs import EarlierRuns, check_unused, from_json
 from shoal_server.coordinator.persistence.quarantine import unreadable
 from shoal_server.coordinator.persistence.stored_json import named_under
+from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.rendezvous import RendezvousService
-from shoal_server.coordinator.samples.service import SamplesService
 from shoal_server.core.generations.roster import NO_GENERATION, Generation
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, KeyValue, Operation, Put
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord, taken_apart
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.records import assignments
 
 log = structlog.get_logger(__name__)
 
@@ -41,9 +39,8 @@ class JobReset:
         store: LeaderStore,
         jobs: DurableJobs,
         registry: Registry,
+        plug_in: PlugIn,
         *,
-        samples: SamplesService,
-        clocks: ClocksService,
         rendezvous: RendezvousService,
         outputs: OutputsService,
         weights: WeightSeriesService,
@@ -51,8 +48,7 @@ class JobReset:
         self._store = store
         self._jobs = jobs
         self._registry = registry
-        self._samples = samples
-        self._clocks = clocks
+        self._plug_in = plug_in
         self._rendezvous = rendezvous
         self._outputs = outputs
         self._weights = weights
@@ -88,7 +84,7 @@ class JobReset:
         NotLeader. The job is then unchanged.
         """
         known = self._registry.earlier_runs.get(job)
-        async with self._registry.forgetting(job) as actor, self._samples.closed(job):
+        async with self._registry.forgetting(job) as actor, self._plug_in.closed(job):
             if actor is not None:
                 # A pending write of the old run must not land after the deletion.
                 await actor.carried_out(WRITTEN_WITHIN_S)
@@ -112,7 +108,7 @@ class JobReset:
                 self._registry.earlier_runs.pop(job, None)
             else:
                 self._registry.earlier_runs[job] = earlier
-            self._clocks.forget(job)
+            self._plug_in.forget(job)
         self._rendezvous.drop_dead(job)
         self._outputs.forget(job)
         log.info("job_reset", job=job, last_generation=earlier.last_generation)
@@ -157,7 +153,7 @@ def _operations(earlier: EarlierRuns, *, keeps_runs: bool) -> list[Operation]:
     runs = Put(keys.reset(job), earlier.to_json()) if keeps_runs else Delete(keys.reset(job))
     return [
         Delete(keys.job_prefix(job), prefix=True),
-        assignments.taken_away(job),
+        Delete(keys.assignments(job), prefix=True),
         Delete(keys.quarantined(job), prefix=True),
         runs,
     ]

@@ -12,8 +12,8 @@ from shoal_proto.errors import ShoalError
 from shoal_proto.tls import identity
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.config import CoordinatorConfig
+from shoal_server.coordinator.departure import see_members_off
 from shoal_server.coordinator.jobs.operations import JobOperations
-from shoal_server.coordinator.leadership.departure import see_members_off
 from shoal_server.coordinator.leadership.health import HealthService
 from shoal_server.coordinator.leadership.leader_failover import end_when_gone
 from shoal_server.etcd import keys
@@ -66,8 +66,7 @@ async def serve(config: CoordinatorConfig) -> None:
         coordinator = Coordinator(
             store,
             config.limits,
-            copies=config.copies,
-            snapshots=config.snapshots,
+            parameters=config.parameter_options,
             retention=config.retention,
             bounds=config.admission.jobs,
         )
@@ -131,7 +130,7 @@ def _operations(config: CoordinatorConfig, coordinator: Coordinator) -> JobOpera
     known = config.http_tokens is not None or config.http_clients == "user"
     if not known and identity.own() is not None:
         return None
-    return JobOperations(coordinator.registry, coordinator.snapshots.take)
+    return JobOperations(coordinator.registry, coordinator.plug_in.take_snapshot)
 
 
 def _http_url(config: CoordinatorConfig, address: str, port: int) -> str:

@@ -12,13 +12,12 @@ import structlog
 
 from shoal_proto.errors import JobInUse, JobQuarantined, NotLeader, RetryError
 from shoal_server.coordinator.clock_mark import ClockMark
-from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.job_reset import WRITTEN_WITHIN_S, JobReset
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
 from shoal_server.coordinator.persistence.stored_json import state_to_json
-from shoal_server.coordinator.samples.service import SamplesService
+from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import JobResult
 from shoal_server.core.membership.phases import OVER
@@ -26,7 +25,6 @@ from shoal_server.core.retention import REMOVES, DueAction, JobAge, RetentionLim
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Operation, Put
 from shoal_server.etcd.leader_store import LeaderStore
-from shoal_server.etcd.records import assignments
 
 log = structlog.get_logger(__name__)
 
@@ -41,20 +39,18 @@ class Retention:
         store: LeaderStore,
         registry: Registry,
         resetting: JobReset,
+        plug_in: PlugIn,
         *,
-        samples: SamplesService,
-        clocks: ClocksService,
         result_of: Callable[[str], JobResult],
         limits: RetentionLimits,
         clock: Callable[[], float] | None = None,
     ) -> None:
         """`result_of` returns what is known of a job that is over, except its number of samples if
-        its ledger is not open. `clock`: by default the registry's."""
+        they are not in memory. `clock`: by default the registry's."""
         self._store = store
         self._registry = registry
         self._resetting = resetting
-        self._samples = samples
-        self._clocks = clocks
+        self._plug_in = plug_in
         self._result_of = result_of
         self._limits = limits
         self._clock = clock or registry.clock
@@ -151,26 +147,26 @@ class Retention:
     async def _keep_result(self, actor: JobActor) -> None:
         name = actor.job.spec.job
         try:
-            counts = await self._samples.counts(name)
+            num_samples = await self._plug_in.num_samples(name)
         except JobQuarantined as error:
             log.warning("samples_not_counted", job=name, reason=str(error))
-            counts = None
+            num_samples = None
         if not self._is_known(actor):
             return  # it was removed while its samples were counted
         found = self._result_of(name)
-        if counts is not None:
-            found = replace(found, num_samples=counts.completed)
+        if num_samples is not None:
+            found = replace(found, num_samples=num_samples)
         await actor.keep_result(found)
 
     async def _clear(self, actor: JobActor) -> None:
         name = actor.job.spec.job
-        async with self._registry.forgetting(name), self._samples.closed(name):
+        async with self._registry.forgetting(name), self._plug_in.closed(name):
             await actor.carried_out(WRITTEN_WITHIN_S)
             kept = await StoredJobs(self._store).state(name)
             assert kept is not None, "a job's result is stored before the job is cleared"
             left = replace(kept, tally=replace(actor.job.tally, is_cleared=True))
             written = await self._store.transact((), _cleared(name, left))
-            self._clocks.forget(name)
+            self._plug_in.forget(name)
         self._registry.keep_cleared(replace(left, revision=written.revision))
         log.info("job_cleared", job=name, over_for_s=self._limits.records_s)
 
@@ -187,6 +183,6 @@ def _cleared(job: str, left: StateRecord) -> list[Operation]:
         Delete(keys.sample_ledger(job)),
         Delete(keys.sample_deltas(job), prefix=True),
         Delete(keys.quarantined(job), prefix=True),
-        assignments.taken_away(job),
+        Delete(keys.assignments(job), prefix=True),
         Put(keys.job_state(job), state_to_json(left)),
     ]

@@ -4,18 +4,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from shoal_proto.incarnation import public_id
-from shoal_server.coordinator.clocks import ClocksService
 from shoal_server.coordinator.jobs.job_actor import JobActor
 from shoal_server.coordinator.jobs.outputs import OutputsService
 from shoal_server.coordinator.jobs.registry import Registry
+from shoal_server.coordinator.plug_in.interface import PlugIn
 from shoal_server.coordinator.publications.service import WeightSeriesService
-from shoal_server.coordinator.samples.service import SamplesService
-from shoal_server.coordinator.shards.service import ShardsService
 from shoal_server.core.generations.roster import GenerationRecord
 from shoal_server.serving.access.caller_proof import CallerProof
-from shoal_server.status.from_core import job_view, member_view, quarantined_view, samples_view
+from shoal_server.status.from_core import job_view, member_view, quarantined_view
 from shoal_server.status.from_weights import series_view
-from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import (
     JobView,
     MemberView,
@@ -33,19 +30,13 @@ class CoordinatorView:
     def __init__(
         self,
         registry: Registry,
-        samples: SamplesService,
-        clocks: ClocksService,
-        shards: ShardReader,
-        placing: ShardsService,
+        plug_in: PlugIn,
         *,
         outputs: OutputsService,
         weights: WeightSeriesService,
     ) -> None:
         self._registry = registry
-        self._samples = samples
-        self._clocks = clocks
-        self._shards = shards
-        self._placing = placing
+        self._plug_in = plug_in
         self.outputs = outputs
         self._weights = weights
         self.address = ""
@@ -81,18 +72,11 @@ class CoordinatorView:
             last_seen=actor.last_seen,
             now_s=self._registry.clock(),
         )
-        waiting, clocks = self._waiting(view.job), self._clocks.clocks(view.job)
+        waiting, clocks = self._plug_in.waiting(view.job), self._plug_in.clocks(view.job)
         if not clocks and not waiting:
             return view
         members = tuple(_timed(member, clocks, waiting) for member in view.members)
         return replace(view, members=members)
-
-    def _waiting(self, name: str) -> Mapping[str, tuple[str, float]]:
-        """Reasons and starts of the waits of members that go at their own pace."""
-        waiting: dict[str, tuple[str, float]] = {}
-        for source in (self._placing, self._samples, self._clocks):
-            waiting |= source.waiting(name)
-        return waiting
 
     def member(self, name: str, member_id: str) -> MemberView | None:
         actor = self._registry.actor_if_known(name)
@@ -101,7 +85,7 @@ class CoordinatorView:
             return None
         now_s = self._registry.clock()
         view = member_view(actor.job, member, actor.last_seen_of(member_id), now_s=now_s)
-        return _timed(view, self._clocks.clocks(name), self._waiting(name))
+        return _timed(view, self._plug_in.clocks(name), self._plug_in.waiting(name))
 
     def process(self, name: str, member_id: str) -> str | None:
         actor = self._registry.actor_if_known(name)
@@ -109,11 +93,10 @@ class CoordinatorView:
         return None if member is None else public_id(member.incarnation)
 
     def samples(self, job: str) -> SamplesView | None:
-        counts = self._samples.summary(job)
-        return None if counts is None else samples_view(counts)
+        return self._plug_in.samples(job)
 
     async def shards(self, job: str) -> ShardsView | None:
-        return await self._shards.read(job)
+        return await self._plug_in.shards(job)
 
     def weights(self, job: str = "") -> Sequence[PublishedSeriesView]:
         found = self._weights.series_of(job) if job else self._weights.series()

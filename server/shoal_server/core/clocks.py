@@ -28,18 +28,11 @@ included.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import NamedTuple
 
 from shoal_server.core.positions import ClockPosition, PositionIndex
+from shoal_server.core.processes import MemberProcess
 
 MAX_NAMES = 5
-
-
-class MemberProcess(NamedTuple):
-    """One process of a member."""
-
-    member_id: str
-    incarnation: str
 
 
 class NoClock(Exception):

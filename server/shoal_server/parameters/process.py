@@ -26,8 +26,8 @@ from shoal_proto.tls.bulk_offers import BulkOffers
 from shoal_proto.v1.snapshots_pb2_grpc import add_ShardSnapshotsServicer_to_server
 from shoal_proto.v1.tables_pb2_grpc import add_TablesServicer_to_server
 from shoal_proto.v1.weights_pb2_grpc import add_WeightStoreServicer_to_server
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import snapshot_roots
 from shoal_server.etcd.remote.client import opened

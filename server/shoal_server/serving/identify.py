@@ -9,7 +9,7 @@ from shoal_proto.tls.channels import open_aio_channel
 from shoal_proto.tls.names import SERVER_NAME
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 
 
 async def answers(

@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, ShoalError, Unavailable
 from shoal_proto.pieces import Buffer
-from shoal_server.snapshots.locations import AllowedRoots, Location, is_below
+from shoal_server.serving.locations import AllowedRoots, Location, is_below
 
 WITH_FOLDERS = ("file", "memory")
 """Storage with folders to create and remove; buckets have none."""

@@ -1,7 +1,7 @@
 """Conversion of the core's types to views."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from shoal_proto.incarnation import public_id
 from shoal_server.core.generations.roster import GenerationRecord, GenerationRoster
@@ -10,18 +10,15 @@ from shoal_server.core.membership.member import MemberState
 from shoal_server.core.membership.pauses import Pause
 from shoal_server.core.membership.phases import OVER as PHASES_OVER
 from shoal_server.core.membership.phases import Phase
-from shoal_server.core.samples.requests import LedgerCounts
 from shoal_server.status.views import (
     OVER,
     ConflictView,
-    EpochSamplesView,
     GenerationView,
     JobView,
     LifeView,
     MemberView,
     ProcessView,
     RosterEntryView,
-    SamplesView,
 )
 
 MAX_GENERATIONS = 100
@@ -158,13 +155,6 @@ def generation_view(record: GenerationRecord) -> GenerationView:
             ConflictView(field=c.field, values=dict(c.values)) for c in record.conflicts
         ),
     )
-
-
-def samples_view(counts: LedgerCounts) -> SamplesView:
-    """The sample ledger, in numbers."""
-    numbers = asdict(counts)
-    epochs = tuple(EpochSamplesView(**epoch) for epoch in numbers.pop("epochs"))
-    return SamplesView(**numbers, repeated_max=counts.repeated_max, epochs=epochs)
 
 
 def _member_view(job: Job, member: MemberState, seen: LastSeen | None) -> MemberView:

@@ -19,8 +19,8 @@ class StatusSource(Protocol):
     """A coordinator, seen from its status page. Answers come from memory, except `shards` and
     `output`.
 
-    `views.JobView` of a `core.job.Job` is made by `from_core.job_view`, `SamplesView` of a
-    ledger's counts by `from_core.samples_view`, and `ShardsView` is read by `shards.ShardReader`.
+    `views.JobView` of a `core.job.Job` is made by `from_core.job_view`, and `ShardsView` is read by
+    `shards.ShardReader`.
     """
 
     def readiness(self) -> Readiness: ...

@@ -11,11 +11,12 @@ import pytest
 from support.clusters.coordinator_world import Served, entered, propose, served
 from support.processes.load import unhurried
 
-from shoal.data.sample_leases import Leases
+from shoal.strategies.asynchronous.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.membership import member_core
 from shoal_client.progress.clocks import Clock
-from shoal_client.progress.samples import Reserve, SampleLease, SampleRange, joined
+from shoal_client.progress.ranges import SampleRange, joined
+from shoal_client.progress.samples import Reserve, SampleLease
 from shoal_proto import back_off
 from shoal_proto.errors import Fenced, MemberDrained, Unavailable
 from shoal_proto.v1 import clocks_pb2

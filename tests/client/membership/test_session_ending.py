@@ -22,8 +22,8 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.v1.membership_pb2 import Prepare, Rejection
-from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.memory import MemoryStore
 
 QUICK = Limits(heartbeat_s=0.1, join_s=14.0)

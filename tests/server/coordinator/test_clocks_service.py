@@ -17,8 +17,8 @@ from shoal_proto.v1 import clocks_pb2 as pb
 from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_server.coordinator.clocks import MAX_JOBS, ClocksService
-from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.limits import Limits
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.memory import MemoryStore
 
 DEADLINE_S = 20.0
@@ -75,7 +75,7 @@ async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> Non
         fast.clock.finished()
         assert not await fast.step(), "one round ahead is within the bound"
         waits = asyncio.create_task(fast.step())
-        await until(lambda: bool(world.coordinator.clocks.waiting("j")))
+        await until(lambda: bool(world.parameters.clock_service.waiting("j")))
         (job,) = world.coordinator.view.jobs()
         shown = {member.member_id: member for member in job.members}
         assert shown["a"].waiting_for == "b in round 0: its own next is 2, the bound 1"
@@ -85,7 +85,7 @@ async def test_a_member_that_waits_for_another_is_shown_with_the_reason() -> Non
         assert await slow.step(), "it was left behind: it pulls, and goes on where the others are"
         assert slow.clock.round == 3
         assert await waits
-        assert world.coordinator.clocks.waiting("j") == {}
+        assert world.parameters.clock_service.waiting("j") == {}
 
 
 async def test_nobody_waits_for_a_member_that_left() -> None:
@@ -154,8 +154,8 @@ async def test_after_a_change_of_leaders_members_say_their_clocks_again() -> Non
                 each.coordinators.move_on(first.address, successor)
             assert not await fast.step(), "by what it knows already it may begin, and tells so"
             waits = asyncio.create_task(fast.step())
-            await until(lambda: bool(second.coordinator.clocks.waiting("j")))
-            (reason, _) = second.coordinator.clocks.waiting("j")["a"]
+            await until(lambda: bool(second.parameters.clock_service.waiting("j")))
+            (reason, _) = second.parameters.clock_service.waiting("j")["a"]
             assert reason == "b to report their clocks to the new leader"
             assert not waits.done()
             slow.clock.finished()

@@ -18,7 +18,8 @@ from shoal_proto.v1.samples_pb2_grpc import SamplesStub
 from shoal_server.coordinator.persistence.stored_json import state_to_json
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,

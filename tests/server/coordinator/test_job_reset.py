@@ -15,7 +15,7 @@ from shoal_proto.status import from_detail
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.samples_pb2 import LeaseRequest
-from shoal_server.core.clocks import MemberProcess
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Operation, Put, TransactionResult
 from shoal_server.etcd.memory import MemoryStore
@@ -211,7 +211,7 @@ async def test_the_next_run_goes_over_all_samples() -> None:
     store = MemoryStore()
     async with served(store) as world:
         (a,) = await world.training("a")
-        samples = world.coordinator.samples
+        samples = world.parameters.sample_service
 
         async def train_on_all(member: MemberSession) -> int:
             request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)

@@ -43,8 +43,7 @@ class Sweeper:
             coordinator._store,
             coordinator.registry,
             coordinator.resetting,
-            samples=coordinator.samples,
-            clocks=coordinator.clocks,
+            coordinator.plug_in,
             result_of=coordinator._result_of,
             limits=RetentionPolicy().limits,
             clock=lambda: self.now_s,
@@ -79,7 +78,7 @@ async def train_on_samples(world: Served, member: MemberSession) -> None:
     """Eight samples, of which etcd knows; the loss was 0.5 at step 7."""
     request = LeaseRequest(token=member.token, dataset_size=8, num_epochs=1, sequence=1)
     request.num_samples = 8
-    samples = world.coordinator.samples
+    samples = world.parameters.sample_service
     leased = (await samples.Lease(request, None)).range  # type: ignore[arg-type]
     request.sequence = 2
     request.completed.append(leased)
@@ -360,7 +359,8 @@ async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trou
         (a,) = await world.training("a")
         await train_on_samples(world, a)
         sweeper, coordinator = Sweeper(world), world.coordinator
-        counts = coordinator.samples.counts
+        samples = world.parameters.sample_service
+        counts = samples.counts
 
         async def counts_and_loses_it(job: str) -> LedgerCounts | None:
             found = await counts(job)
@@ -369,7 +369,7 @@ async def test_a_job_that_is_taken_away_while_its_samples_are_counted_is_no_trou
             return found
 
         with (
-            patch.object(coordinator.samples, "counts", counts_and_loses_it),
+            patch.object(samples, "counts", counts_and_loses_it),
             structlog.testing.capture_logs() as logs,
         ):
             # The coordinator sweeps as well, as soon as the job is over: one of both comes first.

@@ -11,14 +11,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.oracles.plain_clocks import PlainClocks
 
-from shoal_server.core.clocks import (
-    ClockReport,
-    Clocks,
-    ClockStatus,
-    MemberProcess,
-    NoClock,
-)
+from shoal_server.core.clocks import ClockReport, Clocks, ClockStatus, NoClock
 from shoal_server.core.positions import ClockPosition
+from shoal_server.core.processes import MemberProcess
 
 A, B, C = (MemberProcess(name, "1") for name in "abc")
 

@@ -8,12 +8,8 @@ import pytest
 
 from shoal_proto.errors import InternalError, NotLeader, Unavailable
 from shoal_proto.v1.replication_pb2 import ShardHolding
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,

@@ -3,7 +3,7 @@
 import pytest
 
 from shoal_proto.errors import InternalError
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import servers

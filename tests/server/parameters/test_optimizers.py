@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec, ShoalError, UnsupportedOptimizer
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_server.core.shards.placement import Parameter, cut_into_shards

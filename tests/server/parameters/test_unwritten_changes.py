@@ -10,6 +10,7 @@ import pytest
 from shoal_proto.errors import AccessDenied
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import LoadJournal, WriteShardRecord
 from shoal_server.core.replication.protocol.events import (
     JournalShardMissing,
@@ -18,7 +19,7 @@ from shoal_server.core.replication.protocol.events import (
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal import shard_journal
@@ -77,7 +78,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(driver, "submit_event", tell)
     writer = RecordWriter(driver, cast(AssignmentTable, record))
-    writer._write(WriteShardRecord(("job", 0)))
+    writer.write_shard_record(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
         await again.wait()
     await writer.close()
@@ -98,7 +99,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
         acknowledgements=cast(Acknowledgements, None),
         links=cast(OutgoingLinks, None),
     )
-    roles._load(LoadJournal(("job", 0), 3))
+    roles.load_journal(LoadJournal(("job", 0), 3))
     async with asyncio.timeout(LIMIT_S):
         assert await told.get() == JournalShardMissing(("job", 0), 3)
     await roles.close()

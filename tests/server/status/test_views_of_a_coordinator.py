@@ -17,10 +17,10 @@ from shoal_proto.errors import ProposalConflict
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.coordinator.parameters import samples_view
 from shoal_server.core.samples.requests import EpochCounts, LedgerCounts
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.status.app import build_app
-from shoal_server.status.from_core import samples_view
 from shoal_server.status.serve import StatusServer
 from shoal_server.status.shards import ShardReader
 from shoal_server.status.views import ShardsView

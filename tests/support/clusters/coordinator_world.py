@@ -15,7 +15,9 @@ from shoal_proto.incarnation import new_incarnation
 from shoal_proto.secrets import digest_of
 from shoal_proto.v1 import membership_pb2 as pb
 from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.coordinator.parameters import ParametersPlugIn
 from shoal_server.coordinator.persistence.durable import DurableJobs
+from shoal_server.coordinator.plug_in.options import ParameterOptions
 from shoal_server.core.limits import Limits
 from shoal_server.etcd.api import Compare, Keyspace, KeyValueStore
 from shoal_server.etcd.leader_store import LeaderStore
@@ -36,6 +38,11 @@ class Served:
     server: grpc.aio.Server
     address: str
     clients: list[MemberSession] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> ParametersPlugIn:
+        assert isinstance(self.coordinator.plug_in, ParametersPlugIn)
+        return self.coordinator.plug_in
 
     def client(
         self,
@@ -106,11 +113,15 @@ async def served(
     *,
     address: str = "127.0.0.1:0",
     bounds: JobLimits | None = None,
+    parameters: bool = True,
 ) -> AsyncIterator[Served]:
-    """Run a coordinator that leads, on a free port unless an address is given."""
+    """Run a coordinator that leads, on a free port unless an address is given. Without
+    `parameters` it has no plug-in."""
     server = new_server()
     address = f"127.0.0.1:{bind(server, address)}"
-    async with Coordinator(store, limits or Limits(), bounds=bounds).running() as coordinator:
+    options = ParameterOptions() if parameters else None
+    made = Coordinator(store, limits or Limits(), parameters=options, bounds=bounds)
+    async with made.running() as coordinator:
         coordinator.add_services(server)
         await coordinator.lead(conditions)
         await server.start()

@@ -21,7 +21,7 @@ from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.core.clocks import MemberProcess
+from shoal_server.core.processes import MemberProcess
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore

@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
-    Holder,
     JobAssignments,
     handed_over,
     in_step,

@@ -13,9 +13,9 @@ from shoal_client.parameters.dense import ParameterClient
 from shoal_proto.incarnation import public_id
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import ParameterSpec
+from shoal_server.coordinator.plug_in.options import SnapshotPolicy
 from shoal_server.coordinator.servers.answering import answering
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import RestoreResult, SnapshotRestorer
 from shoal_server.coordinator.snapshots.service import SnapshotService
 from shoal_server.coordinator.snapshots.taking import JobPosition, SnapshotTaker, TakenSnapshot

@@ -9,7 +9,7 @@ from support.models.seeding import seeded
 from torch import Tensor, nn, tanh
 
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 
 
 class Twins(nn.Module):

@@ -15,7 +15,7 @@ from torch.optim import SGD
 from shoal.data.batches import Loader
 from shoal.data.order import Order
 from shoal.strategies.layout.strategy import LayoutStrategy
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_proto.errors import InvalidSpec
 
 

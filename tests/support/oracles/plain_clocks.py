@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from shoal_server.core.clocks import ClockReport, ClockStatus, MemberProcess
+from shoal_server.core.clocks import ClockReport, ClockStatus
 from shoal_server.core.positions import ClockPosition
+from shoal_server.core.processes import MemberProcess
 
 
 @dataclass

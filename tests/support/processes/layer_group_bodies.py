@@ -17,7 +17,7 @@ from shoal.layouts.tensor.derivation import derive
 from shoal.layouts.tensor.layer_group import LayerGroup, TensorGroup
 from shoal.layouts.tensor.layout import TensorLayout
 from shoal.state.shards import StateShard
-from shoal_client.bulk.transport import TRANSPORT_VARIABLE
+from shoal_client.connection.transport import TRANSPORT_VARIABLE
 from shoal_proto.errors import GenerationBroken, InvalidSpec
 
 TRAINING = Training(

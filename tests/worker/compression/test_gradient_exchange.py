@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shoal
 from shoal.compression import gradient_exchange
 from shoal.model import gradients
-from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
+from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
 from shoal_proto.errors import NonFiniteGradient
 
 

@@ -25,8 +25,8 @@ from shoal.model.local_parts import local_part
 from shoal.model.several import SeveralModels, joined
 from shoal.session.session import Session
 from shoal.strategies import find_strategy
+from shoal.strategies.rollback.writes.script_writes import FIRST_STEPS
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal.strategies.synchronous.writes.script_writes import FIRST_STEPS
 from shoal_client.local.cluster import LocalCluster
 from shoal_proto.errors import InvalidSpec, UnequalPasses
 

@@ -7,11 +7,12 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset, TensorDataset, default_collate
 
-from shoal.data.loading import BatchLoader, Loading, Span
+from shoal.data.loading import BatchLoader, Loading
 from shoal.data.order import Order, SamplePosition, share
 from shoal.data.parts import of_step
 from shoal.data.samples import Collate, MapDataset, Samples
 from shoal.data.shards import Shards
+from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, SampleFailed
 
 MAX_SAMPLES_NAMED = 8
@@ -148,13 +149,13 @@ class Loader:
         epoch, start, stop = self.order.span(step)
         own_start, own_stop = share(start, stop, index, count)
 
-        def after() -> Iterator[Span]:
+        def after() -> Iterator[SampleRange]:
             for later in range(step + 1, self.order.num_steps):
                 its_epoch, its_start, its_stop = self.order.span(later)
                 own = share(its_start, its_stop, index, count)
-                yield _loaded(Span(its_epoch, *own), its_start)
+                yield _loaded(SampleRange(its_epoch, *own), its_start)
 
-        loaded = _loaded(Span(epoch, own_start, own_stop), start)
+        loaded = _loaded(SampleRange(epoch, own_start, own_stop), start)
         indices = self._indices(loaded.epoch, loaded.start, loaded.stop)
         try:
             inputs, targets = self._load(loaded, indices, after)
@@ -177,7 +178,7 @@ class Loader:
         stop: int,
         step: int,
         *,
-        after: Callable[[], Iterator[Span]] = lambda: iter(()),
+        after: Callable[[], Iterator[SampleRange]] = lambda: iter(()),
     ) -> Batch:
         """The batch of the samples at positions [start, stop) of an epoch's order, all for this
         member.
@@ -185,7 +186,7 @@ class Loader:
         `after` yields the spans that are likely to be asked for next.
         """
         indices = self._indices(epoch, start, stop)
-        inputs, targets = self._load(Span(epoch, start, stop), indices, after)
+        inputs, targets = self._load(SampleRange(epoch, start, stop), indices, after)
         return Batch(
             inputs=inputs,
             targets=targets,
@@ -196,7 +197,7 @@ class Loader:
         )
 
     def _load(
-        self, span: Span, indices: Tensor, after: Callable[[], Iterator[Span]]
+        self, span: SampleRange, indices: Tensor, after: Callable[[], Iterator[SampleRange]]
     ) -> tuple[Any, Any]:
         """Inputs and targets of the span, whose samples have these indices."""
         if span.epoch != self._epoch:
@@ -247,14 +248,14 @@ def _rows(column: Tensor, indices: Tensor) -> Tensor:
     return column.index_select(0, indices) if column.is_cpu else column[indices]
 
 
-def _loaded(own: Span, start: int) -> Span:
+def _loaded(own: SampleRange, start: int) -> SampleRange:
     """The span to load for a share of the batch that begins at `start`.
 
     A model need not handle an empty batch: a member without samples loads the batch's first one,
     which gets weight 0. A sample of another batch might take a path through the model that no
     sample of this batch takes, and give parameters on that path a gradient.
     """
-    return own if own.stop > own.start else Span(own.epoch, start, start + 1)
+    return own if own.stop > own.start else SampleRange(own.epoch, start, start + 1)
 
 
 def dataset_size(dataset: Dataset) -> int:

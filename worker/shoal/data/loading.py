@@ -34,6 +34,7 @@ from shoal.torch_private.dataloader import (
     raise_nothing_at_their_end,
     raising_at_their_end,
 )
+from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, LoadingFailed
 from shoal_proto.numbers_given import convert_fields
 
@@ -45,15 +46,6 @@ LOOK_S = 1.0
 """Interval at which a trainer that waits for a batch checks the loading processes."""
 WORK_SHARE = 0.001
 """Share of a processor's time below which a process is idle, and only polls for requests."""
-
-
-@dataclass(frozen=True)
-class Span:
-    """The positions [start, stop) of an epoch's order."""
-
-    epoch: int
-    start: int
-    stop: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,8 +214,8 @@ class BatchLoader:
         self.looks: Callable[[float], None] = lambda silent_s: None
         """Called repeatedly while a batch is late, with the seconds since a process last gave a
         sign. An exception that it raises ends the wait."""
-        self._upcoming: Iterator[Span] = iter(())
-        self._asked: deque[Span] = deque()
+        self._upcoming: Iterator[SampleRange] = iter(())
+        self._asked: deque[SampleRange] = deque()
         """The spans of the present run that are requested and not yet delivered."""
         self._iterator: Iterator[Any] | None = None
         self._watch: _FetchWatch | None = None
@@ -262,7 +254,7 @@ class BatchLoader:
         end_iteration(iterator)
         self._asked.clear()
 
-    def take(self, span: Span, after: Callable[[], Iterator[Span]]) -> Any:
+    def take(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> Any:
         """Return the batch of a span; `after` yields the spans that are likely to follow.
 
         If a loading process has ended, all processes are restarted, once for each batch. Raises
@@ -298,12 +290,14 @@ class BatchLoader:
             if delivered is not None and delivered[0] == int(self._run):
                 return delivered
 
-    def _begin_run(self, span: Span, after: Callable[[], Iterator[Span]]) -> None:
+    def _begin_run(self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]) -> None:
         self._run += 1
         self._asked.clear()
         self._upcoming = _first(span, self._ahead(span, after))
 
-    def _ahead(self, span: Span, after: Callable[[], Iterator[Span]]) -> Iterator[Span]:
+    def _ahead(
+        self, span: SampleRange, after: Callable[[], Iterator[SampleRange]]
+    ) -> Iterator[SampleRange]:
         for later in after():
             if later.epoch != span.epoch and not self._loading.persistent_workers:
                 return
@@ -448,7 +442,7 @@ def _loading_failed(loading: Loading, seen: str) -> LoadingFailed:
     )
 
 
-def _first(span: Span, others: Iterator[Span]) -> Iterator[Span]:
+def _first(span: SampleRange, others: Iterator[SampleRange]) -> Iterator[SampleRange]:
     yield span
     yield from others
 

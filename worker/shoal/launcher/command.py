@@ -148,6 +148,8 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
     config = LocalClusterConfig(
         directory=directory,
         num_parameter_servers=options.num_parameter_servers,
+        # Nobody else starts servers for it.
+        parameters=options.num_parameter_servers > 0,
         limits=options.limits,
         environment=environment,
         restart=RestartPolicy(),

@@ -9,12 +9,11 @@ from typing import cast
 import structlog
 
 from shoal.data.batches import Batch, Loader
-from shoal.data.loading import Span
-from shoal.data.sample_leases import Leases
 from shoal.membership.generation import Generation
 from shoal.session.elastic_controller import ElasticController
+from shoal.strategies.leasing import LeasingStrategy, SampleLeases
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
-from shoal_client.progress.samples import SampleClient, SampleRange
+from shoal_client.progress.ranges import SampleRange
 from shoal_proto.errors import InvalidSpec, JobFinished
 
 log = structlog.get_logger(__name__)
@@ -190,27 +189,21 @@ class SynchronousBatches(BatchSource):
 
 
 class LeasedBatches(BatchSource):
-    """Batches by sample lease from the coordinator, which leases a lost member's samples again."""
+    """Batches by the strategy's leases of samples, for members at their own pace."""
 
-    _leases: Leases | None = None
+    _leases: SampleLeases | None = None
     _leased: SampleRange | None = None
 
     num_steps = None
 
     def __iter__(self) -> Iterator[Batch]:
-        controller, order = self._controller, self._loader.order
+        controller = self._controller
         self._loader.start()
         controller.ensure_generation(self._fields)
-        samples = SampleClient(
-            controller.membership.coordinators,
-            lambda: controller.membership.token,
-            dataset_size=order.num_samples,
-            num_epochs=order.num_epochs,
-        )
-        self._leases = Leases(
-            samples,
-            order.global_batch_size,
-            round_batches=controller.strategy.steps_per_round,
+        strategy = controller.strategy
+        assert isinstance(strategy, LeasingStrategy), "it is not synchronous"
+        self._leases = strategy.lease_samples(
+            self._loader.order, controller.membership.coordinators
         )
         try:
             for span in self._leases:
@@ -239,13 +232,13 @@ class LeasedBatches(BatchSource):
             self._leased = span
             yield from self._offer(batch)
 
-    def _after(self, span: SampleRange) -> Iterator[Span]:
+    def _after(self, span: SampleRange) -> Iterator[SampleRange]:
         """The spans that are likely next, to load ahead: a lease covers many batches in
         sequence."""
         order = self._loader.order
         for start in range(span.stop, order.num_samples, order.global_batch_size):
             stop = min(start + order.global_batch_size, order.num_samples)
-            yield Span(span.epoch, start, stop)
+            yield SampleRange(span.epoch, start, stop)
 
     def acknowledged(self) -> Callable[[], None]:
         leased, self._leased = self._leased, None

@@ -367,11 +367,6 @@ class Strategy(ABC):
         """
         return False
 
-    @property
-    def steps_per_round(self) -> int:
-        """Largest number of steps that are acknowledged together (asynchronous only)."""
-        return 1
-
     def redoes(self, error: BaseException) -> bool:
         """True if this member alone has to repeat the step that ended with this error, with the
         same samples and the same `step`. Called before anything else handles the error."""

@@ -30,7 +30,6 @@ from shoal_server.coordinator.persistence.durable import DurableJobs
 from shoal_server.coordinator.persistence.records import Records
 from shoal_server.coordinator.persistence.stored_generations import StoredGenerations
 from shoal_server.coordinator.persistence.stored_jobs import StoredJobs
-from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.actions import (
     Action,
     AnswerCall,
@@ -52,6 +51,7 @@ from shoal_server.core.membership.events import (
     MemberEvent,
 )
 from shoal_server.core.membership.phases import OVER, Phase
+from shoal_server.core.processes import MemberProcess
 from shoal_server.serving.admission.config import JobLimits
 from shoal_server.status.board import DETAILS, StatusBoard
 from shoal_server.status.from_core import LastSeen

@@ -30,12 +30,12 @@ from shoal_server.coordinator.persistence.stored_generations import (
     size_problem,
 )
 from shoal_server.coordinator.persistence.stored_jobs import READS_AT_ONCE, StoredJob
-from shoal_server.core.clocks import MemberProcess
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import JobSpec
 from shoal_server.core.job.job import Job
 from shoal_server.core.limits import Limits
 from shoal_server.core.membership import events
+from shoal_server.core.processes import MemberProcess
 from shoal_server.etcd.api import Delete
 from shoal_server.serving.tasks import gather_bounded, keep_on_until_done
 

@@ -28,13 +28,13 @@ from shoal_proto.v1 import weights_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.snapshots_pb2 import FreezeReply, PublishCutRequest
 from shoal_proto.v1.weights_pb2_grpc import WeightSeriesServicer
+from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications import messages, stored_series
 from shoal_server.coordinator.publications.actor import Answer, SeriesActor
 from shoal_server.coordinator.publications.layouts import MergedLayouts
 from shoal_server.coordinator.publications.leading_check import LeadingCheck
 from shoal_server.coordinator.publications.stores import Stores
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.coordinator.snapshots.taking import PublishedCut
 from shoal_server.core.publications.holders import further_servers, servers_for
 from shoal_server.core.publications.limits import LEASE_S
 from shoal_server.core.publications.protocol import (
@@ -85,7 +85,7 @@ class WeightSeriesService(WeightSeriesServicer):
         call_wait_s: float = JobLimits.call_wait_s,
     ) -> None:
         """`authorize` raises for a stale token. `is_job` is True for the name of a job: only its
-        members publish its series. `publish_cut` is `SnapshotTaker.publish`. `call_wait_s`: maximum
+        members publish its series. `publish_cut` is `PlugIn.publish_cut`. `call_wait_s`: maximum
         time that a part waits for those of other ranks; its caller then sends it again."""
         self._store = store
         self._publish_cut = publish_cut

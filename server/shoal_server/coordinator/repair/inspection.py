@@ -8,11 +8,10 @@ from shoal_proto.errors import ShoalError
 from shoal_server.coordinator.persistence import codec, earlier_runs
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_from_json
-from shoal_server.coordinator.samples import stored_ledger
+from shoal_server.coordinator.plug_in.interface import CheckRecord
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace, KeyValue
 from shoal_server.etcd.json_fields import LaterFormat, UnreadableRecord
-from shoal_server.etcd.records import assignments, shard_map
 
 EXCERPT_BYTES = 120
 
@@ -103,39 +102,34 @@ async def records_of(store: Keyspace, job: str) -> list[KeyValue]:
     return [*found, runs] if runs is not None else found
 
 
-def broken(job: str, items: Sequence[KeyValue]) -> list[FaultyRecord]:
-    """Records of a job that cannot be read."""
+def broken(job: str, items: Sequence[KeyValue], check_other: CheckRecord) -> list[FaultyRecord]:
+    """Records of a job that cannot be read. `check_other` checks those of the plug-in."""
     found = []
     for item in items:
         kind = kind_of(job, item.key)
         if kind is None:
             continue
         try:
-            _READ[kind](job, item, items)
+            if kind in _READ:
+                _READ[kind](job, item)
+            else:
+                check_other(job, item, items)
         except (UnreadableRecord, ShoalError) as error:
             later = isinstance(error, LaterFormat) or isinstance(error.__cause__, LaterFormat)
             found.append(FaultyRecord(kind=kind, item=item, error=str(error)[:500], is_later=later))
     return found
 
 
-def _read_samples(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
-    prefix = keys.sample_deltas(job)
-    deltas = {each.key: each.value for each in items if each.key.startswith(prefix)}
-    stored_ledger.ledger_in(job, item.value, deltas)
-
-
-def _read_generation(job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
+def _read_generation(job: str, item: KeyValue) -> None:
     number = keys.generation_number(job, item.key)
     assert number is not None, "by its kind"
     stored_record(job, number, item.value)
 
 
-_READ: Mapping[RecordKind, Callable[[str, KeyValue, Sequence[KeyValue]], object]] = {
-    RecordKind.STATE: lambda job, item, _: state_from_json(job, item.value),
+_READ: Mapping[RecordKind, Callable[[str, KeyValue], object]] = {
+    RecordKind.STATE: lambda job, item: state_from_json(job, item.value),
     RecordKind.GENERATION: _read_generation,
-    RecordKind.MEMBER: lambda job, item, _: codec.member_from_json(item.value),
-    RecordKind.SAMPLES: _read_samples,
-    RecordKind.EARLIER_RUNS: lambda job, item, _: earlier_runs.from_json(job, item.value),
-    RecordKind.SHARDS: lambda job, item, items: shard_map.parse(job, items),
-    RecordKind.ASSIGNMENT: lambda job, item, _: assignments.parse(item),
+    RecordKind.MEMBER: lambda job, item: codec.member_from_json(item.value),
+    RecordKind.EARLIER_RUNS: lambda job, item: earlier_runs.from_json(job, item.value),
 }
+"""Readers of the coordinator's own records; the plug-in checks the others."""

@@ -16,6 +16,7 @@ from shoal_proto.v1.repair_pb2_grpc import RepairsServicer
 from shoal_server.coordinator.jobs.registry import Registry
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.plug_in.interface import CheckRecord
 from shoal_server.coordinator.repair import inspection, mending
 from shoal_server.coordinator.repair.inspection import FaultyRecord, RecordKind
 from shoal_server.core.generations.roster import GenerationRecord
@@ -38,9 +39,12 @@ TakeUp = Callable[[str], Awaitable[str]]
 class RepairService(RepairsServicer):
     """Repairs jobs. Used on the coordinator's event loop only."""
 
-    def __init__(self, store: LeaderStore, registry: Registry, take_up: TakeUp) -> None:
+    def __init__(
+        self, store: LeaderStore, registry: Registry, check_other: CheckRecord, take_up: TakeUp
+    ) -> None:
         self._store = store
         self._registry = registry
+        self._check_other = check_other
         self._take_up = take_up
 
     async def Repair(self, request: pb.RepairRequest, context: Context) -> pb.RepairReply:
@@ -53,7 +57,7 @@ class RepairService(RepairsServicer):
         found = self._registry.quarantined.get(job)
         if not items and known is None and found is None:
             raise UnknownJob(f"there is no job {job!r}", fix="`shoal status` lists the jobs.")
-        broken = inspection.broken(job, items)
+        broken = inspection.broken(job, items, self._check_other)
         reply = pb.RepairReply(goes_on=found is None)
         if found is not None:
             why, since_s = found

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 import structlog
 
 from shoal_proto.errors import NoServers
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import shard_map
 from shoal_server.serving.identify import answers

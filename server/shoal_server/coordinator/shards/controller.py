@@ -19,10 +19,11 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.shards.automatic_restores import AutomaticRestores, Restore
 from shoal_server.coordinator.shards.loss_log import LossLog
 from shoal_server.coordinator.shards.torch_versions import watching_torch_versions
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import DEAD_AFTER_S, LONGEST_GAP_S
 from shoal_server.core.shards import loads, losses
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.placement import TARGET_SHARD_BYTES
 from shoal_server.core.shards.rebalance import Servers, num_lost, rebalance
 from shoal_server.core.shards.sightings import Sightings

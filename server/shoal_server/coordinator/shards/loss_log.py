@@ -6,13 +6,9 @@ from collections.abc import Callable, Collection, Mapping
 import structlog
 
 from shoal_server.coordinator.shards.move_log import MoveLog
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards import losses, moves
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 log = structlog.get_logger(__name__)
 

@@ -40,8 +40,9 @@ from shoal_server.coordinator.shards import table_specs
 from shoal_server.coordinator.shards.controller import num_bytes_of
 from shoal_server.coordinator.shards.current_maps import CurrentMaps
 from shoal_server.coordinator.shards.loss_acceptance import LossAcceptance
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards import placement
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.rebalance import Servers, rebalance
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import absent

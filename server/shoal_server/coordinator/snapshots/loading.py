@@ -17,12 +17,8 @@ from shoal_proto.errors import DeadlineExceeded, ShoalError
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_server.coordinator.servers.answering import Choose, servers_for
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments

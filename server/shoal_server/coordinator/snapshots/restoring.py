@@ -33,14 +33,10 @@ from shoal_server.coordinator.persistence.stored_json import state_from_json
 from shoal_server.coordinator.servers.answering import Choose
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
+from shoal_server.core.processes import Holder
 from shoal_server.core.samples.ledger import SampleLedger
 from shoal_server.core.shards import losses
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,

@@ -11,18 +11,18 @@ import structlog
 from shoal_proto.errors import InvalidSpec, ShoalError, UnknownSnapshot
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsServicer
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
+from shoal_server.coordinator.plug_in.options import SnapshotPolicy
 from shoal_server.coordinator.snapshots.restoring import SnapshotRestorer
 from shoal_server.coordinator.snapshots.taking import SnapshotTaker
 from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd.leader_store import LeaderStore
 from shoal_server.etcd.records import assignments, snapshot_roots
+from shoal_server.serving.locations import AllowedRoots, Location
 from shoal_server.serving.rpc import Context
 from shoal_server.serving.tasks import SupervisedTasks, keep_on, running
 from shoal_server.serving.threads import to_thread_uncancelled
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.locations import AllowedRoots, Location
 from shoal_server.snapshots.manifest import Manifest
 from shoal_server.snapshots.storage import open_below
 

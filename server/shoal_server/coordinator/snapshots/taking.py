@@ -24,7 +24,7 @@ import structlog
 from shoal_proto.errors import RetryError, ShoalError, SnapshotFailed, StateLost
 from shoal_proto.v1 import snapshots_pb2 as pb
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_proto.v1.weights_pb2 import CutSegment
+from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.steps import Shards, StepId, merged
@@ -65,18 +65,6 @@ class TakenSnapshot:
     manifest: Manifest
     pause_s: float
     """Time from the first server that blocked new pushes to the last that admitted them again."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublishedCut:
-    """A cut that servers keep as segments, in the order of shards."""
-
-    segments: Sequence[CutSegment]
-    layout: ShardMap
-    stamps: Sequence[pb.ShardStamp]
-    torn: Sequence[str]
-    """Pushes that are in some shards of the cut and not in others."""
-    pause_s: float
 
 
 @dataclass(frozen=True, kw_only=True)

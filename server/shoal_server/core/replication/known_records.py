@@ -3,8 +3,9 @@
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 
 
 class KnownRecords:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from typing import Any
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.copies import Copies, Copy, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
 from shoal_server.core.replication.backing.missing_shards import MissingShards
@@ -39,7 +40,6 @@ from shoal_server.core.replication.protocol.effects import (
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import BackupRefusalReason, BackupRefused, Key
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     promoted,
@@ -263,7 +263,7 @@ class ReplicationCore:
         self._claims.take(led.key)
         led.run = self._records.runs.get(led.key, "")
         self.leading.begin(led)
-        yield LeadShard(led.key, led.epoch)
+        yield LeadShard(led.key, led.epoch, led.run)
         yield from self._tend(led)
 
     def _tend(self, led: LedShard) -> Effects:

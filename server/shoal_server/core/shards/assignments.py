@@ -14,14 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Holder:
-    """A server process. The incarnation distinguishes a restarted server from the earlier
-    process."""
-
-    server_id: str
-    incarnation: str
+from shoal_server.core.processes import Holder
 
 
 class ShardContent(Enum):

@@ -3,12 +3,8 @@
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 Moves = Counter[tuple[str, str]]
 """Number of shards moved, by (from server, to server)."""

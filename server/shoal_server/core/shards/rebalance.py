@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
-    Holder,
     JobAssignments,
     ShardAssignment,
     ShardContent,

@@ -4,8 +4,9 @@ that etcd lists and the time are arguments."""
 from collections.abc import Mapping
 from dataclasses import replace
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import Holder, JobAssignments
+from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.core.shards.rebalance import Servers, gone_on_without
 
 SUSPECT_S = 3.0

@@ -15,9 +15,9 @@ from google.protobuf.message import DecodeError, Message
 
 from shoal_proto.errors import InternalError, RetryError, ShoalError
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
-    Holder,
     JobAssignments,
     ShardAssignment,
     ShardContent,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto.errors import InternalError
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Keyspace
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord

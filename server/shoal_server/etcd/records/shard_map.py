@@ -19,7 +19,8 @@ from google.protobuf.message import DecodeError
 
 from shoal_proto.errors import InternalError, RetryError
 from shoal_proto.v1.shards_pb2 import ShardMap
-from shoal_server.core.shards.assignments import Holder, JobAssignments
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import JobAssignments
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import (
     Compare,

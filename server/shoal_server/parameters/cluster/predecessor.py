@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.json_fields import Fields, UnreadableRecord

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import structlog
 
 from shoal_proto.errors import AddressInUse, LeaseExpired, RetryError
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValueStore, LeaseId, Put, value_is
 from shoal_server.etcd.api import absent as is_absent

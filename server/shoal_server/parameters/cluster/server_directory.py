@@ -5,7 +5,7 @@ from collections.abc import Callable
 import structlog
 
 from shoal_proto.errors import RetryError
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.mirror import PrefixMirror

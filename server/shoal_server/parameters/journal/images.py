@@ -11,7 +11,7 @@ from shoal_proto.errors import JournalDamaged, SnapshotDamaged
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.shard import image_file
 from shoal_server.parameters.shard.image import Image
-from shoal_server.snapshots.locations import Location
+from shoal_server.serving.locations import Location
 from shoal_server.snapshots.storage import Storage
 
 log = structlog.get_logger(__name__)

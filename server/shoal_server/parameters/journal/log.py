@@ -35,7 +35,7 @@ from shoal_proto.errors import (
     ShoalError,
     Unavailable,
 )
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.parameters.cuts.shard_cut import ShardCut
 from shoal_server.parameters.journal.config import START_BYTES, JournalConfig
 from shoal_server.parameters.journal.disk_failure import disk_failure

@@ -39,7 +39,6 @@ class Acknowledgements:
     def __init__(self, driver: CoreDriver) -> None:
         self._driver = driver
         self._loop = asyncio.get_running_loop()
-        driver.carry_out({AcknowledgeVersion: self._acknowledge, RefuseVersion: self._refuse})
 
     def is_there(
         self, replica: ShardReplica, version: int, level: Acknowledgement.ValueType
@@ -97,12 +96,12 @@ class Acknowledgements:
         if not self._driver.core.may_acknowledge(self._loop.time()):
             raise self._fenced()
 
-    def _acknowledge(self, effect: AcknowledgeVersion) -> None:
+    def acknowledge_version(self, effect: AcknowledgeVersion) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
             waiter.answered.set_result(waiter.answer)
 
-    def _refuse(self, effect: RefuseVersion) -> None:
+    def refuse_version(self, effect: RefuseVersion) -> None:
         waiter = effect.token
         if isinstance(waiter, _Waiter) and not waiter.answered.done():
             waiter.answered.set_result(self._error(waiter.replica, effect.why))

@@ -1,9 +1,8 @@
-"""The driver of the replication core: passes events to it, and its effects to their handlers."""
+"""The driver of the replication core: passes events to it, and its effects to its edges."""
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from shoal_server.core.replication.protocol.effects import Effect
 from shoal_server.core.replication.protocol.events import Event, WakeTimeReached
@@ -12,9 +11,6 @@ from shoal_server.parameters.replication.wire.frames import ArrivedRequest
 
 TIMED_WITHIN_S = 0.002
 """Delay before the timer is set after an event: it is set once for many events."""
-
-Handlers = Mapping[type, Callable[[Any], None]]
-"""The handler of each kind of effect. It returns at once; the result of longer work is an event."""
 
 
 class CoreDriver:
@@ -26,7 +22,7 @@ class CoreDriver:
         self.arrived: ArrivedRequest | None = None
         """The request that is being handled, with its data; None: the event is no request."""
         self._loop = asyncio.get_running_loop()
-        self._handlers: dict[type, Callable[[Any], None]] = {}
+        self._carry_out: Callable[[Effect], None] | None = None
         self._waiting: deque[tuple[Event, ArrivedRequest | None]] = deque()
         self._is_stepping = False
         self._is_closed = False
@@ -34,9 +30,10 @@ class CoreDriver:
         self._timer: asyncio.TimerHandle | None = None
         self._wakes_s = float("inf")
 
-    def carry_out(self, handlers: Handlers) -> None:
-        """Register handlers of effects."""
-        self._handlers.update(handlers)
+    def carry_out_by(self, carry_out: Callable[[Effect], None]) -> None:
+        """Set the function that carries out effects, before the first event. It returns at once;
+        the result of longer work is an event."""
+        self._carry_out = carry_out
 
     def close(self) -> None:
         """Stop the timer."""
@@ -63,10 +60,12 @@ class CoreDriver:
 
     def _step(self, event: Event, arrived: ArrivedRequest | None) -> None:
         effects: list[Effect] = self.core.step(event, self._loop.time())
+        carry_out = self._carry_out
+        assert carry_out is not None, "the edges are there before the first event"
         self.arrived = arrived
         try:
             for effect in effects:
-                self._handlers[type(effect)](effect)
+                carry_out(effect)
         finally:
             self.arrived = None
 

@@ -55,7 +55,6 @@ class IncomingImages:
         self._run = run
         self._coming: dict[Key, _Incoming] = {}
         self._tasks = SupervisedTasks()
-        driver.carry_out({BeginImage: self._begin, StoreChunk: self._store, DropImage: self._drop})
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -65,19 +64,19 @@ class IncomingImages:
         coming = self._coming.get(key)
         return coming is not None and coming.image == image
 
-    def _begin(self, effect: BeginImage) -> None:
+    def begin_image(self, effect: BeginImage) -> None:
         arrived = self._driver.arrived
         assert arrived is not None and arrived.header is not None
         coming = self._coming[effect.key] = _Incoming(effect.key, effect.image, arrived.header)
         coming.task = self._tasks.start(self._receive(coming))
 
-    def _store(self, effect: StoreChunk) -> None:
+    def store_chunk(self, effect: StoreChunk) -> None:
         coming, arrived = self._coming.get(effect.key), self._driver.arrived
         assert arrived is not None
         if coming is not None and coming.image == effect.image:
             coming.chunks.put_nowait(arrived)
 
-    def _drop(self, effect: DropImage) -> None:
+    def drop_image(self, effect: DropImage) -> None:
         coming = self._coming.get(effect.key)
         if coming is not None and coming.image == effect.image:
             del self._coming[effect.key]

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 
 
 class IncomingLinks:

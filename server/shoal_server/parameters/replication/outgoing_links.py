@@ -10,6 +10,7 @@ import structlog
 from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.followers import FollowerPhase
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
@@ -28,7 +29,6 @@ from shoal_server.core.replication.protocol.events import (
     ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
@@ -74,16 +74,6 @@ class OutgoingLinks:
         self._links: dict[tuple[Holder, int], PeerLink] = {}
         self._cuts: dict[int, _Cut] = {}
         self._tasks = SupervisedTasks()
-        driver.carry_out(
-            {
-                OpenLink: self._open,
-                CloseLink: self._close,
-                SendRequest: self._send,
-                CutImage: self._cut,
-                ReleaseChunks: self._release,
-                CloseImage: self._close_image,
-            }
-        )
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -91,21 +81,21 @@ class OutgoingLinks:
             await link.close()
         self._links.clear()
         for image in list(self._cuts):
-            self._close_image(CloseImage(image))
+            self.close_image(CloseImage(image))
 
     # --- links ---
 
-    def _open(self, effect: OpenLink) -> None:
+    def open_link(self, effect: OpenLink) -> None:
         link = PeerLink(self._driver.core.me, effect.peer, effect.link, self, self._timeouts)
         self._links[effect.peer, effect.link] = link
         link.start()
 
-    def _close(self, effect: CloseLink) -> None:
+    def close_link(self, effect: CloseLink) -> None:
         link = self._links.pop((effect.peer, effect.link), None)
         if link is not None:
             self._tasks.start(link.close())
 
-    def _send(self, effect: SendRequest) -> None:
+    def send_request(self, effect: SendRequest) -> None:
         link = self._links.get((effect.peer, effect.link))
         if link is not None:
             link.send(effect.request)
@@ -190,7 +180,7 @@ class OutgoingLinks:
 
     # --- images ---
 
-    def _cut(self, effect: CutImage) -> None:
+    def cut_image(self, effect: CutImage) -> None:
         self._cuts[effect.image] = _Cut()
         self._tasks.start(self._take(effect))
 
@@ -216,14 +206,14 @@ class OutgoingLinks:
         kept.cut = cut
         self._driver.submit_event(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
 
-    def _release(self, effect: ReleaseChunks) -> None:
+    def release_chunks(self, effect: ReleaseChunks) -> None:
         kept = self._cuts.get(effect.image)
         if kept is not None and kept.cut is not None:
             for index in range(kept.released, effect.next_chunk):
                 kept.cut.release(index)
             kept.released = max(kept.released, effect.next_chunk)
 
-    def _close_image(self, effect: CloseImage) -> None:
+    def close_image(self, effect: CloseImage) -> None:
         kept = self._cuts.pop(effect.image, None)
         if kept is not None and kept.cut is not None:
             # In a thread: freeing much memory takes a while.

@@ -19,6 +19,7 @@ from shoal_proto.errors import InternalError, ShoalError
 from shoal_proto.pieces import Buffer
 from shoal_proto.status import from_rpc_error
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import (
     LinkBroken,
     LinkOpened,
@@ -33,7 +34,6 @@ from shoal_server.core.replication.protocol.messages import (
     Request,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication.wire import frames, replies
 from shoal_server.parameters.replication.wire.streams import open_stream

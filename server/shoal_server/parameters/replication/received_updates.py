@@ -9,10 +9,10 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import Overloaded
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import ReplayRecord, SettleCopy
 from shoal_server.core.replication.protocol.events import CopyFailed, CopySettled
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.comparison.digest import Comparison, PieceDigest, compared
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
@@ -69,7 +69,6 @@ class ReceivedUpdates:
         self.num_compared = self.num_different = 0
         """Number of pieces of backups that were compared with their primaries', and of those that
         differed."""
-        driver.carry_out({ReplayRecord: self._take, SettleCopy: self._settle})
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -97,7 +96,7 @@ class ReceivedUpdates:
             shard_id = arrived.request.key[1]
             self._memory.check(f"more rows in a copy of shard {shard_id}")
 
-    def _take(self, effect: ReplayRecord) -> None:
+    def replay_record(self, effect: ReplayRecord) -> None:
         arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
         assert arrived is not None and replica is not None
         if not arrived.is_borrowed:
@@ -185,7 +184,7 @@ class ReceivedUpdates:
         num_bytes = _work_bytes(replica, arrived)
         await replica.in_turn(self._run, num_bytes, lambda: replica.state.replay(arrived.record()))
 
-    def _settle(self, effect: SettleCopy) -> None:
+    def settle_copy(self, effect: SettleCopy) -> None:
         replica = self._catalog.find(*effect.key)
         assert replica is not None
         self._tasks.start(self._settled(effect.key, replica, effect.last))

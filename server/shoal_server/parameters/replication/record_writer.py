@@ -33,12 +33,11 @@ class RecordWriter:
         self._table = table
         self._wanted: defaultdict[str, set[int]] = defaultdict(set)
         self._tasks = SupervisedTasks()
-        driver.carry_out({WriteShardRecord: self._write, RefreshShardRecord: self._refresh})
 
     async def close(self) -> None:
         await self._tasks.close()
 
-    def _write(self, effect: WriteShardRecord) -> None:
+    def write_shard_record(self, effect: WriteShardRecord) -> None:
         job, shard_id = effect.key
         if job not in self._wanted:
             # Changes decided in this turn of the event loop are written together.
@@ -64,7 +63,7 @@ class RecordWriter:
         now_s = asyncio.get_running_loop().time()
         return self._driver.core.revised((job, assignment.shard_id), assignment, now_s)
 
-    def _refresh(self, effect: RefreshShardRecord) -> None:
+    def refresh_shard_record(self, effect: RefreshShardRecord) -> None:
         self._tasks.start(self._look(effect.key))
 
     async def _look(self, key: Key) -> None:

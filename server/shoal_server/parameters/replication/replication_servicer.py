@@ -13,6 +13,7 @@ from shoal_proto.pieces import OnlyPiece
 from shoal_proto.tls.bulk_offers import BulkOffers, Purpose
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import SendReply
 from shoal_server.core.replication.protocol.events import (
     IncomingLinkEnded,
@@ -25,7 +26,6 @@ from shoal_server.core.replication.protocol.messages import (
     RecordsReceived,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.bulk.wire import PeerHungUp
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.silence import Silence
@@ -160,7 +160,6 @@ class ReplicationServicer:
         self._offers = offers
         self._callers: dict[Caller, _Answers] = {}
         self._warned_versions: set[str] = set()
-        driver.carry_out({SendReply: self._answer})
 
     async def Identify(self, request: pb.IdentifyRequest, context: Context) -> pb.Holder:
         me = self._driver.core.me
@@ -375,11 +374,11 @@ class ReplicationServicer:
                 refusal = BackupRefused(
                     request.key, request.epoch, BackupRefusalReason.FULL, str(error)
                 )
-                self._answer(SendReply(*caller, refusal))
+                self.send_reply(SendReply(*caller, refusal))
                 return
         self._driver.submit_event(RequestReceived(*caller, request), arrived)
 
-    def _answer(self, effect: SendReply) -> None:
+    def send_reply(self, effect: SendReply) -> None:
         answers = self._callers.get((effect.peer, effect.link))
         if answers is None:
             return

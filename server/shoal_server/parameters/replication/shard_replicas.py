@@ -16,11 +16,11 @@ import structlog
 
 from shoal_proto.routes import Route
 from shoal_proto.tls.bulk_offers import BulkOffers
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     emptied,
@@ -37,6 +37,7 @@ from shoal_server.parameters.journal.shard_journal import ShardJournal
 from shoal_server.parameters.replication.acknowledgements import Acknowledgements
 from shoal_server.parameters.replication.comparing import Comparing
 from shoal_server.parameters.replication.core_driver import CoreDriver
+from shoal_server.parameters.replication.edges import ReplicationEdges
 from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.incoming_links import IncomingLinks
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
@@ -89,18 +90,28 @@ class ShardReplicas:
         links = OutgoingLinks(
             driver, catalog=catalog, directory=self.directory, run=run, timeouts=timeouts
         )
+        acknowledgements = Acknowledgements(driver)
         self._roles = ShardRoles(
             driver,
             catalog=catalog,
             images=self._images,
-            acknowledgements=Acknowledgements(driver),
+            acknowledgements=acknowledgements,
             links=links,
         )
         self._comparing = Comparing(catalog, links, run)
         self._tasks = SupervisedTasks()
         writer = RecordWriter(driver, self._record)
         self._parts = (self._tasks, writer, links, self._images, self.received, self._roles)
-        driver.carry_out({ProbePeer: self._probe, LogLine: _note})
+        self._edges = ReplicationEdges(
+            links=links,
+            received=self.received,
+            images=self._images,
+            roles=self._roles,
+            acknowledgements=acknowledgements,
+            writer=writer,
+            observer=self,
+        )
+        driver.carry_out_by(self._edges.carry_out)
         catalog.whereabouts = self
         self._empty = asyncio.Event()
 
@@ -119,13 +130,14 @@ class ShardReplicas:
 
     def servicer(self, offers: BulkOffers) -> ReplicationServicer:
         """Return the gRPC service on which other servers replicate to this one."""
-        return ReplicationServicer(
+        self._edges.servicer = ReplicationServicer(
             self._driver,
             received=self.received,
             links=self._incoming,
             timeouts=self._timeouts,
             offers=offers,
         )
+        return self._edges.servicer
 
     def lease_renewed(self, sent_s: float) -> None:
         """Note that etcd has renewed this server's registration, as requested at `sent_s` on the
@@ -390,8 +402,18 @@ class ShardReplicas:
 
     # --- primaries ---
 
-    def _probe(self, effect: ProbePeer) -> None:
+    def probe_peer(self, effect: ProbePeer) -> None:
         self._tasks.start(self._ask(effect.peer))
+
+    def log_line(self, effect: LogLine) -> None:
+        fields: dict[str, object] = {}
+        if effect.key is not None:
+            fields["job"], fields["shard_id"] = effect.key
+        if effect.peer is not None:
+            fields["server"] = effect.peer.server_id
+        if effect.detail:
+            fields["why"] = effect.detail
+        log.warning(effect.what, **fields)
 
     async def _ask(self, peer: Holder) -> None:
         address = await self.directory.reach(peer)
@@ -423,15 +445,3 @@ def _tell_foreign(key: Key, seen: str, expected: str) -> None:
         fix="Is this journal another cluster's, or older than the job's last start or restore? Stop"
         " this server, put its own journal back, and start it again.",
     )
-
-
-def _note(note: LogLine) -> None:
-    """Log a note of the core."""
-    fields: dict[str, object] = {}
-    if note.key is not None:
-        fields["job"], fields["shard_id"] = note.key
-    if note.peer is not None:
-        fields["server"] = note.peer.server_id
-    if note.detail:
-        fields["why"] = note.detail
-    log.warning(note.what, **fields)

@@ -98,20 +98,6 @@ class ShardRoles:
         self.shard_journal: ShardJournal | None = None
         self.recovered: dict[Key, RecoveredShard[AnyShard]] = {}
         """Shards read from the journal that may still be loaded."""
-        driver.carry_out(
-            {
-                LeadShard: self._lead,
-                OpenShard: self._open,
-                StopPushes: self._stop,
-                ResumePushes: self._resume,
-                StepDown: self._step_down,
-                DropShard: self._drop,
-                TrimRecords: self._trim,
-                LoadJournal: self._load,
-                AdoptImage: self._adopt,
-                EnterEpoch: self._enter_epoch,
-            }
-        )
 
     async def close(self) -> None:
         await self._tasks.close()
@@ -171,7 +157,7 @@ class ShardRoles:
 
     # --- primaries ---
 
-    def _lead(self, effect: LeadShard) -> None:
+    def lead_shard(self, effect: LeadShard) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(effect.epoch)
         replica.epoch, replica.role = effect.epoch, ReplicaRole.PRIMARY
@@ -180,19 +166,18 @@ class ShardRoles:
         replica.leading = _Led(replica, self._acknowledgements, self._tell_applied)
         replica.state.subscribe(partial(self._pushed, replica), partial(self._keep, replica))
         if self.shard_journal is not None:
-            led = self._driver.core.led(effect.key)
-            self.shard_journal.lead(replica, led.run if led is not None else "")
+            self.shard_journal.lead(replica, effect.run)
         log.info("shard_led", job=replica.job, shard_id=replica.shard_id, epoch=replica.epoch)
         self._notify()
 
-    def _open(self, effect: OpenShard) -> None:
+    def open_shard(self, effect: OpenShard) -> None:
         self._found(effect.key).is_forming = False
         self._notify()
 
     def _notify(self) -> None:
         self._tasks.start(self._catalog.notify(), key="notify")
 
-    def _stop(self, effect: StopPushes) -> None:
+    def stop_pushes(self, effect: StopPushes) -> None:
         replica = self._found(effect.key)
         replica.is_handing_over = True
         # From here on pushes of this epoch are refused; the next epoch is the successor's.
@@ -200,19 +185,19 @@ class ShardRoles:
         self._tell_all()
         self._driver.submit_event(PushesStopped(effect.key, replica.state.version))
 
-    def _resume(self, effect: ResumePushes) -> None:
+    def resume_pushes(self, effect: ResumePushes) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(replica.epoch)
         replica.is_handing_over = False
 
-    def _trim(self, effect: TrimRecords) -> None:
+    def trim_records(self, effect: TrimRecords) -> None:
         replica = self._found(effect.key)
         if replica.log is not None:
             replica.log.trim(effect.version)
 
     # --- copies ---
 
-    def _step_down(self, effect: StepDown) -> None:
+    def step_down(self, effect: StepDown) -> None:
         replica = self._found(effect.key)
         replica.state.enter_epoch(effect.epoch)
         self._end(replica)
@@ -221,19 +206,19 @@ class ShardRoles:
         log.info("shard_no_longer_led", job=replica.job, shard_id=replica.shard_id)
         self._driver.submit_event(CopySettled(effect.key, replica.state.version))
 
-    def _adopt(self, effect: AdoptImage) -> None:
+    def adopt_image(self, effect: AdoptImage) -> None:
         replica = self._images.take(effect)
         before = self._catalog.find(*effect.key)
         if before is not None:
             self._remove(before)
         self._catalog.add(replica)
 
-    def _enter_epoch(self, effect: EnterEpoch) -> None:
+    def enter_epoch(self, effect: EnterEpoch) -> None:
         replica = self._found(effect.key)
         replica.epoch = effect.epoch
         replica.state.enter_epoch(effect.epoch)
 
-    def _load(self, effect: LoadJournal) -> None:
+    def load_journal(self, effect: LoadJournal) -> None:
         self._tasks.start(self._made_of_journal(effect))
 
     async def _made_of_journal(self, effect: LoadJournal) -> None:
@@ -263,7 +248,7 @@ class ShardRoles:
 
     # --- the end ---
 
-    def _drop(self, effect: DropShard) -> None:
+    def drop_shard(self, effect: DropShard) -> None:
         replica = self._catalog.find(*effect.key)
         if replica is not None:
             self._remove(replica)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from shoal_proto.errors import WrongEpoch
 from shoal_proto.v1.parameters_pb2 import CopyState, DescribeReply, PushOutcome
 from shoal_proto.v1.parameters_pb2 import ShardState as ShardFigures
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 
 MAX_JOBS = 1024

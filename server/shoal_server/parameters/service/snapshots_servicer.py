@@ -25,10 +25,10 @@ from shoal_server.parameters.snapshot.frozen_shard import FrozenShard, Stamp
 from shoal_server.parameters.tables import restore
 from shoal_server.parameters.weights.cut_segments import planned
 from shoal_server.parameters.weights.servicer import WeightsServicer
+from shoal_server.serving.locations import AllowedRoots
 from shoal_server.serving.rpc import Context
 from shoal_server.snapshots import messages
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.locations import AllowedRoots
 from shoal_server.snapshots.manifest import ManifestEntry, part_file
 from shoal_server.snapshots.storage import open_below
 

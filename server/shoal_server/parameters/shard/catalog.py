@@ -18,7 +18,8 @@ from shoal_proto.errors import (
 from shoal_proto.routes import Route
 from shoal_proto.v1.parameters_pb2 import OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Shard, ShardMap
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.processes import Holder
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 from shoal_server.etcd.api import KeyValueStore
 from shoal_server.etcd.records import assignments as records
 from shoal_server.etcd.records import shard_map

@@ -14,6 +14,7 @@ from shoal_proto.v1 import membership_pb2 as pb
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.replication_pb2 import JobHoldings, ShardHolding
 from shoal_server.coordinator.jobs.requests import joined
+from shoal_server.coordinator.parameters import check_record
 from shoal_server.coordinator.persistence import codec
 from shoal_server.coordinator.persistence.stored_json import state_from_json, state_to_json
 from shoal_server.coordinator.repair import inspection
@@ -79,7 +80,7 @@ def at(key: str, value: bytes) -> KeyValue:
 
 def is_read(key: str, value: bytes) -> bool:
     """Whether a record can be read. Raises what is no named error."""
-    return inspection.broken(JOB, [at(key, value)]) == []
+    return inspection.broken(JOB, [at(key, value)], check_record) == []
 
 
 def test_the_good_ones_are_read() -> None:

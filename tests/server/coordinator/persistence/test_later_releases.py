@@ -8,6 +8,7 @@ import pytest
 from support.clusters.coordinator_world import entered, propose, served
 from support.clusters.garbage import as_json, good_member, good_record, good_state
 
+from shoal_server.coordinator.parameters import check_record
 from shoal_server.coordinator.persistence import codec, earlier_runs
 from shoal_server.coordinator.persistence.stored_generations import stored_record
 from shoal_server.coordinator.persistence.stored_json import state_from_json
@@ -71,7 +72,7 @@ def test_what_a_later_release_wrote_is_not_moved_aside(what: str) -> None:
 
     def found(value: dict[str, object]) -> tuple[bool, str]:
         item = KeyValue(key, as_json(value), Revision(1), Revision(1), version=1)
-        (record,) = broken(JOB, [item])
+        (record,) = broken(JOB, [item], check_record)
         return record.is_mendable, record.remedy
 
     assert found({**good, "format": "?"})[0]

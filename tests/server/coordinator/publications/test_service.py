@@ -36,10 +36,10 @@ from shoal_proto.v1.weights_pb2_grpc import (
     WeightSeriesStub,
     add_WeightSeriesServicer_to_server,
 )
+from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications import service as service_module
 from shoal_server.coordinator.publications.service import WeightSeriesService
 from shoal_server.coordinator.servers.server_calls import ServerCalls
-from shoal_server.coordinator.snapshots.taking import PublishedCut
 from shoal_server.core.publications.limits import HELD_S
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Compare, Delete, Operation, Put, TransactionResult, created_at

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from shoal_client.connection.coordinators import Coordinators
-from shoal_client.progress.samples import Reserve, SampleClient, SampleLease, SampleRange
+from shoal_client.progress.ranges import SampleRange
+from shoal_client.progress.samples import Reserve, SampleClient, SampleLease
 from shoal_proto.errors import (
     CorruptError,
     DeadlineExceeded,

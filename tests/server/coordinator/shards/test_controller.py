@@ -14,13 +14,9 @@ from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.progress import LifetimeFigures
 from shoal_server.core.generations.roster import Generation, JobSpec
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards import abandoned_loads
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.core.shards.loads import ShardMeasure
 from shoal_server.core.shards.losses import RestoreAttempt
 from shoal_server.etcd import keys

@@ -20,7 +20,7 @@ from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, PlaceRequest
 from shoal_server.coordinator.shards.controller import ShardController
 from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd.remote.config import EtcdConfig
 from shoal_server.serving.rpc import Context
 

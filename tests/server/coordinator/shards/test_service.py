@@ -18,7 +18,7 @@ from shoal_proto.errors import (
 from shoal_proto.v1.identity_pb2 import Token
 from shoal_proto.v1.shards_pb2 import GetMapRequest, ParameterSpec, PlaceRequest, ShardMap
 from shoal_server.coordinator.shards.service import ShardsService
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.etcd.records import shard_map

@@ -10,7 +10,7 @@ from support.clusters.snapshot_cluster import Pusher
 from support.processes.served_process import awaited
 
 from shoal_server.coordinator.shards.torch_versions import TorchVersions
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd.records.servers import Server
 from shoal_server.status.shards import ShardReader
 

@@ -46,9 +46,9 @@ from shoal_proto.v1.snapshots_pb2_grpc import ShardSnapshotsStub
 from shoal_proto.v1.tables_pb2 import Initialiser, RowOptimizer, TableSpec
 from shoal_server.coordinator.assembly import Coordinator
 from shoal_server.coordinator.persistence.stored_json import state_to_json
+from shoal_server.coordinator.plug_in.options import ParameterOptions, SnapshotPolicy
 from shoal_server.coordinator.servers.server_calls import ServerCalls
 from shoal_server.coordinator.snapshots.loading import SnapshotLoader
-from shoal_server.coordinator.snapshots.policy import SnapshotPolicy
 from shoal_server.core.driver.job_write import StateRecord
 from shoal_server.core.generations.roster import Generation, JobSpec
 from shoal_server.core.limits import Limits
@@ -717,7 +717,9 @@ def test_a_server_opens_no_place_on_a_callers_word(opened: ExitStack, tmp_path: 
 def test_the_leader_tells_the_servers_its_roots(opened: ExitStack, tmp_path: Path) -> None:
     servers, _ = start(opened, tmp_path)
     policy = SnapshotPolicy(url="s3://bucket/a", roots=["/srv/snapshots", "s3://bucket/a"])
-    coordinator = Coordinator(servers.store, Limits(heartbeat_s=0.5, join_s=60.0), snapshots=policy)
+    limits = Limits(heartbeat_s=0.5, join_s=60.0)
+    options = ParameterOptions(snapshots=policy)
+    coordinator = Coordinator(servers.store, limits, parameters=options)
 
     async def lead() -> None:
         async with coordinator.running():

@@ -1,8 +1,9 @@
 """Which shards a server says are not on its disk, though the records place them there."""
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.disowning import Disowning
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 
 ME, LAST, OTHER = Holder("a", "2"), Holder("a", "1"), Holder("b", "1")
 LIMITS = ReplicationLimits(dead_after_s=10.0, longest_gap_s=2.0)

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import pytest
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     AcknowledgeVersion,
@@ -46,12 +47,7 @@ from shoal_server.core.replication.protocol.messages import (
 )
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import (
-    Holder,
-    ShardAssignment,
-    ShardContent,
-    led_from_disk,
-)
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, led_from_disk
 
 KEY = ("job", 0)
 ME, B, C = Holder("a", "1"), Holder("b", "1"), Holder("c", "1")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import pytest
 from support.sim.replication.schedule import simulate_replication
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing import journal_claims
 from shoal_server.core.replication.backing.copies import Copies, CopyPhase
 from shoal_server.core.replication.backing.journal_claims import JournalClaims
@@ -20,12 +21,7 @@ from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards import rebalance
 from shoal_server.core.shards.abandoned_loads import AbandonedLoads
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.core.shards.rebalance import Servers
 from shoal_server.core.shards.sightings import Sightings
 

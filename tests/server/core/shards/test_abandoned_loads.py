@@ -2,14 +2,10 @@
 
 from dataclasses import replace
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.abandoned_loads import GIVEN_UP_AFTER_S, AbandonedLoads
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 
 A = Holder("a", "1")
 LOADING = ShardAssignment(shard_id=1, epoch=5, primary=A, content=ShardContent.LOADING)

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     emptied,

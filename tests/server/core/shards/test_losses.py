@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards import losses
 from shoal_server.core.shards.assignments import (
     AcceptedLoss,
-    Holder,
     JobAssignments,
     ShardAssignment,
     ShardContent,

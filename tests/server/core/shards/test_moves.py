@@ -1,7 +1,7 @@
 """Who is told of a change of primaries: that shards moved, or that a server was lost."""
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
-    Holder,
     JobAssignments,
     ShardAssignment,
     handed_over,

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.shards.assignments import (
-    Holder,
     JobAssignments,
     ShardAssignment,
     promoted,

@@ -11,7 +11,7 @@ import pytest
 from support.clusters.parameter_servers import config
 
 from shoal_proto.errors import AddressInUse, InvalidSpec
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import EventKind, KeyValue, Revision
 from shoal_server.etcd.memory import MemoryStore

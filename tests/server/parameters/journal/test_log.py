@@ -24,7 +24,7 @@ from shoal_proto.errors import (
     Unavailable,
 )
 from shoal_proto.v1.replication_pb2 import PushRecord
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.parameters.journal.config import JournalConfig
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.shard.image import Image, UpdateListener, UpdateRecord

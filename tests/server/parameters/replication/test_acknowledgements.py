@@ -1,7 +1,6 @@
 """Who waits for an acknowledgement is answered for the copy that its push was applied to."""
 
-from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
@@ -21,15 +20,11 @@ from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 class Agreeing:
     """A driver whose core acknowledges whatever it is asked for."""
 
-    def __init__(self) -> None:
-        self.acknowledge: Callable[[AcknowledgeVersion], None] | None = None
-
-    def carry_out(self, handlers: Mapping[type, Callable[[Any], None]]) -> None:
-        self.acknowledge = handlers[AcknowledgeVersion]
+    acknowledgements: Acknowledgements
 
     def submit_event(self, event: object) -> None:
-        assert isinstance(event, AckRequested) and self.acknowledge is not None
-        self.acknowledge(AcknowledgeVersion(event.token))
+        assert isinstance(event, AckRequested)
+        self.acknowledgements.acknowledge_version(AcknowledgeVersion(event.token))
 
 
 def led() -> ShardReplica:
@@ -43,7 +38,8 @@ def led() -> ShardReplica:
 
 async def test_a_push_to_a_shard_that_is_let_go_of_is_not_acknowledged_by_its_successor() -> None:
     """A job that is started over has shards of the same names and epochs."""
-    acknowledgements = Acknowledgements(cast(CoreDriver, Agreeing()))
+    driver = Agreeing()
+    acknowledgements = driver.acknowledgements = Acknowledgements(cast(CoreDriver, driver))
     replica = led()
     await acknowledgements.wait(replica, 1, ACKNOWLEDGEMENT_APPLIED)
     replica.log = None

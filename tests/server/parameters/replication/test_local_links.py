@@ -13,13 +13,9 @@ from support.clusters.parameter_servers import config
 from shoal_proto.v1 import replication_pb2 as pb
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import ImageChunk, ImageStart
-from shoal_server.core.shards.assignments import (
-    Holder,
-    JobAssignments,
-    ShardAssignment,
-    ShardContent,
-)
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment, ShardContent
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.bulk import reading_pauses
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts

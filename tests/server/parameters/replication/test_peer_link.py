@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from shoal_proto.errors import AccessDenied
 from shoal_proto.pieces import Buffer
 from shoal_proto.v1 import replication_pb2 as pb
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import (
     LinkBroken,
     LinkOpened,
@@ -13,7 +14,6 @@ from shoal_server.core.replication.protocol.events import (
     ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.shard.image import UpdateRecord

@@ -23,6 +23,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import Piece
 from shoal_proto.v1.replication_pb2_grpc import ReplicationStub
 from shoal_proto.v1.shards_pb2 import Block, Shard
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
     BackupRefused,
@@ -34,7 +35,7 @@ from shoal_server.core.replication.protocol.messages import (
     RecordsReceived,
     Reply,
 )
-from shoal_server.core.shards.assignments import Holder, JobAssignments, ShardAssignment
+from shoal_server.core.shards.assignments import JobAssignments, ShardAssignment
 from shoal_server.core.shards.assignments import ShardContent as Content
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.comparison.digest import PieceWalk

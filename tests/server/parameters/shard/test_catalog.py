@@ -9,7 +9,7 @@ from shoal_proto.errors import WrongEpoch
 from shoal_proto.routes import Route
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.shards_pb2 import Block, Shard
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 from shoal_server.etcd.memory import MemoryStore
 from shoal_server.parameters.shard.catalog import Catalog
 from shoal_server.parameters.shard.dense import new_dense_shard

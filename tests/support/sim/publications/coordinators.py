@@ -10,8 +10,8 @@ from support.sim.publications.servers import SimCalls, SimServer
 
 from shoal_proto.errors import NotLeader, RetryError, Unavailable
 from shoal_proto.v1.identity_pb2 import Token
+from shoal_server.coordinator.plug_in.interface import PublishedCut
 from shoal_server.coordinator.publications.service import WeightSeriesService
-from shoal_server.coordinator.snapshots.taking import PublishedCut
 from shoal_server.etcd.api import Compare
 from shoal_server.etcd.leader_store import LeaderStore
 

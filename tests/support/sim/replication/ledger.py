@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from support.sim.replication.shard import NOTHING, Copy, Disk, Update, chained
 from support.sim.virtual_time import Clock
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import AckLevel
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 Row = tuple[int, int]
 """Length and last link of a sequence of updates."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from support.sim.replication.links import SILENCE_S, End, Link
 from support.sim.replication.setting import Setting
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import (
@@ -18,7 +19,6 @@ from shoal_server.core.replication.protocol.messages import (
     Request,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder
 from shoal_server.etcd import keys
 from shoal_server.etcd.records.servers import parse
 

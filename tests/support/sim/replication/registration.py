@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from support.sim.replication.setting import Setting
 from support.sim.replication.store import StoreClient, Stored, decode, key_of
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.core.shards.rebalance import Servers
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import NO_LEASE, Get, KeyValue, LeaseId, Put, absent

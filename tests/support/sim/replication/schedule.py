@@ -9,7 +9,7 @@ from support.sim.replication.server import SimServer
 from support.sim.replication.store import ETCD
 from support.sim.replication.world import ReplicationWorld
 
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 
 DURATIONS_S = (0.3, 0.3, 1.0, 3.0, 3.0, 6.0, 12.0, 20.0)
 FAULTS = (

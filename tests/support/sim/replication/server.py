@@ -11,13 +11,14 @@ from support.sim.replication.registration import ServerRegistration
 from support.sim.replication.setting import Setting
 from support.sim.replication.shard import Copy, Disk, Update
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.backing.disowning import Disowning
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.events import AckLevel
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.replication.replication_core import ReplicationCore
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd.api import KeyValue
 
 Answer = Callable[[str], None]

@@ -11,8 +11,8 @@ from support.sim.replication.shard import Disk
 from support.sim.replication.store import SimStore
 from support.sim.virtual_time import Clock
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
-from shoal_server.core.shards.assignments import Holder
 
 if TYPE_CHECKING:
     from support.sim.replication.server import SimServer

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple, TypeVar
 from support.sim.replication.machine import Network, SimProcess
 from support.sim.virtual_time import Clock
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 from shoal_server.etcd import keys
 from shoal_server.etcd.api import Delete, Get, KeyValue, Put, Revision, unchanged_since
 from shoal_server.etcd.memory import MemoryStore

@@ -12,13 +12,9 @@ from support.sim.replication.store import ETCD, SimStore
 from support.sim.replication.workers import SimWorker
 from support.sim.virtual_time import FOREVER_S, Clock
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import (
-    Holder,
-    ShardAssignment,
-    ShardContent,
-    emptied,
-)
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent, emptied
 
 JOB = "j"
 

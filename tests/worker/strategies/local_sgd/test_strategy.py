@@ -24,8 +24,8 @@ from shoal.backends.in_memory.run import run_in_memory
 from shoal.checkpoint.background import Checkpoints
 from shoal.membership.generation import Generation
 from shoal.strategies import find_strategy
-from shoal.strategies.local_sgd.outer_step import OuterStep
 from shoal.strategies.local_sgd.strategy import DiLoCo, LocalSGD
+from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import (
     GenerationBroken,
     InvalidSpec,

@@ -29,7 +29,7 @@ from shoal.backends.shared_memory.links import PeerSockets
 from shoal.backends.shared_memory.memory import SharedMemory, head_bytes, initialise
 from shoal.backends.shared_memory.regions import ID_BYTES, NO_REGION, KeptRegions, MemoryRegion
 from shoal.backends.shared_memory.semaphores import available
-from shoal_client.bulk.transport import transport_of
+from shoal_client.connection.transport import transport_of
 
 log = structlog.get_logger(__name__)
 

@@ -21,7 +21,7 @@ from shoal.compression.base import Compression
 from shoal.model.elementwise_optimizers import refuse_lbfgs
 from shoal.strategies.asynchronous.async_sgd import AsyncSGD
 from shoal.strategies.asynchronous.gradients import gradients_of
-from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import InvalidSpec
 from shoal_proto.numbers_given import as_index
 from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec

@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from shoal.compression import find_compression
 from shoal.compression.base import Compression
+from shoal.data.order import Order
 from shoal.embedding.exchange import TableExchange
 from shoal.embedding.row_codec import row_codec
 from shoal.membership.generation import Context, Generation
@@ -45,15 +46,18 @@ from shoal.strategies.asynchronous.optimizer_spec import (
 )
 from shoal.strategies.asynchronous.push_compression import PushCompressor
 from shoal.strategies.asynchronous.push_counts import PushCounts
+from shoal.strategies.asynchronous.sample_leases import Leases
 from shoal.strategies.asynchronous.shared_values import SharedValues, bytes_of
 from shoal.strategies.asynchronous.staleness_clock import StalenessClock
 from shoal.strategies.asynchronous.staleness_policy import policy_in_words, to_policy
-from shoal.strategies.base import Strategy
-from shoal.strategies.synchronous.step_passes import StepPasses
+from shoal.strategies.leasing import LeasingStrategy
+from shoal.strategies.rollback.step_passes import StepPasses
 from shoal.torch_private.schedulers import mark_stepped
 from shoal.weights.pieces import HeldWeights, held_by_all
+from shoal_client.connection.coordinators import Coordinators
 from shoal_client.parameters.dense import ParameterClient, PushResult
 from shoal_client.parameters.joint_step import JointStep
+from shoal_client.progress.samples import SampleClient
 from shoal_proto.errors import (
     InternalError,
     InvalidSpec,
@@ -191,9 +195,8 @@ class StepRefusals:
         )
 
 
-class AsyncSGD(Strategy):
+class AsyncSGD(LeasingStrategy):
     name: ClassVar[str] = "async-sgd"
-    synchronous: ClassVar[bool] = False
     pushes_rows: ClassVar[bool] = True
     """True if each step pushes the rows of embedding tables."""
 
@@ -336,6 +339,20 @@ class AsyncSGD(Strategy):
         )
         self._clock.attach(context)
         self._tables.attach(context, self._options.acknowledgement)
+
+    def lease_samples(self, order: Order, coordinators: Coordinators) -> Leases:
+        samples = SampleClient(
+            coordinators,
+            self.context.token,
+            dataset_size=order.num_samples,
+            num_epochs=order.num_epochs,
+        )
+        return Leases(samples, order.global_batch_size, round_batches=self.steps_per_round)
+
+    @property
+    def steps_per_round(self) -> int:
+        """Largest number of steps that are acknowledged together."""
+        return 1
 
     def enter(self, generation: Generation) -> None:
         """Get the values in the first generation; do nothing in later ones."""

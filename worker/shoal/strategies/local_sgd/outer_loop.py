@@ -19,7 +19,7 @@ from shoal.model.gradients import are_finite, is_finite
 from shoal.state.host_copies import as_bytes
 from shoal.state.replicated import OPTIMIZER, ReplicatedState, State
 from shoal.state.shards import OPTIM, StateShard, TensorShard
-from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.outer_step import OuterStep
 from shoal_proto.errors import InternalError, NonFiniteGradient
 
 BUCKET_BYTES = 32 * 1024 * 1024

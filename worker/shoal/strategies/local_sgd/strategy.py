@@ -32,7 +32,7 @@ from shoal.state.shards import everything
 from shoal.state.transfer import receive, send
 from shoal.strategies.local_sgd.figures import OuterLoopFigures
 from shoal.strategies.local_sgd.outer_loop import OuterLoop
-from shoal.strategies.local_sgd.outer_step import OuterStep
+from shoal.strategies.outer_step import OuterStep
 from shoal.strategies.synchronous.hyperparameters import Hyperparameters, Values
 from shoal.strategies.synchronous.strategy import SynchronousStrategy
 from shoal.weights.pieces import HeldWeights, held_by_all

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from shoal.backends.abortable.waiter import wait_abortable
 from shoal.layouts.layer_exchanges import LayerExchanges
+from shoal.strategies.rollback.writes.state_inspection import StateInspection
 from shoal.strategies.synchronous.script_points import ScriptPoint
-from shoal.strategies.synchronous.writes.state_inspection import StateInspection
 
 NUM_WORDS = 5
 NO_STATE = -1

@@ -23,6 +23,7 @@ from shoal.state.registered.comparison import UNTRAINED, compare
 from shoal.state.registered.objects import RegisteredState
 from shoal.step_context import BatchNormMembers
 from shoal.strategies.base import Strategy
+from shoal.strategies.rollback.step_passes import StepPasses
 from shoal.strategies.synchronous.generation_checkpoints import GenerationCheckpoints
 from shoal.strategies.synchronous.generation_group import GenerationGroup
 from shoal.strategies.synchronous.hang_watch import HangWatch, HangWatchConfig, TrainerStage
@@ -31,7 +32,6 @@ from shoal.strategies.synchronous.loss_scale import update
 from shoal.strategies.synchronous.script_points import ScriptPoints
 from shoal.strategies.synchronous.script_position import ScriptPosition
 from shoal.strategies.synchronous.step_agreement import StepAgreement
-from shoal.strategies.synchronous.step_passes import StepPasses
 from shoal.strategies.synchronous.step_vote import OptimizerAction
 from shoal.torch_private.amp import scale_of
 from shoal_proto.errors import GenerationBroken, InvalidSpec, ShoalError

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import (
     AdoptImage,
     BeginImage,
@@ -32,7 +33,7 @@ from shoal_server.core.replication.protocol.messages import (
     Request,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, ShardContent
+from shoal_server.core.shards.assignments import ShardAssignment, ShardContent
 
 Begins = CopyUpToDate | ImageStart
 """Requests with which a copy begins."""

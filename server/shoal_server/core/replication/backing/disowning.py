@@ -4,9 +4,10 @@ shards."""
 
 from collections.abc import Collection
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.shards.absences import ServerAbsences
-from shoal_server.core.shards.assignments import Holder, ShardAssignment, off_disk
+from shoal_server.core.shards.assignments import ShardAssignment, off_disk
 
 
 class Disowning:

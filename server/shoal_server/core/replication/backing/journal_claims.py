@@ -7,11 +7,11 @@ disk had the shard.
 
 from math import inf
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.absences import ServerAbsences
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     found_older,
     is_older,

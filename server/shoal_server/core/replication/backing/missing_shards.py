@@ -2,9 +2,9 @@
 took over. The record must then name a backup, or call the shard lost: as long as it names this
 server, no other leads the shard, not even from a disk that has it."""
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     not_held,

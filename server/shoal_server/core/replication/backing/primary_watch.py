@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import Effect, LogLine, ProbePeer
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
-from shoal_server.core.shards.assignments import Holder
+from shoal_server.core.processes import Holder
 
 NEARLY_LEVEL = 8
 """Updates that a joiner may lack when pushes begin to wait for it."""

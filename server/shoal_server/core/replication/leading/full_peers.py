@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
-from shoal_server.core.shards.assignments import Holder
 
 
 @dataclass(slots=True)

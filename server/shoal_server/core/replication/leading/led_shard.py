@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.waiters import Waiters
 from shoal_server.core.replication.protocol.effects import (
@@ -20,7 +21,6 @@ from shoal_server.core.replication.protocol.effects import (
 from shoal_server.core.replication.protocol.events import AckLevel, Token
 from shoal_server.core.replication.protocol.messages import Key
 from shoal_server.core.shards.assignments import (
-    Holder,
     ShardAssignment,
     ShardContent,
     filled,

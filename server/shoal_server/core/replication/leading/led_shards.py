@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from math import inf
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.followers import Follower, FollowerPhase
 from shoal_server.core.replication.leading.full_peers import FullPeers
 from shoal_server.core.replication.leading.led_shard import LedShard
@@ -33,7 +34,7 @@ from shoal_server.core.replication.protocol.messages import (
     Reply,
     UpdateMessage,
 )
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 
 TOGETHER_S = 0.05
 """Time within which handovers that become due are made together."""

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from enum import Enum
 from math import inf
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.leading.outgoing_images import OutgoingImages
 from shoal_server.core.replication.protocol.effects import Effect, OpenLink
 from shoal_server.core.replication.protocol.events import LinkBroken
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.shards.assignments import Holder
 
 
 class LinkPhase(Enum):

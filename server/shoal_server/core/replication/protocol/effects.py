@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from enum import Enum
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import Token
 from shoal_server.core.replication.protocol.messages import Key, Reply, Request
-from shoal_server.core.shards.assignments import Holder
 
 
 class AckRefusalReason(Enum):
@@ -48,6 +48,8 @@ class LeadShard:
 
     key: Key
     epoch: int
+    run: str = ""
+    """The run of the job that the shard belongs to."""
 
 
 @dataclass(frozen=True, slots=True)

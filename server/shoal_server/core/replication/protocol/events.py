@@ -4,8 +4,9 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 
+from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Key, Reply, Request
-from shoal_server.core.shards.assignments import Holder, ShardAssignment
+from shoal_server.core.shards.assignments import ShardAssignment
 
 Token = Hashable
 """Identifies a caller that waits for an acknowledgement."""

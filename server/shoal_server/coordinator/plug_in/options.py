@@ -1,14 +1,14 @@
-"""Policy for snapshots of jobs: location, and the interval of automatic ones."""
+"""Options of a coordinator for jobs with parameters on servers: copies, and snapshots."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 from cyclopts import Group, Parameter
 
 from shoal_proto.errors import InvalidSpec
-from shoal_server.snapshots.locations import AllowedRoots
+from shoal_server.serving.locations import AllowedRoots
 
 _SNAPSHOTS = Group("snapshots")
 
@@ -61,3 +61,12 @@ class SnapshotPolicy:
     def allowed(self) -> Sequence[str]:
         """URLs at and below which snapshots are allowed."""
         return tuple(dict.fromkeys(each for each in (self.url, *self.roots) if each))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterOptions:
+    """Options of a coordinator that assigns shards of parameters to servers."""
+
+    copies: int = 2
+    """Number of servers that hold each shard, if there are that many."""
+    snapshots: SnapshotPolicy = field(default_factory=SnapshotPolicy)

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from math import exp
 
-from shoal_client.progress.samples import SampleRange, joined, size_of, without
+from shoal_client.progress.ranges import SampleRange, joined, size_of, without
 
 AHEAD_S = 900.0
 """Time for which members can train while no coordinator, or no etcd, answers."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.state.host_copies import copy_staged
-from shoal.strategies.synchronous.writes.parameter_watch import OwnParts, ParameterWatch
+from shoal.strategies.rollback.writes.parameter_watch import OwnParts, ParameterWatch
 from shoal.torch_private.tensors import foreach_copy_
 
 log = structlog.get_logger(__name__)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.data.sample_reserve import AHEAD_S, Pace, SampleReserve
-from shoal_client.progress.samples import SampleRange, joined, without
+from shoal.strategies.asynchronous.sample_reserve import AHEAD_S, Pace, SampleReserve
+from shoal_client.progress.ranges import SampleRange, joined, without
 
 STEP, NUM_SAMPLES = 10, 10**9
 

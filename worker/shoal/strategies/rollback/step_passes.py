@@ -17,9 +17,9 @@ from shoal.model.several import (
     optimizers_of,
     parts_due,
 )
-from shoal.strategies.synchronous.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous.writes.script_writes import ScriptWrites
-from shoal.strategies.synchronous.writes.state_writes import StateWrites
+from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
+from shoal.strategies.rollback.writes.script_writes import ScriptWrites
+from shoal.strategies.rollback.writes.state_writes import StateWrites
 from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 

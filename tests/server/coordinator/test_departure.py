@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal_server.coordinator.leadership.departure import NOTICE_S, Presence, why_stay
+from shoal_server.coordinator.departure import NOTICE_S, Presence, why_stay
 
 DRAIN_S = 25.0
 

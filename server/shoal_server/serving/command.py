@@ -1,4 +1,4 @@
-"""`shoal coordinator` and `shoal ps`."""
+"""Commands that serve until SIGTERM or SIGINT: requirements, logs and exit codes."""
 
 import asyncio
 import importlib.util
@@ -12,32 +12,12 @@ import structlog
 
 from shoal_proto.errors import InvalidSpec, ShoalError, Unavailable
 from shoal_proto.terminal import printable, printable_event
-from shoal_server.coordinator.config import CoordinatorConfig
-from shoal_server.parameters.config import ParameterServerConfig
 
 OTHERS = 0o077
 """Mode bits of group and others."""
 
 
-def coordinator(config: CoordinatorConfig) -> int:
-    """Serve as a coordinator until SIGTERM or SIGINT."""
-    if _lacks("coordinator", "grpc_health", "fastapi", "prometheus_client"):
-        return 1
-    from shoal_server.coordinator.process import serve  # noqa: PLC0415
-
-    return _run("coordinator", serve(config))
-
-
-def parameter_server(config: ParameterServerConfig) -> int:
-    """Serve shards until SIGTERM or SIGINT."""
-    if _lacks("ps", "torch", "grpc_health", extra="server"):
-        return 1
-    from shoal_server.parameters.process import serve  # noqa: PLC0415
-
-    return _run("ps", serve(config))
-
-
-def _lacks(command: str, *modules: str, extra: str = "") -> bool:
+def lacks(command: str, *modules: str, extra: str = "") -> bool:
     """True if a module is not installed; prints which, and the extra to install (by default named
     like the command)."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
@@ -51,7 +31,8 @@ def _lacks(command: str, *modules: str, extra: str = "") -> bool:
     return bool(missing)
 
 
-def _run(command: str, work: Coroutine[Any, Any, None]) -> int:
+def run(command: str, work: Coroutine[Any, Any, None]) -> int:
+    """Run `work` and return the exit code; prints the error that ended it."""
     # Journals and snapshots hold a job's parameters: other users of the machine must not read them.
     os.umask(os.umask(OTHERS) | OTHERS)
     _configure_logging()

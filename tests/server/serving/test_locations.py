@@ -6,8 +6,8 @@ import pytest
 from support.clusters.snapshot_world import image, manifest_of, write_part, write_snapshot
 
 from shoal_proto.errors import AccessDenied, InvalidSpec, SnapshotDamaged, SnapshotFailed
+from shoal_server.serving.locations import AllowedRoots, Location
 from shoal_server.snapshots.library import SnapshotLibrary
-from shoal_server.snapshots.locations import AllowedRoots, Location
 from shoal_server.snapshots.manifest import ManifestEntry
 from shoal_server.snapshots.storage import Storage
 

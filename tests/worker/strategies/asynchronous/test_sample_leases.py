@@ -8,10 +8,11 @@ import pytest
 from support.clusters.parameter_servers import ParameterServers
 from support.processes.served_process import awaited
 
-from shoal.data.sample_leases import Leases
+from shoal.strategies.asynchronous.sample_leases import Leases
 from shoal_client.connection.coordinators import Coordinators
 from shoal_client.progress.clocks import Clock
-from shoal_client.progress.samples import SampleClient, SampleRange
+from shoal_client.progress.ranges import SampleRange
+from shoal_client.progress.samples import SampleClient
 from shoal_proto.errors import JobQuarantined
 
 STEP = 32

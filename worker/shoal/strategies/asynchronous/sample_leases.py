@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import structlog
 
-from shoal.data.sample_reserve import SampleReserve
+from shoal.strategies.asynchronous.sample_reserve import SampleReserve
 from shoal_client.connection.coordinators import OUTLASTED
-from shoal_client.progress.samples import Reserve, SampleClient, SampleLease, SampleRange, size_of
+from shoal_client.progress.ranges import SampleRange, size_of
+from shoal_client.progress.samples import Reserve, SampleClient, SampleLease
 from shoal_proto.errors import JobFinished, RejoinError
 
 log = structlog.get_logger(__name__)

@@ -1,0 +1,205 @@
+"""The point at which a coordinator includes more than the membership of jobs.
+
+`PlugIn` is what the coordinator calls: for services, for its share of a job's retention and reset,
+and for the status page. The class itself includes nothing. `Host` is what a plug-in may use of the
+coordinator. There is one plug-in, `parameters`: shards of parameters on servers, with their
+snapshots, and the samples and clocks of members at their own pace. `plugged_in` imports it only if
+it is asked for.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import grpc.aio
+
+from shoal_proto.errors import NoServers
+from shoal_proto.v1 import clocks_pb2_grpc, samples_pb2_grpc, shards_pb2_grpc, snapshots_pb2_grpc
+from shoal_proto.v1.identity_pb2 import Token
+from shoal_proto.v1.shards_pb2 import ShardMap
+from shoal_proto.v1.snapshots_pb2 import PublishCutRequest, ShardStamp
+from shoal_proto.v1.weights_pb2 import CutSegment
+from shoal_server.coordinator.plug_in.options import ParameterOptions
+from shoal_server.coordinator.servers.server_calls import ServerCalls
+from shoal_server.core.processes import MemberProcess
+from shoal_server.etcd.api import KeyValue
+from shoal_server.etcd.leader_store import LeaderStore
+from shoal_server.status.board import StatusBoard
+from shoal_server.status.views import SamplesView, ShardsView
+
+PARAMETERS = ("shoal_server.coordinator.parameters", "ParametersPlugIn")
+"""Module and class of the plug-in, which no other module of the coordinator imports."""
+
+CheckRecord = Callable[[str, KeyValue, Sequence[KeyValue]], None]
+"""Takes a job, one of its records in etcd, and all of them, as `PlugIn.check_record` does."""
+
+_SERVICES = (
+    (clocks_pb2_grpc, "Clocks"),
+    (samples_pb2_grpc, "Samples"),
+    (shards_pb2_grpc, "Shards"),
+    (snapshots_pb2_grpc, "Snapshots"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PublishedCut:
+    """A cut of a job's tables that servers keep as segments, in the order of shards."""
+
+    segments: Sequence[CutSegment]
+    layout: ShardMap
+    stamps: Sequence[ShardStamp]
+    torn: Sequence[str]
+    """Pushes that are in some shards of the cut and not in others."""
+    pause_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """The coordinator, as a plug-in sees it. Functions that take a job accept any name."""
+
+    store: LeaderStore
+    board: StatusBoard
+    server_calls: ServerCalls
+    clock: Callable[[], float]
+    """Returns Unix seconds that never jump."""
+    authorize: Callable[[Token], Awaitable[None]]
+    """Raises Fenced unless the token's process is a member of its job now."""
+    require_leading: Callable[[], None]
+    """Raises NotLeader."""
+    declare_lost: Callable[[str, MemberProcess, str], Awaitable[None]]
+    """Takes (job, member, reason)."""
+    quarantine: Callable[[str, Exception], object]
+    """Takes a job with which the plug-in cannot continue, and the error."""
+    num_members: Callable[[str], int]
+    training: Callable[[str], Mapping[str, int]]
+    """Returns the highest generation and step of a job's members."""
+    reset_unix_s: Callable[[str], float]
+    """Returns the time of a job's last reset; 0 if it was never reset."""
+    stuck_after_s: float
+    """Longest time for which a member may hold up the others."""
+    call_wait_s: float
+    """Longest time for which a call may wait."""
+
+
+class PlugIn:
+    """Services that a coordinator includes beside membership. Used on its event loop only.
+
+    Without an override, jobs have no shards, samples or clocks, and calls for them are refused.
+    """
+
+    take_snapshot: Callable[[str], Awaitable[object]] | None = None
+    """Takes a snapshot of a job; None: there are no snapshots."""
+
+    # --- services and background work ---
+
+    def add_services(self, server: grpc.aio.Server) -> None:
+        """Add the plug-in's services to the server, which has not started yet."""
+        for module, name in _SERVICES:
+            refusing = _refusing(getattr(module, f"{name}Servicer"))
+            getattr(module, f"add_{name}Servicer_to_server")(refusing, server)
+
+    def running(self) -> AbstractAsyncContextManager[None]:
+        """Context of the work that does not depend on leading."""
+        return _nothing()
+
+    async def begin(self) -> None:
+        """Prepare a term, before any job is read. Raises what the store raises."""
+
+    async def open_job(self, job: str) -> None:
+        """Read the plug-in's records of a job that this coordinator takes over. Raises
+        JobQuarantined, and what the store raises."""
+
+    def inherit(self, job: str, trainers: Sequence[MemberProcess]) -> None:
+        """Take over a job whose members trained under another leader."""
+
+    def leading(self) -> AbstractAsyncContextManager[None]:
+        """Context of the work while the coordinator leads; jobs are served before it begins."""
+        return _nothing()
+
+    async def hand_over(self) -> None:
+        """Store and drop all jobs for the next leader. No job is served any more."""
+
+    def member_lost(self, job: str, member_id: str, incarnation: str) -> None:
+        """Note that a member's process was lost or left."""
+
+    async def publish_cut(
+        self, job: str, request_to: Callable[[str], PublishCutRequest]
+    ) -> PublishedCut:
+        """Have servers keep a cut of the job's tables as segments; `request_to` makes the request
+        to a server."""
+        raise _not_served()
+
+    # --- retention, reset and repair ---
+
+    def closed(self, job: str) -> AbstractAsyncContextManager[None]:
+        """Context in which nothing is written for the job."""
+        return _nothing()
+
+    def forget(self, job: str) -> None:
+        """Forget a job whose keys are deleted."""
+
+    def reopen(self, job: str) -> None:
+        """Drop what is in memory of a job whose records were replaced; they are read again."""
+
+    async def num_samples(self, job: str) -> int | None:
+        """Number of samples that a job's members have completed; None if it leases none. Raises
+        JobQuarantined, and what the store raises."""
+        return None
+
+    def check_record(self, job: str, item: KeyValue, items: Sequence[KeyValue]) -> None:
+        """Raise UnreadableRecord or ShoalError if `item`, one of a job's `items` in etcd, is a
+        record of the plug-in that cannot be read."""
+
+    # --- view ---
+
+    def clocks(self, job: str) -> Mapping[str, int]:
+        """The round of each member that has a clock."""
+        return {}
+
+    def waiting(self, job: str) -> Mapping[str, tuple[str, float]]:
+        """Members that wait for the plug-in's services: the reason, and the start of the wait."""
+        return {}
+
+    def samples(self, job: str) -> SamplesView | None:
+        """Samples of a job; None if its members lease none."""
+        return None
+
+    async def shards(self, job: str) -> ShardsView | None:
+        """Shards of a job; None if it has none. Raises Unavailable if etcd is away."""
+        return None
+
+
+def plugged_in(host: Host, options: ParameterOptions | None) -> PlugIn:
+    """Import and return the plug-in for parameters; without options a PlugIn that includes
+    nothing."""
+    if options is None:
+        return PlugIn()
+    module, kind = PARAMETERS
+    found: PlugIn = getattr(import_module(module), kind)(host, options)
+    return found
+
+
+@asynccontextmanager
+async def _nothing() -> AsyncIterator[None]:
+    yield
+
+
+def _not_served() -> NoServers:
+    return NoServers(
+        "this coordinator serves no jobs with parameters on servers",
+        seen="a coordinator that was started with --no-parameters",
+        expected="one without that option",
+        fix="`shoal run` starts one with --ps 1 or more.",
+    )
+
+
+def _refusing(service: type[Any]) -> Any:
+    """Return a servicer whose calls all raise NoServers."""
+
+    async def refuse(self: object, request: object, context: object) -> None:
+        raise _not_served()
+
+    calls = {name: refuse for name in vars(service) if not name.startswith("_")}
+    return type(service.__name__, (service,), calls)()

@@ -1,0 +1,13 @@
+"""`shoal ps`."""
+
+from shoal_server.parameters.config import ParameterServerConfig
+from shoal_server.serving.command import lacks, run
+
+
+def parameter_server(config: ParameterServerConfig) -> int:
+    """Serve shards until SIGTERM or SIGINT."""
+    if lacks("ps", "torch", "grpc_health", extra="server"):
+        return 1
+    from shoal_server.parameters.process import serve  # noqa: PLC0415
+
+    return run("ps", serve(config))

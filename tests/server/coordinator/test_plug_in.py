@@ -1,0 +1,78 @@
+"""A coordinator without the parameter-server half."""
+
+import subprocess
+import sys
+
+import grpc.aio
+import pytest
+from structure.parameter_half import of_half
+from support.clusters.coordinator_world import served
+
+from shoal_proto.errors import NoServers
+from shoal_proto.status import from_rpc_error
+from shoal_proto.v1 import clocks_pb2 as clocks
+from shoal_proto.v1 import samples_pb2 as samples
+from shoal_proto.v1 import shards_pb2 as shards
+from shoal_proto.v1 import snapshots_pb2 as snapshots
+from shoal_proto.v1.clocks_pb2_grpc import ClocksStub
+from shoal_proto.v1.samples_pb2_grpc import SamplesStub
+from shoal_proto.v1.shards_pb2_grpc import ShardsStub
+from shoal_proto.v1.snapshots_pb2_grpc import SnapshotsStub
+from shoal_server.etcd.memory import MemoryStore
+
+LEADS = """
+import asyncio, sys
+import shoal_server.coordinator.process
+from shoal_server.coordinator.assembly import Coordinator
+from shoal_server.core.limits import Limits
+from shoal_server.etcd.memory import MemoryStore
+from shoal_server.serving.rpc import new_server
+from shoal_server.status.app import build_app
+
+async def lead():
+    async with Coordinator(MemoryStore(), Limits()).running() as coordinator:
+        coordinator.add_services(new_server())
+        build_app(coordinator.view, coordinator.board)
+        await coordinator.lead(())
+        await coordinator.step_down()
+
+asyncio.run(lead())
+print("\\n".join(sys.modules))
+"""
+
+
+def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
+    """From its start over a term of leading to its end."""
+    run = subprocess.run(
+        [sys.executable, "-c", LEADS], capture_output=True, text=True, check=True, timeout=60.0
+    )
+    loaded = run.stdout.splitlines()
+    assert "shoal_server.coordinator.assembly" in loaded
+    assert of_half(loaded) == []
+    assert "torch" not in loaded
+    # This process has loaded it: the names are those of modules.
+    assert "shoal_server.coordinator.parameters" in of_half(sys.modules)
+
+
+async def test_members_train_and_calls_for_parameters_are_refused() -> None:
+    """The refusal names the option; membership, reset and the page are as with the half."""
+    async with served(MemoryStore(), parameters=False) as world:
+        (a,) = await world.training("a")
+        async with grpc.aio.insecure_channel(world.address) as channel:
+            calls = (
+                ClocksStub(channel).Advance(clocks.AdvanceRequest()),
+                SamplesStub(channel).Lease(samples.LeaseRequest()),
+                ShardsStub(channel).Place(shards.PlaceRequest()),
+                SnapshotsStub(channel).Take(snapshots.TakeSnapshotRequest()),
+            )
+            for call in calls:
+                with pytest.raises(grpc.aio.AioRpcError) as raised:
+                    await call
+                error = from_rpc_error(raised.value, world.address)
+                assert isinstance(error, NoServers)
+                assert "--no-parameters" in str(error)
+        view = world.coordinator.view
+        assert [member.state for member in view.jobs()[0].members] == ["training"]
+        assert view.samples("j") is None
+        assert await view.shards("j") is None
+        assert a.token.generation == 1
