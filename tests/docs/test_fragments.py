@@ -31,6 +31,12 @@ d_loss = lambda real, fake: (fake - real).mean()
 g_loss = lambda fake: -fake.mean()
 """
 
+BY_EPOCHS = f"""
+{DISTRIBUTES}
+schedule = session.register("schedule", torch.optim.lr_scheduler.StepLR(optimizer, 1))
+steps_per_epoch = 1
+"""
+
 CLIP = f"""
 class Clip(nn.Module):
     def __init__(self):
@@ -108,8 +114,9 @@ RAN = {
     ("loop.md", 2): (DISTRIBUTES + DRAWS, ""),
     ("loop.md", 3): (DISTRIBUTES + LOOP, ""),
     ("loop.md", 6): (DISTRIBUTES + "rate = lambda step: 0.1 / (step + 1)\n", ""),
-    ("loop.md", 7): (SCHEDULES, ""),
-    ("loop.md", 8): (DISTRIBUTES, ""),
+    ("loop.md", 7): (BY_EPOCHS, "\nassert schedule.last_epoch > 0\n"),
+    ("loop.md", 8): (SCHEDULES, ""),
+    ("loop.md", 9): (DISTRIBUTES, ""),
     ("membership.md", 1): (DISTRIBUTES + "evaluate = print\n", ""),
     ("models.md", 0): (GAN, ""),
     ("models.md", 1): ('model.__dict__["backbone"] = model[0]\n' + DISTRIBUTES, ""),

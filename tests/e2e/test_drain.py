@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from e2e.conftest import ANY_PORTS, Shoal, finish, part_pids, read_until
+from e2e.conftest import Shoal, finish, read_until
 
 SCRIPT = """
 import os, pathlib, time
@@ -178,40 +178,6 @@ def test_a_job_that_is_told_to_end_keeps_its_last_step(
         trained = torch.load(tmp_path / "trained.pt")
         for name, expected in as_one_process(tmp_path).items():
             torch.testing.assert_close(trained[name], expected, rtol=0, atol=1e-5)
-
-
-@pytest.mark.long
-def test_a_cluster_that_is_told_to_end_waits_for_its_members(
-    shoal_command: Shoal, tmp_path: Path
-) -> None:
-    """SIGTERM to every process at once, control plane first, as Slurm and systemd send it: members
-    agree on a last checkpoint and leave, long before those that find no coordinator would. etcd,
-    which does not wait, is started again for them, and all ends."""
-    script = tmp_path / "train.py"
-    script.write_text(KEEPS)
-    up = shoal_command.start("up", "--dir", str(tmp_path / "up"), "--ps", "0", *ANY_PORTS)
-    found = re.search(r"coordinator +(\S+)", read_until(up, "coordinator ")[-1])
-    assert found is not None
-    read_until(up, "Ctrl-C stops the cluster")
-    options = ("-n", "2", "--job", "train", "--coordinator", found[1])
-    run = shoal_command.start("run", *options, str(script), "fsdp")
-    members = await_steps(tmp_path, 2)
-    parts = part_pids(shoal_command)
-    assert parts.keys() == {"etcd", "coordinator"}
-    for pid in (*parts.values(), up.pid, run.pid, *members.values()):
-        os.kill(pid, signal.SIGTERM)
-    began_s = time.monotonic()
-    code, output = finish(run)
-    assert code == 128 + signal.SIGTERM, output
-    assert output.count("was drained (exit code 143)") == 2, output
-    kept = [path.name for path in (tmp_path / "kept").iterdir()]
-    assert kept == [f"step-{last_step(tmp_path) + 1:08d}"], output
-    log = (tmp_path / "up" / "coordinator.log").read_text()
-    assert " of 2 members drain" in log, log
-    assert time.monotonic() - began_s < 25.0, "without a coordinator it takes 30 s"
-    code, output = finish(up)
-    assert code == 0, output
-    assert shoal_command.await_none(5.0) == {}
 
 
 @pytest.mark.long

@@ -19,7 +19,7 @@ from shoal_client.commands.address import DEFAULT_URL
 from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
-from shoal_client.local.cluster import DRAIN_S, LocalCluster, LocalClusterConfig
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
@@ -116,7 +116,6 @@ def up(config: UpConfig) -> int:
                 http=_address(config.http_port, HTTP_PORT),
                 limits=config.cluster.limits,
                 restart=RestartPolicy(),
-                drain_s=DRAIN_S,
                 snapshot_roots=config.snapshot_roots,
                 num_coordinators=config.num_coordinators,
                 etcd=config.etcd,

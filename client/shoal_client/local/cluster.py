@@ -35,8 +35,6 @@ from shoal_proto.errors import InvalidSpec, Unavailable
 LOG_TAIL_LINES = 20
 ETCD = "etcd"
 COORDINATOR = "coordinator"
-DRAIN_S = 25.0
-"""Time for which a cluster that is told to end stays for members that drain."""
 ANY_PORT = "127.0.0.1:0"
 
 
@@ -66,9 +64,6 @@ class LocalClusterConfig:
     """Maximum time for a part to come up if it makes no progress; with progress, ten minutes."""
     grace_s: float = 5.0
     """Time for the parts to end by themselves, before they are killed."""
-    drain_s: float = 0.0
-    """Longest time for which the coordinators stay at the end while members drain. All other parts
-    serve until then. 0: they do not wait, as tests and benchmarks want it."""
     environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
     """The environment of every part; variables for TLS are removed."""
     tls: LocalTls | None = None
@@ -142,8 +137,6 @@ class LocalCluster:
         self._keepers: dict[str, Keeper] = {}
         self._lock = threading.Lock()
         self._closing = False
-        """True if no part but etcd is started any more."""
-        self._closed = False
         self._etcd_serves = threading.Event()
 
     def __enter__(self) -> "LocalCluster":
@@ -188,33 +181,20 @@ class LocalCluster:
             call(reason)
 
     def close(self) -> None:
-        """Stop every part: the coordinators first, once no member drains, and etcd last, so that
-        the others can still release their leases.
-
-        If a signal to all processes has ended etcd already, it is started again for them.
-        """
+        """Stop every part; etcd last, so that the others can still release their leases."""
         with self._lock:
             self._closing = True
-        for name, keeper in self._keepers.items():
-            if name != ETCD:
-                keeper.release()
+        for keeper in self._keepers.values():
+            keeper.release()
         try:
-            coordinators = [each for each in self._others() if each.name in self._coordinators]
-            stop_all(coordinators, self._config.drain_s + self._config.grace_s)
-            stop_all(self._others(), self._config.grace_s)
+            others = [each for each in self._supervisor.running if each.name != ETCD]
+            stop_all(others, self._config.grace_s)
         finally:
-            with self._lock:
-                self._closed = True
-            if ETCD in self._keepers:
-                self._keepers[ETCD].release()
             self._supervisor.close()
             self._etcd_serves.set()
             for keeper in self._keepers.values():
                 keeper.join()
             self._access.close()
-
-    def _others(self) -> list[Process]:
-        return [each for each in self._supervisor.running if each.name != ETCD]
 
     @property
     def processes(self) -> Mapping[str, Process]:
@@ -325,7 +305,7 @@ class LocalCluster:
 
     def _exited(self, process: Process) -> None:
         with self._lock:
-            if process.name == ETCD and not self._closed:
+            if process.name == ETCD and not self._closing:
                 self._etcd_serves.clear()
         self._on_exit(process)
 
@@ -382,7 +362,8 @@ class LocalCluster:
             name,
             *("--listen", listen, "--http", http, "--snapshot-url", str(self.snapshots)),
             *(f"--snapshot-root={url}" for url in self._config.snapshot_roots),
-            f"--drain-s={self._config.drain_s:g}",
+            # At the end of the cluster its etcd is stopped, whoever drains.
+            "--drain-s=0",
             *(() if self._config.parameters else ("--no-parameters",)),
             *self._access.coordinator_arguments,
             *limits,
@@ -395,7 +376,7 @@ class LocalCluster:
 
     def _begin(self, command: ChildCommand) -> Process:
         with self._lock:
-            if self._closed or (self._closing and command.name != ETCD):
+            if self._closing:
                 raise Unavailable(f"{command.name} is not started", seen="a cluster that ends")
             return self._supervisor.spawn(command)
 

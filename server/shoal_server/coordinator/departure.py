@@ -47,24 +47,29 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 async def see_members_off(registry: Registry, drain_s: float) -> None:
     """Return once no member drains any more and etcd has confirmed it, or after `drain_s`; at once
-    if this coordinator does not lead."""
-    began_s, told = time.monotonic(), ""
-    while reason := why_stay(_presence(registry), time.monotonic() - began_s, drain_s):
+    if this coordinator does not lead.
+
+    If it is deposed meanwhile, as when etcd is started again, it stays to be elected again.
+    """
+    began_s, told, presence = time.monotonic(), "", _presence(registry, Presence())
+    while reason := why_stay(presence, time.monotonic() - began_s, drain_s):
         if reason != told:
             log.info("coordinator_ends_later", reason=reason, drain_s=drain_s)
         told = reason
         await asyncio.sleep(ASK_AGAIN_S)
-    left = _presence(registry)
-    if left.num_draining:
-        log.warning("left_while_members_drain", num_members=left.num_draining, drain_s=drain_s)
+        presence = _presence(registry, presence)
+    if presence.num_draining:
+        log.warning("left_while_members_drain", num_members=presence.num_draining, drain_s=drain_s)
 
 
-def _presence(registry: Registry) -> Presence:
+def _presence(registry: Registry, before: Presence) -> Presence:
+    """The members as they are now; `before` while this coordinator does not lead."""
     if not registry.leads:
-        return Presence()
-    tables = [actor.job.state.table for actor in registry.actors()]
+        return before
+    actors = registry.actors()
+    tables = [actor.job.state.table for actor in actors]
     return Presence(
-        num_writing=sum(actor.is_writing for actor in registry.actors()),
         num_members=sum(len(table.members) for table in tables),
         num_draining=sum(len(table.draining) for table in tables),
+        num_writing=sum(actor.is_writing for actor in actors),
     )

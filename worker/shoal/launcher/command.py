@@ -21,7 +21,7 @@ from shoal_client.connection.coordinators import chance
 from shoal_client.host.reports import check_reachable
 from shoal_client.host.stop_orders import StopOrders
 from shoal_client.local.access import LocalTls
-from shoal_client.local.cluster import DRAIN_S, LocalCluster, LocalClusterConfig
+from shoal_client.local.cluster import LocalCluster, LocalClusterConfig
 from shoal_client.local.directory import temporary_directory
 from shoal_client.local.keeper import RestartPolicy
 from shoal_client.local.options import ClusterOptions
@@ -153,7 +153,6 @@ def _own_cluster(stack: ExitStack, run: RunConfig) -> LocalCluster:
         limits=options.limits,
         environment=environment,
         restart=RestartPolicy(),
-        drain_s=DRAIN_S,
         tls=None if options.insecure else LocalTls(),
     )
     cluster = stack.enter_context(LocalCluster(config, say=_say))
