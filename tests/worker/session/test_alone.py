@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 
 import shoal
 from shoal.checkpoint.directory import complete
+from shoal.data.order import CONTENT_FIELD
 from shoal.membership.join_config import read_config
 from shoal_proto.errors import CheckpointFailed, InvalidSpec, ProposalConflict
 
@@ -64,6 +65,16 @@ def train(
                 signal.raise_signal(signal.SIGTERM)
         assert (session.rank, session.world_size, session.generation) == (0, 1, 1)
         return Trained(session.step_number, dict(session.state_dict()), batches)
+
+
+def test_optional_fields_of_the_proposal_are_kept_beside_those_of_the_samples() -> None:
+    model, optimizer = model_and_optimizer()
+    with shoal.join() as session:
+        session.distribute(model, optimizer, "ddp")
+        proposed = session._controller.details.optional_fields
+        proposed["release"] = "2"
+        session.batches(data(), global_batch_size=BATCH)
+        assert session._controller.details.optional_fields.keys() == {"release", CONTENT_FIELD}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "local-sgd"])
@@ -185,8 +196,8 @@ def test_dropout_within_layers_is_told_of_by_name() -> None:
     whole = nn.ModuleDict({"attends": model, "recurrent": recurrent})
     with capture_logs() as logs, shoal.join() as session:
         session.distribute(whole, torch.optim.SGD(whole.parameters(), lr=0.1))
-    told = [entry for entry in logs if entry["event"] == "dropout_depends_on_members"]
-    assert [entry["modules"] for entry in told] == ["attends.self_attn, recurrent.two"]
+    logged = [entry for entry in logs if entry["event"] == "dropout_depends_on_members"]
+    assert [entry["modules"] for entry in logged] == ["attends.self_attn, recurrent.two"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])

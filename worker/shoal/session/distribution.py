@@ -342,10 +342,11 @@ class Distribution:
         train in small shares."""
         details, samples = self._controller.details, fields_of(dataset, order)
         self.fields |= samples
-        details.optional_fields, listings = content_fields(dataset)
+        content, listings = content_fields(dataset)
+        details.optional_fields |= content
         details.listings |= listings
         details.shares = self._share_sizes(order)
-        return {**samples, **details.optional_fields}
+        return {**samples, **content}
 
     def _share_sizes(self, order: Order) -> ShareSizes | None:
         """Sizes of shares; None if no layer depends on the number of members."""

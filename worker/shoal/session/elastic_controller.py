@@ -84,7 +84,7 @@ class CallBetweenSteps:
 class ProposalDetails:
     """Content of a member's proposal beside its fields, from its model and its batches."""
 
-    optional_fields: Mapping[str, str] = field(default_factory=dict)
+    optional_fields: dict[str, str] = field(default_factory=dict)
     """Values that must be the same on all members that propose them; some may leave them out."""
     listings: dict[str, bytes] = field(default_factory=dict)
     """The content whose digest is the field's value, by field."""
