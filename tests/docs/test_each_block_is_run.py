@@ -90,6 +90,10 @@ TABLE = {
         [("docs/extending.md", "# majority_sign.py"), ("docs/extending.md", "# train_majority.py")],
         f"{EXTENDING}::test_the_strategy_survives_a_kill",
     ),
+    (
+        "docs/extending.md",
+        "# average_every.py",
+    ): f"{EXTENDING}::test_a_kill_within_a_round_costs_it",
     ("docs/extending.md", "# second_network.py"): f"{EXTENDING}::test_the_backend_carries_a_step",
     ("docs/extending.md", "# shoal_names.py"): f"{EXTENDING}::test_the_command_is_found",
     ("docs/extending.md", "# tokenizer_field.py"): f"{EXTENDING}::test_a_field_is_proposed",

@@ -27,7 +27,7 @@ FILES = {text.splitlines()[0].removeprefix("# "): text for text in blocks(PAGE, 
 """The files of the page, by the name in their first line."""
 STEPS = 500
 KILLS = """\
-            if batch.step == 200 and session.world_size == 3 and session.rank == 1:
+            if batch.step == 203 and session.world_size == 3 and session.rank == 1:
                 __import__("os").kill(__import__("os").getpid(), 9)
 """
 ADAMAX = """
@@ -86,17 +86,41 @@ def last_loss(strategy: Strategy, steps: int = 4) -> float:
     return loss.item()
 
 
-def test_the_strategy_trains(module_of: Callable[[str], Any]) -> None:
+@pytest.mark.parametrize(
+    ("module", "name", "options"),
+    [("majority_sign", "MajoritySign", {}), ("average_every", "AverageEvery", {"every_steps": 3})],
+)
+def test_the_strategy_trains(
+    module_of: Callable[[str], Any], module: str, name: str, options: dict[str, Any]
+) -> None:
     """The example's loss falls, in a session without other members."""
-    strategy = module_of("majority_sign").MajoritySign
-    assert last_loss(strategy()) < last_loss(strategy(), steps=1)
+    strategy = getattr(module_of(module), name)
+    assert last_loss(strategy(**options)) < last_loss(strategy(**options), steps=1)
 
 
 @pytest.mark.long
 def test_the_strategy_survives_a_kill(shoal_command: Shoal, tmp_path: Path) -> None:
     """Under the page's own script each step is taken, and all members end with one model."""
     (tmp_path / "majority_sign.py").write_text(FILES["majority_sign.py"])
-    script, passes = FILES["train_majority.py"], "            session.backward(loss)\n"
+    survives_a_kill(shoal_command, tmp_path, FILES["train_majority.py"])
+
+
+@pytest.mark.long
+def test_a_kill_within_a_round_costs_it(shoal_command: Shoal, tmp_path: Path) -> None:
+    """The survivors go back to the last average, and take the round's steps again."""
+    (tmp_path / "average_every.py").write_text(FILES["average_every.py"])
+    script = FILES["train_majority.py"].replace("MajoritySign()", "AverageEvery(8)")
+    script = script.replace("lr=0.002", "lr=0.1")
+    imported, used = (
+        "from majority_sign import MajoritySign",
+        "from average_every import AverageEvery",
+    )
+    assert imported in script
+    survives_a_kill(shoal_command, tmp_path, script.replace(imported, used))
+
+
+def survives_a_kill(shoal_command: Shoal, tmp_path: Path, script: str) -> None:
+    passes = "            session.backward(loss)\n"
     assert passes in script
     (tmp_path / "train_majority.py").write_text(script.replace(passes, passes + KILLS))
     run = shoal_command.start("run", "-n", "3", "--ps", "0", "train_majority.py")
