@@ -75,7 +75,7 @@ def test_groups_survive_the_way_there_and_back():
     ("path", "reason"),
     [
         (("optim", "state.a.weight.exp_avg"), "flattened"),
-        (("optim", "state", "a.weight", "factors", "left"), "no place"),
+        (("optim", "state", "a.weight", "factors", "left"), "cannot be part"),
     ],
 )
 def test_what_has_no_place_is_refused_by_name(path, reason):
