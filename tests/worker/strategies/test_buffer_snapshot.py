@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
-from shoal.strategies.synchronous import buffer_snapshot
+from shoal.strategies.rollback import buffer_snapshot
 
 
 class Masked(nn.Module):
