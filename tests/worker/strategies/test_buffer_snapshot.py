@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
 from shoal.strategies.rollback import buffer_snapshot
+from shoal.strategies.rollback.buffer_snapshot import BufferSnapshot
 
 
 class Masked(nn.Module):
