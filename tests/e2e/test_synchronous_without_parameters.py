@@ -20,6 +20,7 @@ SCRIPT = """
 import torch
 import shoal
 
+torch.manual_seed(0)
 model = torch.nn.Linear(4, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 data = (torch.randn(64, 4), torch.randn(64, 1))
