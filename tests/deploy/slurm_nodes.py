@@ -127,7 +127,7 @@ class SlurmNodes:
 
     @property
     def version(self) -> str:
-        """For example slurm-wlm 22.05.8."""
+        """Slurm's version as it prints it, for example slurm-wlm 22.05.8."""
         return subprocess.run(
             ["slurmd", "-V"], check=True, capture_output=True, text=True
         ).stdout.strip()
@@ -150,13 +150,13 @@ class SlurmNodes:
 
     def submit(self, *arguments: str, cwd: Path, **variables: str) -> str:
         """Submit a batch script from the folder, with these variables; return the job's id."""
-        told = self.run("sbatch", "--parsable", "--export=ALL", *arguments, cwd=cwd, **variables)
-        return told.strip().partition(";")[0]
+        printed = self.run("sbatch", "--parsable", "--export=ALL", *arguments, cwd=cwd, **variables)
+        return printed.strip().partition(";")[0]
 
     def job(self, job_id: str) -> dict[str, str]:
         """The fields of `scontrol show job`."""
-        told = self.run("scontrol", "--oneliner", "show", "job", job_id)
-        return dict(word.split("=", 1) for word in told.split() if "=" in word)
+        printed = self.run("scontrol", "--oneliner", "show", "job", job_id)
+        return dict(word.split("=", 1) for word in printed.split() if "=" in word)
 
     def await_end(self, job_id: str, within_s: float) -> dict[str, str]:
         """Return the fields of the job once it has ended for good."""
@@ -347,10 +347,10 @@ def _ip(*arguments: str) -> None:
 
 def _pids_in(space: str) -> list[int]:
     """The ids of the processes in a network namespace; empty if there is no such namespace."""
-    told = subprocess.run(
+    listed = subprocess.run(
         ["ip", "netns", "pids", space], check=False, capture_output=True, text=True
     )
-    return [int(word) for word in told.stdout.split()]
+    return [int(word) for word in listed.stdout.split()]
 
 
 def _kill_all(space: str) -> None:
@@ -365,7 +365,7 @@ def _kill_all(space: str) -> None:
 
 
 def _leftovers(names: Sequence[str]) -> Iterator[str]:
-    """Those names that belong to a run whose process is gone."""
+    """Yield the names made by a test run whose process has ended."""
     for name in names:
         pid = name.removeprefix(PREFIX).partition("-")[0]
         if name.startswith(PREFIX) and pid.isdigit() and not Path("/proc", pid).exists():
@@ -373,8 +373,8 @@ def _leftovers(names: Sequence[str]) -> Iterator[str]:
 
 
 def _remove_leftovers() -> None:
-    told = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True)
-    for space in _leftovers([line.split()[0] for line in told.stdout.splitlines() if line]):
+    listed = subprocess.run(["ip", "netns", "list"], check=False, capture_output=True, text=True)
+    for space in _leftovers([line.split()[0] for line in listed.stdout.splitlines() if line]):
         _kill_all(space)
         _ip("netns", "del", space)
     for name in _leftovers([path.name for path in FOLDERS.iterdir()]):

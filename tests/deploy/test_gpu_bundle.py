@@ -66,8 +66,8 @@ def test_a_version_is_compared_by_its_numbers(seen: str, wanted: str, expected: 
 def own_machine(**changes: object) -> dict[str, object]:
     """The description of a folder that is made for this very machine."""
     python = f"{sys.version_info.major}.{sys.version_info.minor}"
-    told: dict[str, object] = {"python": python, "machine": os.uname().machine, "files": {}}
-    return told | {"ranges": {"grpcio": ">=1.76"}, "carried": ["rich"], "left_out": []} | changes
+    facts: dict[str, object] = {"python": python, "machine": os.uname().machine, "files": {}}
+    return facts | {"ranges": {"grpcio": ">=1.76"}, "carried": ["rich"], "left_out": []} | changes
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_the_folder_s_nccl_is_used_where_torch_s_is_too_old(
 
 def test_a_folder_that_says_no_runs_nothing(tmp_path: Path) -> None:
     """Run as the script that is carried, by itself."""
-    told = own_machine(ranges={"torch": ">=999"})
-    (tmp_path / "bundle.json").write_text(json.dumps(told))
+    requirements = own_machine(ranges={"torch": ">=999"})
+    (tmp_path / "bundle.json").write_text(json.dumps(requirements))
     script = tmp_path / "run.py"
     script.write_text((ROOT / "deploy" / "gpu_run.py").read_text())
     done = subprocess.run(
@@ -243,8 +243,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with tarfile.open(made / "cases.tar.xz", "w:xz"):
         pass
     shutil.copy(ROOT / "deploy" / "gpu_run.py", made / "run.py")
-    told = own_machine(ranges={}) | {"files": gpu_bundle.digests(made)}
-    (made / "bundle.json").write_text(json.dumps(told))
+    requirements = own_machine(ranges={}) | {"files": gpu_bundle.digests(made)}
+    (made / "bundle.json").write_text(json.dumps(requirements))
     monkeypatch.setattr(gpu_run, "HERE", made)
     return made
 

@@ -90,15 +90,15 @@ def test_a_node_gets_the_etcd_of_its_machine(
     named: str,
 ) -> None:
     _, tasks = group
-    told = tmp_path / "told"
+    record = tmp_path / "told"
     for program in ("pip", "curl", "tar", "sudo"):
-        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {told}\n')
+        (tmp_path / program).write_text(f'#!/bin/sh\necho {program} "$@" >> {record}\n')
     (tmp_path / "uname").write_text(f"#!/bin/sh\necho {machine}\n")
     for path in tmp_path.iterdir():
         path.chmod(0o755)
     given = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", tasks["cluster"]["setup"]], env=given, check=True)
-    lines = told.read_text().splitlines()
+    lines = record.read_text().splitlines()
     fetched = next(line.split()[-1] for line in lines if line.startswith("curl"))
     assert fetched.endswith(f"/v3.5.21/etcd-v3.5.21-linux-{named}.tar.gz")
     installed = f"sudo install etcd-v3.5.21-linux-{named}/etcd /usr/local/bin/etcd"
@@ -174,7 +174,7 @@ def node(
                 process.wait(DEADLINE_S)
 
 
-def heard(process: subprocess.Popen[str], words: str) -> str:
+def read_until(process: subprocess.Popen[str], words: str) -> str:
     """What it printed up to a line with these words."""
     assert process.stdout is not None
     lines = []
@@ -196,10 +196,10 @@ def test_spot_nodes_train_over_tls_and_drain_at_sigterm(tmp_path: Path) -> None:
         node(given, tmp_path / "one", "worker", "train.py") as stays,
         node(given, tmp_path / "two", "worker", "train.py") as leaves,
     ):
-        heard(leaves, "both train")
+        read_until(leaves, "both train")
         leaves.send_signal(signal.SIGTERM)
         assert leaves.wait(DEADLINE_S) == 143
-        heard(stays, "trained")
+        read_until(stays, "trained")
         assert stays.wait(DEADLINE_S) == 0
         cluster.terminate()
         assert cluster.wait(DEADLINE_S) == 143
@@ -216,7 +216,7 @@ def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
         socket.create_server(("127.0.0.1", int(given["SHOAL_PORT"]))),
         node(given, tmp_path / "cluster", "cluster") as cluster,
     ):
-        assert "a part of the cluster has ended" in heard(cluster, "has ended")
+        assert "a part of the cluster has ended" in read_until(cluster, "has ended")
         assert cluster.wait(DEADLINE_S) == 1
         text = (tmp_path / "cluster" / "shoal" / "coordinator.log").read_text()
     assert "cannot listen" in text
@@ -225,7 +225,7 @@ def test_a_cluster_whose_part_ends_is_not_waited_for(tmp_path: Path) -> None:
 def test_without_a_command_it_says_so(tmp_path: Path) -> None:
     given = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
     named = {"SHOAL_TLS": str(tmp_path), "SHOAL_HEAD": "localhost"}
-    for arguments, also, told in (
+    for arguments, also, message in (
         ([], named, "usage: node.sh cluster"),
         (["worker"], named, "usage: node.sh worker SCRIPT"),
         (["cluster"], {}, "SHOAL_TLS: the folder of the certificates"),
@@ -237,4 +237,4 @@ def test_without_a_command_it_says_so(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        assert done.returncode != 0 and told in done.stderr
+        assert done.returncode != 0 and message in done.stderr

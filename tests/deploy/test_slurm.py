@@ -90,7 +90,7 @@ def test_it_trains_over_tls_and_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_without_slurm_or_a_script_it_says_so(tmp_path: Path) -> None:
-    for arguments, given, told in (
+    for arguments, given, message in (
         ([], {"SLURM_JOB_ID": "7"}, "usage: sbatch"),
         (["train.py"], {}, "run it by sbatch"),
     ):
@@ -102,5 +102,5 @@ def test_without_slurm_or_a_script_it_says_so(tmp_path: Path) -> None:
             text=True,
             check=False,
         )
-        assert done.returncode != 0 and told in done.stderr
+        assert done.returncode != 0 and message in done.stderr
     assert list(tmp_path.iterdir()) == []

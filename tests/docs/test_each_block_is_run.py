@@ -276,10 +276,10 @@ def test_every_line_of_the_table_is_of_a_block() -> None:
 
 def test_every_test_of_the_table_is_there() -> None:
     wrong = []
-    for told in {*TABLE.values(), FRAGMENT, TUTORIAL}:
-        if told.startswith(NOT_RUN):
+    for reason in {*TABLE.values(), FRAGMENT, TUTORIAL}:
+        if reason.startswith(NOT_RUN):
             continue
-        path, _, name = told.partition("::")
+        path, _, name = reason.partition("::")
         names = []
         if name and (ROOT / path).exists():
             tree = ast.parse((ROOT / path).read_text())
@@ -289,7 +289,7 @@ def test_every_test_of_the_table_is_there() -> None:
                 if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
             ]
         if not (ROOT / path).exists() or (name and name not in names):
-            wrong.append(told)
+            wrong.append(reason)
     assert wrong == []
 
 

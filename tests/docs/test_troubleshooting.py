@@ -38,8 +38,8 @@ def test_every_error_has_a_section_under_its_name() -> None:
     names = shoal_errors()
     assert len(names) > 50
     assert {errors.JobFinished.__name__, "NotStarted"} <= names
-    told = {name for name in names if name.lower() in anchors(PAGE)}
-    assert names - told == set()
+    explained = {name for name in names if name.lower() in anchors(PAGE)}
+    assert names - explained == set()
     sections = [line[4:] for line in PAGE.read_text().splitlines() if line.startswith("### ")]
     assert set(sections) == names | {shoal.Drained.__name__}
 

@@ -45,7 +45,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
             )
             for strategy in ("ddp", "async-sgd")
         }
-        said = {strategy: read_until(run, "stepped on 20") for strategy, run in runs.items()}
+        outputs = {strategy: read_until(run, "stepped on 20") for strategy, run in runs.items()}
         if what == "coordinator":
             first.process.send_signal(signal.SIGKILL)
         else:
@@ -54,7 +54,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
         for strategy, run in runs.items():
             for _ in range(4):
                 # Two members tell of every tenth step: the job steps on while nobody is there.
-                said[strategy] += read_until(run, "stepped on")
+                outputs[strategy] += read_until(run, "stepped on")
         time.sleep(max(0.0, struck_s + away_s - time.monotonic()))
         leader = first
         if what == "coordinator":
@@ -66,7 +66,7 @@ def test_training_outlasts_the_coordinator_and_etcd(
         awaited(leader.leads, LEADS_WITHIN_S, "it leads again")
         (tmp_path / "done").touch()
         for strategy, run in runs.items():
-            code, output = finish(run, said[strategy])
+            code, output = finish(run, outputs[strategy])
             assert code == 0, output
             found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
             steps = [int(each[0]) for each in found]

@@ -53,12 +53,12 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     def shoal(*arguments: str, typed: str = "") -> "subprocess.Popen[str]":
         return shoal_command.start(*arguments, environment=environment, typed=typed)
 
-    def said(*arguments: str, typed: str = "") -> tuple[int, str]:
+    def result_of(*arguments: str, typed: str = "") -> tuple[int, str]:
         return finish(shoal(*arguments, typed=typed))
 
     run = shoal("run", "-n", "1", "--job", "digits", "train.py")
     before = read_until(run, "trains")
-    code, output = said("accept-loss", "digits", "--yes")
+    code, output = result_of("accept-loss", "digits", "--yes")
     assert code == 1 and "job digits has lost no shard" in output
 
     pids = part_pids(shoal_command)
@@ -70,28 +70,28 @@ def test_a_lost_shard_is_told_by_name_until_its_loss_is_accepted(
     assert "shard 0 of job digits was lost with every server that had it" in output
     assert "shoal accept-loss digits" in output
 
-    code, output = said("status", "--job", "digits")
+    code, output = result_of("status", "--job", "digits")
     assert code == 0
     assert "lost: shard 0 of job digits was lost" in output, output
     assert "No snapshot of it is at" in output
 
-    code, output = said("accept-loss", "digit", "--yes")
+    code, output = result_of("accept-loss", "digit", "--yes")
     assert code == 1 and "there is no job 'digit'" in output
-    code, output = said("accept-loss", "digits", typed="digit\n")
+    code, output = result_of("accept-loss", "digits", typed="digit\n")
     assert code == 1 and "nothing has changed" in output, output
-    code, output = said("accept-loss", "digits", typed="digits\n")
+    code, output = result_of("accept-loss", "digits", typed="digits\n")
     assert code == 0, output
     assert "loss of shard 0 (" in output and "of job digits accepted by" in output
     assert f"of {NUM_SAMPLES} were trained on): the next run trains on all of them" in output
-    code, output = said("accept-loss", "digits")
+    code, output = result_of("accept-loss", "digits")
     assert code == 0 and ", before" in output, output
     assert "Its samples start over" not in output
-    code, output = said("status", "--job", "digits")
+    code, output = result_of("status", "--job", "digits")
     assert "lost: shard" not in output
     assert "loss of shard 0" in output, output
 
     (tmp_path / "done").touch()
-    code, output = said("run", "-n", "1", "--job", "digits", "train.py")
+    code, output = result_of("run", "-n", "1", "--job", "digits", "train.py")
     assert code == 0, output
     # All of them, for nothing is left of what the run before had learned of the first ones.
     assert f"is done with {NUM_SAMPLES}" in output

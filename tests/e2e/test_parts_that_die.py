@@ -36,7 +36,7 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
         )
         for strategy in ("ddp", "async-sgd")
     }
-    said = {strategy: read_until(run, "stepped on") for strategy, run in runs.items()}
+    outputs = {strategy: read_until(run, "stepped on") for strategy, run in runs.items()}
     page = next(line.split()[-1] for line in welcome if line.startswith("status page"))
     shards = f"{page}/api/v1/jobs/async-sgd/shards"
     for part in ("ps-0", "coordinator", "etcd", "ps-1"):
@@ -46,7 +46,7 @@ def test_training_outlives_each_part_of_a_cluster(shoal_command: Shoal, tmp_path
         read_until(up, f"shoal up: {part} serves again")
     (tmp_path / "done").touch()
     for strategy, run in runs.items():
-        code, output = finish(run, said[strategy])
+        code, output = finish(run, outputs[strategy])
         assert code == 0, output
         found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
         steps = [int(each[0]) for each in found]

@@ -30,8 +30,8 @@ def test_a_program_trains_to_the_same_weights_through_kills(program: str) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    told = re.search(rf"{program}: .*: exact, (\d+) lines changed", done.stdout)
-    assert told and int(told[1]) <= MOST_LINES, done.stdout
+    summary = re.search(rf"{program}: .*: exact, (\d+) lines changed", done.stdout)
+    assert summary and int(summary[1]) <= MOST_LINES, done.stdout
 
 
 def test_there_are_twenty() -> None:

@@ -72,25 +72,25 @@ def test_a_job_is_repaired_while_it_and_another_train(shoal_command: Shoal, tmp_
         second = CoordinatorProcess(supervisor, tmp_path, "second", etcd, listen=first.grpc).ready()
         awaited(second.leads, LEADS_WITHIN_S, "the second one leads")
 
-        def said(*arguments: str) -> tuple[int, str]:
+        def result_of(*arguments: str) -> tuple[int, str]:
             environment = {**to_cluster, "SHOAL_HTTP": second.http}
             return finish(shoal_command.start(*arguments, environment=environment))
 
-        code, output = said("status")
+        code, output = result_of("status")
         shown = " ".join(output.split())
         assert code == 0 and "quarantined" in shown, output
         assert keys.generation("bad", 1) in shown.replace(" ", ""), output
         for run in (*runs.values(), *runs.values()):
             read_until(run, "stepped on")
-        code, output = said("repair", "bad")
+        code, output = result_of("repair", "bad")
         assert code == 1 and f"{keys.generation('bad', 1)}: the record of a generation" in output
         assert "garbage" in output and "job bad is quarantined since" in output, output
-        code, output = said("repair", "bad", "--apply")
+        code, output = result_of("repair", "bad", "--apply")
         assert code == 0 and "/shoal/v1/quarantine/bad/" in output, output
         assert "job bad goes on" in output, output
         for run in (*runs.values(), *runs.values()):
             read_until(run, "stepped on")
-        code, output = said("repair", "bad")
+        code, output = result_of("repair", "bad")
         assert code == 0 and "job bad is not quarantined" in output, output
         (tmp_path / "done").touch()
         for job, run in runs.items():

@@ -79,37 +79,37 @@ def test_a_job_goes_on_in_another_cluster(shoal_command: Shoal, tmp_path: Path) 
         taking = shoal_command.start("snapshot", "snapped", "--to", "snapshots", *asked)
         while taking.poll() is None:
             member.push()
-        code, said = finish(taking)
-        assert code == 0, said
+        code, output = finish(taking)
+        assert code == 0, output
         assert re.match(
             rf"snapshot 1 of job snapped at {tmp_path}/snapshots: 4 shards, [0-9.]+ MiB, of which"
             r" [0-9.]+ MiB are new; new pushes waited \d+ ms$",
-            said.strip(),
+            output.strip(),
         )
-        code, said = finish(
+        code, output = finish(
             shoal_command.start("restore", "snapped", "--from", "snapshots", *asked)
         )
-        assert code == 1 and "has members" in said
+        assert code == 1 and "has members" in output
         member.membership.leave(completed=False, reason="the cluster goes")
 
     with ExitStack() as stack:
         cluster = started(stack, tmp_path / "second", 2)
         asked = ("--coordinator", cluster.coordinator)
         restoring = shoal_command.start("restore", "snapped", "--from", "snapshots", *asked)
-        code, said = finish(restoring)
-        assert code == 0, said
-        assert "4 shards on ps-0, ps-1" in said
+        code, output = finish(restoring)
+        assert code == 0, output
+        assert "4 shards on ps-0, ps-1" in output
         member = Joined(cluster, stack)
         (value,) = numbers(member.values)
         member.push()
         assert numbers(member.values) == {value - 1.0}
         listed = shoal_command.start("snapshots", "snapped", "--at", "snapshots", "--json", *asked)
-        code, said = finish(listed)
-        assert code == 0, said
-        (snapshot,) = json.loads(said)["snapshots"]
+        code, output = finish(listed)
+        assert code == 0, output
+        (snapshot,) = json.loads(output)["snapshots"]
         assert (snapshot["number"], snapshot["num_shards"]) == ("1", 4)
         elsewhere = shoal_command.start("snapshots", "snapped", "--at", "elsewhere", *asked)
-        code, said = finish(elsewhere)
-        assert code == 1 and "--snapshot-root" in said and f"{tmp_path}/snapshots" in said
-        code, said = finish(shoal_command.start("snapshot", "snapped", *asked))
-        assert code == 0 and f"at {tmp_path}/second/snapshots" in said
+        code, output = finish(elsewhere)
+        assert code == 1 and "--snapshot-root" in output and f"{tmp_path}/snapshots" in output
+        code, output = finish(shoal_command.start("snapshot", "snapped", *asked))
+        assert code == 0 and f"at {tmp_path}/second/snapshots" in output

@@ -36,7 +36,7 @@ with shoal.join() as session:
 """
 
 
-def told(welcome: Sequence[str], what: str) -> list[str]:
+def addresses_in(welcome: Sequence[str], what: str) -> list[str]:
     """The addresses in the line of what `shoal up` prints that begins so."""
     (line,) = [each for each in welcome if each.startswith(what)]
     return line.removeprefix(what).replace(",", " ").split()
@@ -91,7 +91,7 @@ def test_a_stranger_reaches_no_part(shoal_command: Shoal, tmp_path: Path) -> Non
     welcome = read_until(up, "Ctrl-C stops the cluster")
     certs = tmp_path / "up" / "certs"
     (coordinator,), (server,), (etcd,) = (
-        told(welcome, each) for each in ("coordinator", "parameter servers", "etcd")
+        addresses_in(welcome, each) for each in ("coordinator", "parameter servers", "etcd")
     )
     ports = [(coordinator, COORDINATOR_NAME), (server, SERVER_NAME), (etcd, "")]
     for how, shown in strangers(certs, tmp_path):
@@ -152,7 +152,7 @@ def test_no_secret_is_told(shoal_command: Shoal, tmp_path: Path) -> None:
     )
     welcome = read_until(up, "Ctrl-C stops the cluster")
     environment = {
-        "SHOAL_COORDINATOR": told(welcome, "coordinator")[0],
+        "SHOAL_COORDINATOR": addresses_in(welcome, "coordinator")[0],
         "SHOAL_JOB_SECRET_FILE": str(tmp_path / "job.secret"),
         "SHOAL_LOG_DIR": str(tmp_path / "logs"),
     }
@@ -214,7 +214,7 @@ def test_insecure_is_what_it_says(shoal_command: Shoal, tmp_path: Path) -> None:
             *("up", how, "--ps", "0", "--dir", str(tmp_path / "up"), *ANY_PORTS)
         )
         welcome = read_until(up, "Ctrl-C stops the cluster")
-        (coordinator,), (etcd,) = (told(welcome, each) for each in ("coordinator", "etcd"))
+        (coordinator,), (etcd,) = (addresses_in(welcome, each) for each in ("coordinator", "etcd"))
         assert answers(coordinator, COORDINATOR_NAME, None) == (how == "--insecure")
         assert answers(etcd, "", None) == (how == "--insecure")
         assert ("every user of this machine has access" in "\n".join(welcome)) == (

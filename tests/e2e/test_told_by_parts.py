@@ -83,15 +83,15 @@ def test_where_shards_go_is_told(tmp_path: Path) -> None:
         assert metric(http, moved) == 0
         came = cluster.start_parameter_server()
         cluster.end_parameter_server("ps-0")
-        told = rf"^\d+ shards? moved from ps-0 to (ps-1|{came})$"
-        await_event(http, "moves", "shards_moved", told)
+        pattern = rf"^\d+ shards? moved from ps-0 to (ps-1|{came})$"
+        await_event(http, "moves", "shards_moved", pattern)
         assert metric(http, moved) >= 1
         train()
         leader = the_leader(http, "moves")
         cluster.processes[leader].send_signal(signal.SIGKILL)
         [other] = {"ps-1", came} - {leader}
-        told = rf"^lost {leader}: {other} leads \d+ shards? in its place, with every update"
-        await_event(http, "moves", "server_lost", told)
+        pattern = rf"^lost {leader}: {other} leads \d+ shards? in its place, with every update"
+        await_event(http, "moves", "server_lost", pattern)
         train()
         for batch in batches:
             with session.step():

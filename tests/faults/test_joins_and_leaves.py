@@ -30,7 +30,7 @@ def test_who_is_surplus_stands_by_and_takes_a_free_place(cast: Cast) -> None:
     """It is no error, disturbs nobody, and needs no further call once somebody leaves."""
     a, b = cast.training("a", "b", high=2)
     c = cast.joins("c", high=2)
-    assert c.told("standby").standby.position == 1
+    assert c.await_notice("standby").standby.position == 1
     assert (cast.record().roster.generation, a.breaks(), b.breaks()) == (1, [], [])
     b.leave()
     (generation,) = {member.trains_with("a", "c") for member in (a, c)}
@@ -52,9 +52,11 @@ def test_one_of_several_that_differs_fails_the_attempt_for_all(cast: Cast) -> No
     (conflict,) = record.conflicts
     assert conflict.field == "schema"
     # Who is refused in answer to a call may hear that before the notice.
-    told = [notice.outcome for member in members for k, notice in member.notices if k == "outcome"]
-    assert told
-    assert all(outcome == record for outcome in told)
+    outcomes = [
+        notice.outcome for member in members for k, notice in member.notices if k == "outcome"
+    ]
+    assert outcomes
+    assert all(outcome == record for outcome in outcomes)
 
 
 def test_a_newcomer_that_differs_disturbs_nobody(cast: Cast) -> None:

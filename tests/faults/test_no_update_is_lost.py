@@ -60,11 +60,11 @@ def settled(run: Campaign) -> None:
 def assert_nothing_lost(run: Campaign) -> None:
     assert isinstance(run.work, Work)
     report = judge(run.work)
-    told = f"seed {run.seed}, {run.work.directory}: {report}\n{history_of(run, report)}"
-    assert not report.faults, told
+    context = f"seed {run.seed}, {run.work.directory}: {report}\n{history_of(run, report)}"
+    assert not report.faults, context
     assert report.num_acknowledged > 0
     # Who compares copies may have found one that nobody came to see.
-    assert not any("copy_differs" in line for line in run.cluster.said_of(run.work.job)), told
+    assert not any("copy_differs" in line for line in run.cluster.said_of(run.work.job)), context
 
 
 def kill_servers(cluster: ParameterCluster, kind: str, directory: Path, num_kills: int) -> None:

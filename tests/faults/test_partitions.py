@@ -31,7 +31,7 @@ def test_a_network_that_comes_back_in_time_costs_nothing(cast: Cast, wire: Wire)
         member.hears_nothing()
     wire.restore()
     for member in members:
-        member.told("admitted", lambda notice: "generation 1:" in notice.reason)
+        member.await_notice("admitted", lambda notice: "generation 1:" in notice.reason)
     c = cast.joins("c")
     assert c.trains_with("a", "b", "c") == 2
     assert not any(member.breaks() for member in members)

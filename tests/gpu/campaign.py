@@ -152,8 +152,8 @@ class Campaign:
             return {**line, "seconds": 0.0, "error": f"not run: the {self.seconds:g} s are over"}
         begun_s = time.monotonic()
         error = running.finish(min(entry.limit_s * self.patience, left_s), END_S * self.patience)
-        if error and (told := folder / "error.txt").exists():
-            error = told.read_text()[-ERROR_BYTES:]
+        if error and (recorded := folder / "error.txt").exists():
+            error = recorded.read_text()[-ERROR_BYTES:]
         line |= {"passed": not error, "seconds": round(time.monotonic() - begun_s, 1)}
         return line | _outcome(folder) | ({"error": error} if error else {})
 

@@ -106,8 +106,10 @@ def versions() -> dict[str, str]:
     if program is not None:
         asked = [program, "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         try:
-            told = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=False)
-            found["gpus"] = "; ".join(told.stdout.strip().splitlines())
+            completed = subprocess.run(
+                asked, capture_output=True, text=True, timeout=20, check=False
+            )
+            found["gpus"] = "; ".join(completed.stdout.strip().splitlines())
         except subprocess.TimeoutExpired:
             found["gpus"] = "nvidia-smi does not answer"
     return found

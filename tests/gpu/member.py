@@ -193,8 +193,8 @@ class StepsOf:
             self._report("missed", step=batch.step)
             return
         ended_s = time.monotonic()
-        told = {"step": batch.step, "begun_s": begun_s, "at_s": ended_s, **self._place()}
-        self._report("committed", loss=float(loss), **told)
+        entry = {"step": batch.step, "begun_s": begun_s, "at_s": ended_s, **self._place()}
+        self._report("committed", loss=float(loss), **entry)
         if plan.look_file and Path(plan.look_file).exists():
             Path(plan.look_file).unlink()
             self._report("looks", **held_by_process())

@@ -183,17 +183,17 @@ def test_a_gpu_is_shared_through_mps_while_the_cases_run(
 ) -> None:
     """A stand-in for its control program writes down what it is told."""
     program = tmp_path / "nvidia-cuda-mps-control"
-    told = tmp_path / "told"
+    log = tmp_path / "told"
     program.write_text(
-        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" >> {told}\n[ -n "$1" ] || cat >> {told}\n'
+        f'#!/bin/sh\necho "$CUDA_MPS_PIPE_DIRECTORY" "$@" >> {log}\n[ -n "$1" ] || cat >> {log}\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     one = Machine(device="cuda", backend="nccl", num_gpus=1, full=True)
     with shared_by_time(one, tmp_path) as variables:
         pipes = variables["CUDA_MPS_PIPE_DIRECTORY"]
-        assert told.read_text().splitlines() == [f"{pipes} -d"]
-    assert told.read_text().splitlines() == [f"{pipes} -d", pipes, "quit"]
+        assert log.read_text().splitlines() == [f"{pipes} -d"]
+    assert log.read_text().splitlines() == [f"{pipes} -d", pipes, "quit"]
     with shared_by_time(ON_CPU, tmp_path) as variables:
         assert variables == {}
 

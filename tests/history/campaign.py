@@ -104,11 +104,11 @@ class Campaign:
                 if not each.runs:
                     each.stop()
             if now_s() > give_up_s:
-                raise Stuck(f"not within {PATIENCE_S:g} s: {what}\n{self.told()}")
+                raise Stuck(f"not within {PATIENCE_S:g} s: {what}\n{self.describe()}")
             time.sleep(POLL_S)
         return found
 
-    def told(self) -> str:
+    def describe(self) -> str:
         """For whoever reads a failure."""
         ended = "\n".join(
             f"  {w.name}: {len(w.successes)} pushes; {w.failures}" for w in self.workers
@@ -163,8 +163,8 @@ def history_of(run: Campaign, report: Report) -> str:
     """What was done to the servers, and what they said of it: for whoever reads a failure."""
     began = datetime.fromtimestamp(time.time() - now_s() + report.began_s, UTC)
     strikes = (f"  {at_s - report.began_s:.3f} s: {what}" for at_s, what in run.strikes)
-    said = (f"  {line}" for line in run.cluster.said_of(run.work.job))
-    return "\n".join([f"times count from {began:%H:%M:%S.%f} UTC", *strikes, *said])
+    lines = (f"  {line}" for line in run.cluster.said_of(run.work.job))
+    return "\n".join([f"times count from {began:%H:%M:%S.%f} UTC", *strikes, *lines])
 
 
 def judge(work: Work) -> Report:

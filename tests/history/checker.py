@@ -66,11 +66,11 @@ class Report:
         return sum(fault.kind is kind for fault in self.faults)
 
     def __str__(self) -> str:
-        told = "".join(f"\n  shard {f.shard_id}: {f.kind}: {f.detail}" for f in self.faults)
+        listed = "".join(f"\n  shard {f.shard_id}: {f.kind}: {f.detail}" for f in self.faults)
         return (
             f"{self.num_acknowledged} pushes acknowledged, {self.num_unknown} unknown"
             f" ({self.num_unknown_applied} of their parts applied),"
-            f" {len(self.faults)} faults{told}"
+            f" {len(self.faults)} faults{listed}"
         )
 
 
@@ -139,10 +139,10 @@ class _ShardCheck:
         disputed = self._sightings.disputed
         is_all = not self._faults
         for version in disputed:
-            told = self._sightings.dispute(version, order, self._unknown)
+            problem = self._sightings.dispute(version, order, self._unknown)
             if is_all and version == disputed[0]:
-                told = f"{told}; {self._which(order, version)}"
-            self._fault(Kind.VANISHED, told)
+                problem = f"{problem}; {self._which(order, version)}"
+            self._fault(Kind.VANISHED, problem)
         if not self._faults:
             self._replay(order)
         return self._faults
@@ -172,8 +172,8 @@ class _ShardCheck:
             version, _ = event.values[self._shard_id]
             who = self._sightings.at(event)
             if version > self._end:
-                told = f"{version} was seen by {who}, the last is {self._end}"
-                self._fault(Kind.VANISHED, told)
+                problem = f"{version} was seen by {who}, the last is {self._end}"
+                self._fault(Kind.VANISHED, problem)
             if version < newest[event.session]:
                 self._fault(Kind.VANISHED, f"{who} saw {version} after {newest[event.session]}")
             newest[event.session] = max(newest[event.session], version)

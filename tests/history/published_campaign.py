@@ -238,8 +238,8 @@ class PublishedCampaign:
             if not self.cluster.coordinator.runs:
                 self.cluster.kill_coordinator()
             command = (sys.executable, "-m", "shoal_client", "rm", JOB)
-            told = (*command, "--coordinator", self.coordinator)
-            done = subprocess.run(told, capture_output=True, text=True, check=False)
+            full_command = (*command, "--coordinator", self.coordinator)
+            done = subprocess.run(full_command, capture_output=True, text=True, check=False)
             return done.returncode == 0
 
         self._awaited(removed, "the job is removed", tends=False)

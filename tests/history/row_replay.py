@@ -27,9 +27,9 @@ class Replay:
 
     def apply(self, pushed: Pushed) -> None:
         """Raises AssertionError if its version is not the next, or its fates are others here."""
-        told = f"{self._where}: {pushed.session}#{pushed.sequence}"
+        where = f"{self._where}: {pushed.session}#{pushed.sequence}"
         assert pushed.version == self.version + 1, (
-            f"{told} made {pushed.version} behind {self.version}: one is lost, or applied twice"
+            f"{where} made {pushed.version} behind {self.version}: one is lost, or applied twice"
         )
         outcome = self._shard.push(
             TablePush(
@@ -46,16 +46,16 @@ class Replay:
             ),
             live,
         )
-        assert outcome.fates == pushed.fates, f"{told}: other fates than the replay's"
+        assert outcome.fates == pushed.fates, f"{where}: other fates than the replay's"
         self.version = outcome.version
 
     def compare(self, found: Found) -> None:
         """Raises AssertionError unless the same rows are here, to the last bit."""
         expected = self._shard.read(partial(self._shard.body.look_up, found.ids))
-        told = f"{self._where} at version {found.version}, {len(found.ids) // 8} rows"
-        assert found.version == self.version, told
-        assert found.births == expected.births, f"{told}: rows were made by other pushes"
-        assert found.values == expected.values, f"{told}: values differ from the replay's"
+        where = f"{self._where} at version {found.version}, {len(found.ids) // 8} rows"
+        assert found.version == self.version, where
+        assert found.births == expected.births, f"{where}: rows were made by other pushes"
+        assert found.values == expected.values, f"{where}: values differ from the replay's"
 
 
 def check(work: RowWork, *, all_sightings: bool = True) -> int:

@@ -62,17 +62,17 @@ class Sightings:
     def dispute(self, version: int, order: Mapping[int, Push], unknown: Sequence[Push]) -> str:
         """Who saw what of that version, and what was pushed around it. `order`: the acknowledged
         pushes by the version that each made."""
-        told = [f"{version} was seen with other values before"]
+        parts = [f"{version} was seen with other values before"]
         for checksum in self.values_of(version):
             events = [self.at(event) for event, seen in self._seen[version] if seen == checksum]
             more = f" and {len(events) - MAX_TOLD} more" if len(events) > MAX_TOLD else ""
-            told.append(f"{checksum:#010x} by {', '.join(events[:MAX_TOLD])}{more}")
-        told += self._around(version, order)
+            parts.append(f"{checksum:#010x} by {', '.join(events[:MAX_TOLD])}{more}")
+        parts += self._around(version, order)
         first_s = self._seen[version][0][0].at_s
         last_s = self._seen[version][-1][0].at_s
         open_then = [p for p in unknown if first_s - IN_FLIGHT_S < p.sent_s < last_s]
-        told += [f"{p}, sent at {self._time(p.sent_s)}, has no outcome" for p in open_then]
-        return "; ".join(told)
+        parts += [f"{p}, sent at {self._time(p.sent_s)}, has no outcome" for p in open_then]
+        return "; ".join(parts)
 
     def _around(self, version: int, order: Mapping[int, Push]) -> Iterable[str]:
         for near in range(version - AROUND, version + AROUND + 1):

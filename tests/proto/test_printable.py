@@ -53,9 +53,9 @@ def test_a_line_of_the_log_on_a_terminal_is_one(configure: str) -> None:
         done = subprocess.run(
             [sys.executable, "-c", script], stdout=theirs, stderr=theirs, timeout=120, check=False
         )
-        told = shown.read(65536).decode()
+        printed = shown.read(65536).decode()
         os.close(theirs)
-    assert done.returncode == 0, told
-    (line,) = (each for each in told.splitlines() if "forged" in each)
+    assert done.returncode == 0, printed
+    (line,) = (each for each in printed.splitlines() if "forged" in each)
     assert "member_joined" in line
-    assert "\x1b[2J" not in told
+    assert "\x1b[2J" not in printed

@@ -103,19 +103,19 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
 ) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     releases = [environment(release, tmp_path / "releases") for release in order]
-    said: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
 
     def run(strategy: str, release: Mapping[str, str]) -> "Popen[str]":
         given = {"SHOAL_COORDINATOR": cluster.address, "OMP_NUM_THREADS": "1", **release}
         bounds = ("-n", "2", "--max", "4", "--job", strategy)
         started = shoal_command.start("run", *bounds, "train.py", strategy, environment=given)
         # It trains beside those of the other release, if there are any.
-        said[strategy] = read_until(started, "stepped on 20")
+        outputs[strategy] = read_until(started, "stepped on 20")
         return started
 
     def step_on() -> None:
         for strategy, each in runs.items():
-            said[strategy] += read_until(each, "stepped on", count=4)
+            outputs[strategy] += read_until(each, "stepped on", count=4)
 
     with running_cluster(tmp_path) as cluster:
         cluster.coordinate(releases[0])
@@ -138,7 +138,7 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
         assert all("of_the_next_release" in record for record in records.values()), records
         (tmp_path / "done").touch()
         for strategy, each in runs.items():
-            code, output = finish(each, said[strategy])
+            code, output = finish(each, outputs[strategy])
             assert code == 0, output
             found = re.findall(r"did (\d+) ([0-9.]+) ([0-9.]+)", output)
             assert len(found) == 2, output
@@ -148,8 +148,8 @@ def test_jobs_train_on_while_a_cluster_changes_its_release_and_goes_back(
             # Samples that were leased shortly before a coordinator ended are leased again.
             assert 0 <= again <= (40 if strategy == "async-sgd" else 0), output
         for name in ("coordinator-1", "coordinator-4", "coordinator-7"):
-            told = [json.loads(line) for line in (tmp_path / f"{name}.log").open()]
-            assert "job_set_aside" not in {line.get("event") for line in told}
+            logged = [json.loads(line) for line in (tmp_path / f"{name}.log").open()]
+            assert "job_set_aside" not in {line.get("event") for line in logged}
             # Whoever leaves while a generation forms breaks it off; nothing else may.
-            aborted = [line["reason"] for line in told if line.get("event") == "phase_aborted"]
+            aborted = [line["reason"] for line in logged if line.get("event") == "phase_aborted"]
             assert all("left: drained" in reason for reason in aborted), aborted

@@ -310,12 +310,12 @@ def test_what_is_wrong_is_told_and_changes_nothing(
     monkeypatch.setattr(
         "shoal_client.parameters.calls.ParameterCalls.check_codecs", lambda *args: None
     )
-    (codec, data), kind, told = BAD[case]
+    (codec, data), kind, message = BAD[case]
     values = memoryview(array("f", bytes(16384))).cast("B")
     gradient = {"w": memoryview(array("f", bytes(16384))).cast("B")}
     (shard,) = client.shard_map.shards
     push = EncodedPush({shard.shard_id: EncodedGradient(codec, memoryview(data))}, pytest.fail)
-    with pytest.raises(kind, match=told):
+    with pytest.raises(kind, match=message):
         client.push(gradient, encoded=push)
     client.pull({"w": values})
     assert set(values.cast("f")) == {0.0}

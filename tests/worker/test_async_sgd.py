@@ -85,9 +85,9 @@ def test_a_member_waits_for_the_first_server() -> None:
         while not logs_named(logs, "waiting_for_parameter_servers"):
             assert time.monotonic() < give_up_s, logs
             time.sleep(0.02)
-        ((name, (told, _)),) = servers.shards.waiting("job").items()
+        ((name, (reason, _)),) = servers.shards.waiting("job").items()
         assert name == "w0"
-        assert told == "a parameter server to hold the shards: none registered"
+        assert reason == "a parameter server to hold the shards: none registered"
         servers.add("ps-0")
         strategy = starting.result(20.0)
         assert train(strategy, model, range(2)) == 2

@@ -85,11 +85,13 @@ def test_a_member_that_cannot_hand_on_its_state_goes_on_with_it(
         (tmp_path / "fails").touch()
         (c,) = start(ranks, run, "c")
         give_up_s = time.monotonic() + unhurried(60.0)
-        while len(told := failures_of(cluster, run)) < 3:
-            assert time.monotonic() < give_up_s, (told, a.seen[-1], c.seen)
+        while len(failures := failures_of(cluster, run)) < 3:
+            assert time.monotonic() < give_up_s, (failures, a.seen[-1], c.seen)
             a.catch_up()
             time.sleep(0.1)
-        assert all("UnsupportedOptimizer: the state of Hist cannot be handed" in e for e in told)
+        assert all(
+            "UnsupportedOptimizer: the state of Hist cannot be handed" in e for e in failures
+        )
         why = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/members/c/why").json()
         assert "a could not bring it up: UnsupportedOptimizer" in why["waiting_for"]
         if low == 1:

@@ -150,12 +150,12 @@ def test_a_member_alone_trains_as_without_a_bound(
 def test_members_must_agree_on_their_consistency() -> None:
     """It is among what a proposal says, and differs between all that behave differently."""
     kinds = [AsyncSGD(), SSP(), SSP(staleness_bound=1), BSP(), find_strategy("ssp")]
-    said = []
+    values = []
     for kind in kinds:
         model = new_model()
         kind.distribute(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        said.append(kind.fields()["consistency"])
-    assert said == ["async", "ssp(4)", "ssp(1)", "bsp", "ssp(4)"]
+        values.append(kind.fields()["consistency"])
+    assert values == ["async", "ssp(4)", "ssp(1)", "bsp", "ssp(4)"]
 
 
 @pytest.mark.parametrize(

@@ -109,12 +109,12 @@ def test_the_others_wait_for_who_is_paused_and_nobody_is_expelled(
         )
         crew = play.begin("abc")
         until_s = time.monotonic() + 2.0 * COLLECTIVE_S
-        said = play.await_waiter("b")
+        reason = play.await_waiter("b")
         while time.monotonic() < until_s:
-            said = play.why("b")
-            assert "(a) is paused: validation, for " in said
+            reason = play.why("b")
+            assert "(a) is paused: validation, for " in reason
             time.sleep(0.05)  # the answer is to be the same throughout; it costs both of them
-        assert said.endswith(" s of 600 s")
+        assert reason.endswith(" s of 600 s")
         assert "its own pause: validation" in play.why("a")
         play.come_back()
         crew[0].expect("back")

@@ -18,15 +18,19 @@ def test_each_export_is_found_by_its_name(name: str) -> None:
 
 def test_importing_the_package_does_not_import_torch() -> None:
     code = "import sys, shoal; print('torch' in sys.modules)"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "False"
 
 
 def test_a_launcher_has_no_torch() -> None:
     """It would take 150 MB of each host, and its end half a core from those that train on."""
     code = "import sys, shoal.launcher.command; print({'torch', 'numpy'} & set(sys.modules))"
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "set()"
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout.strip() == "set()"
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

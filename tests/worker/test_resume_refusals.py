@@ -92,8 +92,8 @@ def test_a_run_that_goes_on_with_other_samples_of_the_same_size_says_so(
     with capture_logs() as logs:
         samples = inputs.flip(0), targets.flip(0)
         assert trained(cluster, tmp_path, num_steps=1, samples=samples) == [EVERY_STEPS]
-    (told,) = [entry for entry in logs if entry["event"] == "checkpoint_of_other_samples"]
-    assert told["log_level"] == "warning" and "seeded" in told["hint"]
+    (line,) = [entry for entry in logs if entry["event"] == "checkpoint_of_other_samples"]
+    assert line["log_level"] == "warning" and "seeded" in line["hint"]
 
 
 def indices_of(batches: list[Any]) -> list[int]:
@@ -148,9 +148,9 @@ def test_a_checkpoint_that_tells_nothing_of_its_samples_is_gone_on_from(
 def test_what_a_checkpoint_tells_of_its_samples(cluster: LocalCluster, tmp_path: Path) -> None:
     """It stands beside the step, where a person can read it."""
     trained(cluster, tmp_path, num_steps=5)
-    told: dict[str, Any] = {"shoal": {"state": ""}}
-    dcp.load(told, checkpoint_id=complete(tmp_path)[EVERY_STEPS], no_dist=True)
-    samples = json.loads(told["shoal"]["state"])["values"]["samples"]
+    entries: dict[str, Any] = {"shoal": {"state": ""}}
+    dcp.load(entries, checkpoint_id=complete(tmp_path)[EVERY_STEPS], no_dist=True)
+    samples = json.loads(entries["shoal"]["state"])["values"]["samples"]
     assert samples["global_batch"] == "24"
     assert samples["seed"] == "5"
     assert samples["order"] == "1"

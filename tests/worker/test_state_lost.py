@@ -81,7 +81,7 @@ def test_a_checkpoint_brings_the_job_back(
         assert 5 < first <= reached + 1
         kill_all(again)
     events = http.get(f"{cluster.http_url}/api/v1/jobs/{run.job}/events?limit=1000").json()
-    told = [each["reason"] for each in events["events"] if each["kind"] == "went_back"]
-    assert len(told) <= 1
-    if told:  # the step that was heard of last may be that of the checkpoint
-        assert f"from step {first - 1}" in told[0]
+    reasons = [each["reason"] for each in events["events"] if each["kind"] == "went_back"]
+    assert len(reasons) <= 1
+    if reasons:  # the step that was heard of last may be that of the checkpoint
+        assert f"from step {first - 1}" in reasons[0]

@@ -54,7 +54,7 @@ def test_a_shard_of_the_usual_size_goes_in_one_piece(num_bytes: int, num_pieces:
         verify("a piece", frame.checksum, frame.body)
 
 
-def heard(connected: socket.socket, reader: FrameReader) -> list[int]:
+def received_by(connected: socket.socket, reader: FrameReader) -> list[int]:
     """The shards that the other end told of since, in its order."""
     try:
         reader.received(connected.recv_into(reader.space()))
@@ -69,11 +69,11 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
     data = memoryview(bytes(TARGET_SHARD_BYTES))
     ours, theirs = socket.socketpair()
     reader = FrameReader()
-    told: list[list[int]] = []
+    lengths: list[list[int]] = []
 
     def parts() -> Iterator[GradientPart]:
         for shard_id in range(3):
-            told.append(heard(theirs, reader))
+            lengths.append(received_by(theirs, reader))
             yield GradientPart(shard_id=shard_id, num_bytes=len(data), pieces=in_pieces([data]))
 
     with ours, theirs, mmap.mmap(-1, 3 * len(data)) as mapped:
@@ -82,7 +82,7 @@ def test_the_server_is_told_of_a_large_part_before_the_next_one_is_copied() -> N
         arena = Arena(mapped, len(data))
         Sending(ours, OPENING, parts(), arena).go_on()
         del arena
-    assert told == [[], [0], [1]]
+    assert lengths == [[], [0], [1]]
 
 
 def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
@@ -102,9 +102,9 @@ def test_a_place_is_filled_again_before_the_next_answer_is_taken() -> None:
             theirs.sendall(bulk.message(FrameKind.MESSAGE, reply.SerializeToString()))
         replies = connection.push(PushRequest(), parts, TIMEOUT_S)
         next(replies)
-        assert heard(theirs, reader) == [0, 1]
+        assert received_by(theirs, reader) == [0, 1]
         next(replies)
-        assert heard(theirs, reader) == [2]
+        assert received_by(theirs, reader) == [2]
         connection.close()
         del replies, arena, connection
 

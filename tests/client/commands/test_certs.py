@@ -69,7 +69,7 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("issue",), "issue takes a role"),
         (("init", "worker"), "issue takes a role"),
@@ -82,9 +82,9 @@ def test_a_worker_may_be_bound_to_a_job(tmp_path: Path) -> None:
     ],
 )
 def test_what_makes_no_sense_is_refused_by_name(
-    tmp_path: Path, arguments: tuple[str, ...], told: str
+    tmp_path: Path, arguments: tuple[str, ...], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         certs(tmp_path, *arguments)
 
 

@@ -229,8 +229,8 @@ def test_no_text_of_others_is_an_order_to_the_terminal(
     first = replace(first, process=replace(first.process, host=FORGED))
     world.change("digits", reason=FORGED, members=(first,))
     logged = CourseFigures(logged={FORGED: (3, 0.5)})
-    told = status_world.health("w0", last_error=FORGED, device=FORGED, course=logged)
-    world.board.report("digits", "w0", told)
+    health = status_world.health("w0", last_error=FORGED, device=FORGED, course=logged)
+    world.board.report("digits", "w0", health)
     world.board.event("digits", "member_lost", FORGED)
     arguments = {
         "why": ["why", "digits"],

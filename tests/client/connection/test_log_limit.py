@@ -14,5 +14,5 @@ def test_one_line_at_once_and_then_few_that_count_the_others() -> None:
             limit.info("retried", num_shards=2)
             limit.info("another")
             now_s += 0.125
-    told = [(line["event"], line.get("num_left_out", 0)) for line in lines]
-    assert told == [("retried", 0), ("another", 0), ("retried", 79), ("another", 79)]
+    logged = [(line["event"], line.get("num_left_out", 0)) for line in lines]
+    assert logged == [("retried", 0), ("another", 0), ("retried", 79), ("another", 79)]

@@ -22,10 +22,10 @@ NUM_REPORTS = 8
 class Coordinator(MembershipServicer):
     def __init__(self) -> None:
         self.phase = "running"
-        self.told: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self.reported_pids: queue.SimpleQueue[int] = queue.SimpleQueue()
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
-        self.told.put(request.pid)
+        self.reported_pids.put(request.pid)
         return Ack(phase=self.phase)
 
 
@@ -58,7 +58,9 @@ def test_a_coordinator_that_hangs_is_waited_for_once(
                 reporter.report(ReportExitRequest(job="j", pid=pid))
             assert reporter.flush(unhurried(60.0))
             took_s = time.monotonic() - begun_s
-    assert [coordinator.told.get_nowait() for _ in range(NUM_REPORTS)] == list(range(NUM_REPORTS))
+    assert [coordinator.reported_pids.get_nowait() for _ in range(NUM_REPORTS)] == list(
+        range(NUM_REPORTS)
+    )
     assert took_s < unhurried(3 * SILENT_S)
 
 
@@ -68,8 +70,8 @@ def test_the_answer_to_a_report_says_that_nobody_can_join_any_more(
 ) -> None:
     """Until an operator lets the job be joined again, which the next answer shows."""
     with HostReporter([address]) as reporter:
-        for told, known in ((phase, phase), ("running", ""), ("finished", "")):
-            coordinator.phase = told
+        for reported, known in ((phase, phase), ("running", ""), ("finished", "")):
+            coordinator.phase = reported
             reporter.report(ReportExitRequest(job="j", pid=1))
             assert reporter.flush(unhurried(30.0))
             assert reporter.over == known

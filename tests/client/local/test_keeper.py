@@ -109,8 +109,8 @@ def test_what_waits_for_etcd_is_started_for_as_long_as_that_takes(supervisor: Su
     part = Part(supervisor, AT_ONCE)
     part.waits_for_etcd = 20
     part.kill()
-    told = [part.says.get(timeout=DEADLINE_S) for _ in range(3)]
-    assert told == [
+    events = [part.says.get(timeout=DEADLINE_S) for _ in range(3)]
+    assert events == [
         "part was killed by SIGKILL; starting it again",
         "part did not come up again (no etcd); starting it again",
         "part serves again",

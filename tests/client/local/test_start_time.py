@@ -28,8 +28,8 @@ def test_a_start_without_progress_is_given_up() -> None:
     start = StartTime(60.0, 0.0)
     assert start.why_over(61.0, 2.0) == ""
     assert start.why_over(121.0, 2.1) == ""
-    told = start.why_over(122.0, 2.1)
-    assert told == "not up in 122 s, and no progress in the last 61: it used 0.1 s of CPU"
+    reason = start.why_over(122.0, 2.1)
+    assert reason == "not up in 122 s, and no progress in the last 61: it used 0.1 s of CPU"
 
 
 def test_the_cpu_time_of_a_process_is_known() -> None:

@@ -89,7 +89,7 @@ class Member:
         return [word for notice in notices for word in self.does(ev.NoticeReceived(notice=notice))]
 
     def does(self, event: ev.Event) -> list[str]:
-        return [told(effect) for effect in self.core.step(event, self.now_s)]
+        return [described(effect) for effect in self.core.step(event, self.now_s)]
 
     def begins(self, step: int, **options: bool) -> object:
         decision = self.core.begin_step(step, self.now_s, **options)
@@ -105,7 +105,7 @@ class Member:
         return decision.record.roster.generation
 
 
-def told(effect: ev.Effect) -> str:
+def described(effect: ev.Effect) -> str:
     match effect:
         case ev.CallLeader(request=request):
             return f"{type(request).__name__.removesuffix('Request')}{_numbers(request)}"
@@ -350,21 +350,23 @@ def test_a_member_that_nobody_admits_says_once_that_it_waits() -> None:
 def test_what_a_trainer_says_is_said_until_it_is_heard() -> None:
     member = training()
     call = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
-    words = [told(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
+    words = [described(effect) for effect in member.core.step(ended(call, NOBODY), 60)]
     assert words == ["coordinator_away", "ReportBroken"]
     for failure in range(5):
         call = the_call(member.core.step(ended(call, NOBODY), 100.0 * failure))
     assert call.after_s > 0
-    assert [told(effect) for effect in member.core.step(ended(call), 1000)] == ["coordinator_back"]
+    assert [described(effect) for effect in member.core.step(ended(call), 1000)] == [
+        "coordinator_back"
+    ]
 
 
 def test_what_a_member_says_is_in_vain_once_its_membership_has_ended() -> None:
     """A call that nobody answers is given up then; that it leaves is said all the same."""
     member = training()
-    said = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
-    assert not member.core.is_idle(said)
+    report = the_call(member.core.step(ev.CollectiveFailed(error="reset"), 0))
+    assert not member.core.is_idle(report)
     member.core.step(ev.HeartbeatRefused(error=Fenced("lost")), 0)
-    assert member.core.is_idle(said)
+    assert member.core.is_idle(report)
     drained = training()
     drained.hears(pb.Notice(drain=pb.Drain(now=True)))
     leaving = drained.core.step(ev.LeaveWanted(completed=False, reason="", timeout_s=3.0), 0)
@@ -574,7 +576,10 @@ def test_who_trains_on_in_a_job_in_quarantine_goes_when_its_drain_is_over() -> N
         pauses.append(call.after_s)
     assert pauses == sorted(pauses) and pauses[0] > 0
     effects = member.core.step(ended(call, quarantined), 20.1)
-    assert [told(effect) for effect in effects] == ["drain_noticed", "ReportEnding MemberDrained"]
+    assert [described(effect) for effect in effects] == [
+        "drain_noticed",
+        "ReportEnding MemberDrained",
+    ]
     assert isinstance(member.core.failure, MemberDrained)
 
 
@@ -582,7 +587,7 @@ def test_who_finds_nobody_to_agree_with_on_its_drain_goes() -> None:
     member = training()
     call = the_call(member.core.step(ev.DrainWanted(reason="SIGTERM"), 0))
     again = the_call(member.core.step(ended(call, NOBODY), 19))
-    assert [told(effect) for effect in member.core.step(ended(again, NOBODY), 20)] == [
+    assert [described(effect) for effect in member.core.step(ended(again, NOBODY), 20)] == [
         "drain_noticed",
         "ReportEnding MemberDrained",
     ]

@@ -73,8 +73,8 @@ async def test_what_a_trainer_has_to_say_is_said_when_a_coordinator_is_back() ->
         client = world.client("a", desired=1)
         await asyncio.to_thread(client.join)
         async with away(store, world) as come_back:
-            said = asyncio.ensure_future(asyncio.to_thread(propose, client))
-            await outlasts(said, come_back)
+            proposed = asyncio.ensure_future(asyncio.to_thread(propose, client))
+            await outlasts(proposed, come_back)
             record = await entered(client, 0)
             assert record.roster.generation == 1
 
@@ -262,11 +262,11 @@ async def test_who_is_to_leave_says_nothing_more_to_a_coordinator_that_is_gone()
         a.limits.drain_s = 0.2
         await world.coordinator.step_down()
         await world.server.stop(None)
-        said = asyncio.ensure_future(asyncio.to_thread(a.report_broken, "b is gone"))
+        reported = asyncio.ensure_future(asyncio.to_thread(a.report_broken, "b is gone"))
         a.drain("SIGTERM")
         async with asyncio.timeout(limits.join_s / 2):
             with pytest.raises(MemberDrained, match="SIGTERM"):
-                await said
+                await reported
             begun_s = time.monotonic()
             left = asyncio.to_thread(a.leave, completed=False, reason="drained", timeout_s=60.0)
             assert not await left, "nobody took note"

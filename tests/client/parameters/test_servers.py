@@ -186,13 +186,13 @@ def test_a_forked_process_is_refused_and_leaves_its_parent_the_connections(
     assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 0
     forked = os.fork()
     if not forked:
-        told = 2
+        exit_code = 2
         try:
             servers.run(lambda: found, lambda: None, attempt, 0.0)
         except InvalidSpec:
             servers.close()
-            told = 0 if servers.stubs else 3
+            exit_code = 0 if servers.stubs else 3
         finally:
-            os._exit(told)
+            os._exit(exit_code)
     assert os.waitstatus_to_exitcode(os.waitpid(forked, 0)[1]) == 0
     assert servers.run(lambda: found, lambda: None, attempt, 0.0) == 0

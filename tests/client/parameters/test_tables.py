@@ -190,8 +190,8 @@ def test_rows_that_were_lost_are_not_begun_anew_in_silence() -> None:
         servers.add("ps-0")
         with pytest.raises(StateLost, match="was lost with every server that had it") as lost:
             member.look_up([1])
-        told = lost.value.details
-        assert (told["table"], told["version"]) == ("users", "2")
+        details = lost.value.details
+        assert (details["table"], details["version"]) == ("users", "2")
         member.close()
 
 

@@ -140,8 +140,10 @@ def test_one_that_starts_while_etcd_is_away_waits_for_it(tmp_path: Path) -> None
         etcd.process.kill()
         etcd.process.wait()
         only = replica(supervisor, tmp_path, "c", etcd.endpoint)
-        told = http.get(f"{only.http}/readyz")
-        assert (told.status_code, "etcd does not answer" in told.text) == (503, True), told.text
+        response = http.get(f"{only.http}/readyz")
+        assert (response.status_code, "etcd does not answer" in response.text) == (503, True), (
+            response.text
+        )
         with grpc.insecure_channel(only.grpc) as channel, pytest.raises(grpc.RpcError) as failed:
             MembershipStub(channel).GetJob(pb.GetJobRequest(job="j"), timeout=START_S)
         error = from_rpc_error(failed.value, only.grpc)

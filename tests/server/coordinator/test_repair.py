@@ -166,10 +166,10 @@ async def test_members_train_on_in_quarantine_and_go_on_after_it() -> None:
 
 
 async def _hear_of_it(trainers: Sequence[MemberSession]) -> None:
-    def heard() -> bool:
+    def is_notified() -> bool:
         return all("quarantined" in each.waiting_for for each in trainers)
 
-    await asyncio.to_thread(awaited, heard, 20.0, "both hear of it")
+    await asyncio.to_thread(awaited, is_notified, 20.0, "both hear of it")
     assert not any(each.is_broken(1) for each in trainers)
 
 

@@ -107,9 +107,14 @@ async def test_a_finished_job_shrinks_to_its_result_and_then_its_name_is_free() 
         assert await names(store) == {"jobs/j/state"}
     async with served(store) as world:
         sweeper = Sweeper(world)
-        told = sweeper.summary()
-        assert (told.state, told.step, told.loss, told.num_samples) == ("finished", 7, 0.5, 8)
-        assert 0 < told.begun_unix_s <= told.ended_unix_s < sweeper.now_s
+        summary = sweeper.summary()
+        assert (summary.state, summary.step, summary.loss, summary.num_samples) == (
+            "finished",
+            7,
+            0.5,
+            8,
+        )
+        assert 0 < summary.begun_unix_s <= summary.ended_unix_s < sweeper.now_s
         await sweeper.after(29 * DAY_S)
         assert await names(store) == {"jobs/j/state"}
         await sweeper.after(2 * DAY_S)
@@ -140,8 +145,8 @@ async def test_a_leader_whose_clock_is_far_ahead_removes_nothing_for_a_while(
             assert await names(store) != kept, "there is nothing to compare with"
             return
         assert await names(store) == kept
-        (told,) = [line for line in logs if line["event"] == "clock_doubted"]
-        assert told["ahead_s"] > 39 * DAY_S and told["removes_nothing_for_s"] == 6 * HOUR_S
+        (warning,) = [line for line in logs if line["event"] == "clock_doubted"]
+        assert warning["ahead_s"] > 39 * DAY_S and warning["removes_nothing_for_s"] == 6 * HOUR_S
         await wrong.after(5.9 * HOUR_S)
         assert await names(store) == kept
         await wrong.after(0.2 * HOUR_S)
@@ -193,8 +198,13 @@ async def test_what_is_known_of_a_job_as_it_ends_is_kept_with_its_end() -> None:
         retention.sweep = no_sweep  # type: ignore[method-assign]
         await leave([a], completed=True)
     async with served(store) as world:
-        told = Sweeper(world).summary()
-        assert (told.state, told.step, told.loss, told.num_samples) == ("finished", 7, 0.5, 8)
+        summary = Sweeper(world).summary()
+        assert (summary.state, summary.step, summary.loss, summary.num_samples) == (
+            "finished",
+            7,
+            0.5,
+            8,
+        )
 
 
 async def no_sweep() -> None:
@@ -335,15 +345,15 @@ async def test_who_was_deposed_removes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "told"),
+    ("policy", "message"),
     [
         ({"abandon_after_s": 0.0}, "--abandon-after-s"),
         ({"records_s": float("nan")}, "--retention-s"),
         ({"summary_s": 60.0}, r"--retention-s \(86400\) or more"),
     ],
 )
-def test_a_bad_policy_is_refused(policy: dict[str, float], told: str) -> None:
-    with pytest.raises(InvalidSpec, match=told):
+def test_a_bad_policy_is_refused(policy: dict[str, float], message: str) -> None:
+    with pytest.raises(InvalidSpec, match=message):
         RetentionPolicy(**policy)
 
 

@@ -22,8 +22,8 @@ def say(
     clocks: Clocks, who: MemberProcess, clock: int, bound: int, *, now_s: float = 0.0
 ) -> ClockStatus:
     """A member asks for a step of round `clock`; 0: it enters."""
-    said = ClockReport(position=ClockPosition(clock), bound=bound, enters=clock == 0)
-    return clocks.advance(who, said, now_s)
+    report = ClockReport(position=ClockPosition(clock), bound=bound, enters=clock == 0)
+    return clocks.advance(who, report, now_s)
 
 
 def test_a_member_may_be_as_far_ahead_as_the_bound_and_no_further() -> None:
@@ -235,13 +235,13 @@ class Drift(RuleBasedStateMachine):
     def _advance(
         self, member: Member, *, pulled: bool = False, begins: bool = False
     ) -> ClockStatus:
-        said = ClockReport(
+        report = ClockReport(
             position=ClockPosition(member.round, pulled),
             bound=self.bound,
             enters=member.enters,
             begins=begins,
         )
-        return self.clocks.advance(member.who, said, 0.0)
+        return self.clocks.advance(member.who, report, 0.0)
 
     def _pick(self, data: st.DataObject, *, begun: bool) -> Member | None:
         them = [m for m in self.members if m.begun == begun]

@@ -97,19 +97,19 @@ async def traffic(client: EtcdClient) -> AsyncIterator[Traffic]:
 
 
 async def _check(flow: Traffic, client: EtcdClient, start: Revision) -> None:
-    told = [(event.mod_revision, event.key) for event in flow.events]
+    delivered = [(event.mod_revision, event.key) for event in flow.events]
     history: list[tuple[Revision, str]] = []
     async with aclosing(client.watch(PREFIX, start)) as batches:
         async with asyncio.timeout(10):
             async for batch in batches:
                 history.extend((event.mod_revision, event.key) for event in batch.events)
-                if history[-1][0] >= told[-1][0]:
+                if history[-1][0] >= delivered[-1][0]:
                     break
     assert flow.num_resets == 0
-    assert len(set(told)) == len(told), "an event was told twice"
-    assert told == history[: len(told)], "the watch differs from etcd's own history"
+    assert len(set(delivered)) == len(delivered), "an event was told twice"
+    assert delivered == history[: len(delivered)], "the watch differs from etcd's own history"
     assert set(flow.acknowledged) <= set(history), "etcd lost a write that it acknowledged"
-    print(f"{len(flow.acknowledged)} writes acknowledged, {len(told)} events told, each once")
+    print(f"{len(flow.acknowledged)} writes acknowledged, {len(delivered)} events told, each once")
 
 
 def config(*endpoints: str, timeout_s: float = 10) -> EtcdConfig:

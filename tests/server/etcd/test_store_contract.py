@@ -267,8 +267,8 @@ async def test_watches_are_independent(bench: Bench) -> None:
         for number in range(50):
             last = await bench.store.put(f"{bench.prefix}{number}", bytes(10_000))
         async with aclosing(bench.store.watch(bench.prefix, start)) as busy:
-            told = await collect(busy, last)
-        assert sum(len(batch.events) for batch in told) == 51
+            delivered = await collect(busy, last)
+        assert sum(len(batch.events) for batch in delivered) == 51
         late = await collect(idle, last)
     assert sum(len(batch.events) for batch in late) == 50
 

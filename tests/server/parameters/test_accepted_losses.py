@@ -443,8 +443,8 @@ def test_samples_of_values_that_begin_anew_are_trained_on_again(
     assert trained_on(servers) == (-1 if anew else 80)
     assert {each.samples_anew for each in read_view(servers).accepted_losses} == {anew}
     (event,) = [reason for _, kind, reason in servers.events if kind == "loss_accepted"]
-    told = "its samples start over" if anew else "its samples stay counted"
-    assert f"{told} (80 of 100 samples were trained on)" in event
+    message = "its samples start over" if anew else "its samples stay counted"
+    assert f"{message} (80 of 100 samples were trained on)" in event
 
     earlier.report(earlier.held)
     token = servers.admit("w1")

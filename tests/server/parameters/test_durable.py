@@ -228,8 +228,8 @@ def test_a_durable_push_waits_for_room_on_a_full_disk(
         other.push(filled(-1.0))
         ballast.unlink()
         pushing.result(LIMIT_S)
-    (told,) = [line["reason"] for line in logs if line["event"] == "waiting_for_room_on_a_disk"]
-    assert "No space left on device" in told and str(small_disk) in told
+    (reason,) = [line["reason"] for line in logs if line["event"] == "waiting_for_room_on_a_disk"]
+    assert "No space left on device" in reason and str(small_disk) in reason
     client.push(filled(-1.0))
     client.close()
     other.close()

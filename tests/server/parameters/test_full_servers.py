@@ -116,13 +116,13 @@ def test_a_server_that_leaves_with_the_only_copies_names_them(servers: Parameter
     client = created(servers, ADAM, "job")
     servers.add("ps-1", memory_limit_bytes=1024)
     await_refusal(servers)
-    (told,) = told_in_leaving(servers, "ps-0")
+    (line,) = told_in_leaving(servers, "ps-0")
     shard_ids = [shard.shard_id for shard in client.shard_map.shards]
-    assert (told["job"], told["shard_ids"]) == ("job", shard_ids)
-    assert "ps-1: " in told["reason"] and "at most 1024 bytes" in told["reason"]
+    assert (line["job"], line["shard_ids"]) == ("job", shard_ids)
+    assert "ps-1: " in line["reason"] and "at most 1024 bytes" in line["reason"]
     servers.stop("ps-1")
-    (told,) = told_in_leaving(servers, "ps-0")
-    assert told["shard_ids"] == shard_ids
+    (line,) = told_in_leaving(servers, "ps-0")
+    assert line["shard_ids"] == shard_ids
     client.close()
 
 

@@ -119,7 +119,7 @@ class Repeated(threading.Thread):
         self._is_over.set()
         self.join()
 
-    def told(self) -> str:
+    def summary(self) -> str:
         took = sorted(self.took_s)
         p50_s, p99_s = np.quantile(took, [0.5, 0.99])
         return f"{len(took)}, p50 {p50_s:.3f}, p99 {p99_s:.3f}, longest {took[-1]:.3f} s"
@@ -149,8 +149,8 @@ def test_a_shard_of_a_gigabyte_gets_its_copy_under_pushes(cluster: ParameterClus
                 num_row_pushes += 1
         in_step_s = time.monotonic() - began_s
         print(f"in step after {in_step_s:.1f} s, {num_row_pushes} pushes of rows meanwhile")
-        print("pushes of another shard:", pushes.told())
-        print("answers of the primary's event loop:", answers.told())
+        print("pushes of another shard:", pushes.summary())
+        print("answers of the primary's event loop:", answers.summary())
         assert max(pushes.took_s) < LONGEST_PUSH_S
         print(
             cluster["ps-0"].log_path.read_text()[-6000:],

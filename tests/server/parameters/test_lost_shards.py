@@ -79,10 +79,10 @@ def test_who_trained_is_told_what_was_lost(servers: ParameterServers, call: str)
         replace_server(servers)
         with pytest.raises(StateLost, match="shoal restore job --from URL") as lost:
             CALLS[call](client)
-        told = lost.value.details
-        assert (told["job"], told["version"]) == ("job", "2")
-        assert told["shard"] in ("0", "1")
-        assert f"shard {told['shard']} of job job" in str(lost.value)
+        details = lost.value.details
+        assert (details["job"], details["version"]) == ("job", "2")
+        assert details["shard"] in ("0", "1")
+        assert f"shard {details['shard']} of job job" in str(lost.value)
         assert "version 2" in str(lost.value)
 
 

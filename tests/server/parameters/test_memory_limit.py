@@ -60,11 +60,11 @@ def test_a_create_beyond_the_limit_says_what_there_is_and_what_to_do(
     assert 6 * MIB < details["held_bytes"] < 7 * MIB
     assert 6 * MIB < details["asked_bytes"] < 7 * MIB
     trained.push(filled(-1.0))
-    said = describe(servers)
-    assert said.memory_limit_bytes == 9 * MIB
-    assert said.memory_bytes == details["held_bytes"]
+    described = describe(servers)
+    assert described.memory_limit_bytes == 9 * MIB
+    assert described.memory_bytes == details["held_bytes"]
     # What the shards remember of the push, which may not be counted yet.
-    assert 0 <= said.held_bytes - said.memory_bytes < 16 * 1024
+    assert 0 <= described.held_bytes - described.memory_bytes < 16 * 1024
     drop(servers, "first")
     assert other.create(ADAM, filled(0.0)) > 0
     other.push(filled(-1.0))

@@ -62,14 +62,14 @@ def test_two_processes_serve_one_model_and_end_cleanly(tmp_path: Path) -> None:
             assert servers.run(servers.store.get(keys.server("ps-1"))) is None
             assert servers.run(servers.store.get(keys.server("ps-0"))) is not None
         arguments = [sys.executable, "-m", "shoal_client", "ps", "--etcd", etcd]
-        for more, told in (
+        for more, message in (
             (["--listen", first.grpc], first.grpc),
             (["--listen", "nowhere"], "host:port"),
         ):
             log_path = tmp_path / "refused.log"
             command = ChildCommand(name="refused", arguments=[*arguments, *more], log_path=log_path)
             assert supervisor.spawn(command).wait(START_S) in (1, 2)
-            assert told in log_path.read_text()
+            assert message in log_path.read_text()
 
 
 @pytest.mark.long

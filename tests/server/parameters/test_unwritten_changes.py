@@ -68,11 +68,11 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
     """The core is told, and asked again a little later: nothing is stuck for ever."""
     monkeypatch.setattr(record_writer, "AGAIN_S", 0.01)
     driver, record = CoreDriver(ReplicationCore(ME, ReplicationLimits())), LockedRecord()
-    told: list[object] = []
+    messages: list[object] = []
     again = asyncio.Event()
 
     def tell(event: object) -> None:
-        told.append(event)
+        messages.append(event)
         if isinstance(event, ShardRecordWritten):
             again.set()
 
@@ -82,7 +82,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
     async with asyncio.timeout(LIMIT_S):
         await again.wait()
     await writer.close()
-    assert told == [ShardRecordNotWritten(("job", 0)), ShardRecordWritten(("job", 0))]
+    assert messages == [ShardRecordNotWritten(("job", 0)), ShardRecordWritten(("job", 0))]
 
 
 async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
@@ -90,8 +90,8 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
 ) -> None:
     """The core is told that what it claimed cannot be loaded."""
     driver = CoreDriver(ReplicationCore(ME, ReplicationLimits()))
-    told: asyncio.Queue[object] = asyncio.Queue()
-    monkeypatch.setattr(driver, "submit_event", told.put_nowait)
+    messages: asyncio.Queue[object] = asyncio.Queue()
+    monkeypatch.setattr(driver, "submit_event", messages.put_nowait)
     roles = ShardRoles(
         driver,
         catalog=cast(Catalog, None),
@@ -101,7 +101,7 @@ async def test_a_shard_that_is_not_in_the_journal_is_not_waited_for(
     )
     roles.load_journal(LoadJournal(("job", 0), 3))
     async with asyncio.timeout(LIMIT_S):
-        assert await told.get() == JournalShardMissing(("job", 0), 3)
+        assert await messages.get() == JournalShardMissing(("job", 0), 3)
     await roles.close()
 
 

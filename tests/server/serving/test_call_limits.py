@@ -191,8 +191,8 @@ async def test_what_operators_had_done_is_in_the_log() -> None:
                 with pytest.raises(grpc.RpcError):
                     await stub.Drain(pb.DrainRequest(job="nope", member_id="a"))
     calls = [line for line in logs if line["event"] == "operator_call"]
-    told = [(line["call"], line["job"], line["outcome"]) for line in calls]
-    assert told == [
+    logged = [(line["call"], line["job"], line["outcome"]) for line in calls]
+    assert logged == [
         ("/shoal.v1.Membership/StopJob", "j", "OK"),
         ("/shoal.v1.Membership/Drain", "nope", "UnknownJob"),
     ]

@@ -136,8 +136,8 @@ def test_every_socket_of_a_process_is_where_it_was_bound(tmp_path: Path, bind: s
             assert len(hosts) == 2 and set(hosts) == {bind or "127.0.0.1"}
             announced = json.loads(ready.read_text())["grpc"].rpartition(":")[0]
             assert announced == (socket.gethostname() if bind else "127.0.0.1")
-            told = log.read_text().count("ports_open_to_others")
-            assert told == (1 if bind else 0)
+            num_warnings = log.read_text().count("ports_open_to_others")
+            assert num_warnings == (1 if bind else 0)
 
 
 def _listening_hosts(pid: int) -> list[str]:

@@ -206,8 +206,8 @@ async def test_who_did_what_is_in_the_log(world: World, tmp_path: Path) -> None:
                 await served.http.post(stop, json={"reason": "r"}, headers=who)
             await served.http.post("/api/v1/jobs/nope/stop", json={}, headers=served.operator)
         calls = [line for line in logs if line["event"] == "operator_call"]
-        told = [(line["by"], line["role"], line["job"], line["outcome"]) for line in calls]
-        assert told == [
+        logged = [(line["by"], line["role"], line["job"], line["outcome"]) for line in calls]
+        assert logged == [
             ("", "", "digits", 401),
             ("ann", "viewer", "digits", 403),
             ("bob", "operator", "digits", 204),

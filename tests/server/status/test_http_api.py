@@ -304,7 +304,7 @@ async def test_a_lost_shard_is_shown_where_somebody_looks(
     world: World, http: httpx.AsyncClient
 ) -> None:
     """In the shards, in the metrics, and where a member is asked what it waits for."""
-    told = "shard 2 of job digits was lost with every server that had it: at least version 812."
+    sentence = "shard 2 of job digits was lost with every server that had it: at least version 812."
     lost = LostShardView(
         shard_id=2,
         table="",
@@ -313,7 +313,7 @@ async def test_a_lost_shard_is_shown_where_somebody_looks(
         servers=("ps0", "ps1"),
         on_disk="",
         snapshot="",
-        told=told,
+        told=sentence,
     )
     given_up = AcceptedLossView(
         shard_id=1, version=7, lost_unix_s=1.7e9, accepted_unix_s=1.7e9, by="ann@desk"
@@ -321,14 +321,14 @@ async def test_a_lost_shard_is_shown_where_somebody_looks(
     world.shards_of["digits"] = replace(
         status_world.shards(),
         lost=(lost,),
-        lost_in_words=(told,),
+        lost_in_words=(sentence,),
         accepted_losses=(given_up,),
     )
     view = (await http.get("/api/v1/jobs/digits/shards")).json()
-    assert [shard["told"] for shard in view["lost"]] == [told]
+    assert [shard["told"] for shard in view["lost"]] == [sentence]
     assert [loss["by"] for loss in view["accepted_losses"]] == ["ann@desk"]
     why = (await http.get("/api/v1/jobs/digits/members/w1/why")).json()
-    assert why["lost_shards"] == [told]
+    assert why["lost_shards"] == [sentence]
     assert 'shoal_job_lost_shards{job="digits"} 1.0' in (await http.get("/metrics")).text
     world.shards_error = Unavailable("etcd does not answer")
     why = (await http.get("/api/v1/jobs/digits/members/w1/why")).json()

@@ -55,8 +55,8 @@ async def test_the_page_charts_the_life_of_a_job(
     await expect(loss).to_have_count(1)
     assert "over 4 min" in str(await loss.get_attribute("aria-label"))
     assert await loss.locator("path").count() == 1
-    told = await loss.locator(".mark.lost title").text_content()
-    assert told == "generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
+    title = await loss.locator(".mark.lost title").text_content()
+    assert title == "generation 3: lost w9 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
     await expect(charts.get_by_role("img", name="Step time from 10 ms")).to_have_count(1)
     await expect(charts.get_by_role("img", name="Samples per second")).to_have_count(1)
     await expect(charts.get_by_role("img", name="Staleness")).to_have_count(1)

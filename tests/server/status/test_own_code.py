@@ -15,16 +15,16 @@ def test_who_waits_for_a_member_in_its_own_code_says_so() -> None:
     w.run(1.0)
     who = {"member_id": "a", "incarnation": w.members["a"].incarnation}
     w.job.heartbeat(events.HeartbeatReceived(**who, own_code_s=54.0), 100.0)
-    told = {
+    listed = {
         each.member_id: each.waiting_for
         for each in job_view(w.job, last_seen={}, now_s=100.0).members
     }
-    assert told == {
+    assert listed == {
         "a": "nothing: it has been in your code for 54 s",
         "b": "a, which has been in your code for 54 s",
     }
     one = member_view(w.job, w.job.members["b"], None, now_s=100.0)
-    assert one.waiting_for == told["b"]
+    assert one.waiting_for == listed["b"]
     w.job.heartbeat(events.HeartbeatReceived(**who, own_code_s=1.0), 101.0)
     views = job_view(w.job, last_seen={}, now_s=101.0).members
     assert {each.waiting_for for each in views} == {"nothing: it trains"}

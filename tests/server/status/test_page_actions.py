@@ -81,9 +81,9 @@ async def test_a_refused_action_says_why(world: World, page: Page) -> None:
         await page.goto(f"{url}/?job=digits")
         await page.get_by_role("button", name="Take a snapshot").click()
         await page.get_by_role("button", name="Yes").click()
-        told = page.locator("#ask-outcome")
-        await expect(told).to_contain_text("no place for snapshots of digits")
-        await expect(told).to_contain_text("expected --snapshot-url")
+        outcome = page.locator("#ask-outcome")
+        await expect(outcome).to_contain_text("no place for snapshots of digits")
+        await expect(outcome).to_contain_text("expected --snapshot-url")
 
 
 async def test_a_member_shows_where_it_runs_and_can_be_drained(world: World, page: Page) -> None:

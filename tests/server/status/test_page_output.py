@@ -57,11 +57,11 @@ async def test_who_cannot_be_asked_is_said_and_asked_again(
     await page.goto(f"{server.url}/?job=digits")
     await page.get_by_role("button", name="w1", exact=True).click()
     shown = page.get_by_role("dialog", name="Member")
-    told = shown.get_by_role("status")
-    await expect(told).to_have_text("no launcher passes on the output of w1; Look there.")
+    status = shown.get_by_role("status")
+    await expect(status).to_have_text("no launcher passes on the output of w1; Look there.")
     world.printed["w1"] = ["it is there"]
     await expect(shown.get_by_role("log")).to_have_text("it is there")
-    await expect(told).to_have_text("From the launcher on node-0")
+    await expect(status).to_have_text("From the launcher on node-0")
 
 
 async def test_a_member_that_was_lost_tells_its_last_lines(

@@ -116,7 +116,7 @@ class Cast:
         finally:
             coordinators.close()
 
-    def told(self) -> str:
+    def transcripts(self) -> str:
         """List what the members have received, for the reader of a failure."""
         return "\n".join(
             f"  {member.name}: {member.transcript()}; failure: {member.failure}"
@@ -129,7 +129,7 @@ class Cast:
         try:
             yield
         except Exception as error:
-            raise AssertionError(f"{error}\nthe members were told:\n{self.told()}") from error
+            raise AssertionError(f"{error}\nthe members received:\n{self.transcripts()}") from error
 
     def runs(self, generation: int) -> None:
         """Wait until the leader reports that the job runs, and knows that generation."""
@@ -190,12 +190,12 @@ class Cast:
         """
         rosters: dict[int, set[str]] = {}
         for member in self.members:
-            told = member.outcomes()
-            numbers = [record.roster.generation for record in told]
+            outcomes = member.outcomes()
+            numbers = [record.roster.generation for record in outcomes]
             assert numbers == sorted(numbers), f"{member.name} went back: {numbers}"
-            for record in told:
+            for record in outcomes:
                 rosters.setdefault(record.roster.generation, set()).add(record.digest)
-            for number, final in {r.roster.generation: r for r in told}.items():
+            for number, final in {r.roster.generation: r for r in outcomes}.items():
                 durable = self.record(number)
                 assert durable.digest == final.digest
                 aborted_since = durable.verdict == pb.VERDICT_ABORTED

@@ -191,10 +191,10 @@ def objects_reach_everybody(device: torch.device) -> None:
     rank, size = place()
     seen: list[object] = [None] * size
     dist.all_gather_object(seen, {"rank": rank, "text": "x" * (10 * rank)})
-    told: list[object] = [("from", rank)] if rank == 1 else [None]
-    dist.broadcast_object_list(told, src=1)
+    values: list[object] = [("from", rank)] if rank == 1 else [None]
+    dist.broadcast_object_list(values, src=1)
     assert seen == [{"rank": r, "text": "x" * (10 * r)} for r in range(size)]
-    assert told == [("from", 1)]
+    assert values == [("from", 1)]
 
 
 # --- scattering ---
@@ -388,9 +388,9 @@ def a_group_of_some_ranks_counts_only_them(device: torch.device) -> None:
     assert dist.get_rank(halves[rank % 2]) == own.index(rank)
     assert dist.get_rank(halves[1 - rank % 2]) == -1
     if rank in (0, size - 1):
-        told = torch.tensor([float(rank)], device=device)
-        dist.broadcast(told, src=size - 1, group=ends)
-        equal(told, [float(size - 1)])
+        value = torch.tensor([float(rank)], device=device)
+        dist.broadcast(value, src=size - 1, group=ends)
+        equal(value, [float(size - 1)])
         dist.destroy_process_group(ends)
 
 

@@ -193,13 +193,13 @@ def lose_a_rank(report: Report, path: str, rank: int, gate: str, stops: bool) ->
         _fail_after_a_chunk(report, signal.SIGSTOP if stops else signal.SIGKILL)
     copies.offer(part(4, rank, 3))
 
-    def told() -> None:
+    def cut_when_open() -> None:
         Path(gate).read_bytes()
         group.cut("test")
         copies.close()
 
     if rank != 1:
-        threading.Thread(target=told).start()
+        threading.Thread(target=cut_when_open).start()
     try:
         copies.flush()
     except GenerationBroken:

@@ -20,11 +20,13 @@ def train(report: Report, run: Elastic) -> None:
     """Train as the members of an elastic run; report each group that was reconfigured."""
     reconfigure = ReconfigurableGloo.reconfigure
 
-    def told(live: ReconfigurableGloo, number: int, *arguments: Any, **limits: Any) -> None:
+    def reconfigure_and_report(
+        live: ReconfigurableGloo, number: int, *arguments: Any, **limits: Any
+    ) -> None:
         reconfigure(live, number, *arguments, **limits)
         report("reconfigured", generation=number, group=id(live))
 
-    ReconfigurableGloo.reconfigure = told  # type: ignore[method-assign]
+    ReconfigurableGloo.reconfigure = reconfigure_and_report  # type: ignore[method-assign]
     elastic_bodies.train(report, replace(run, reconfigure=True))
 
 

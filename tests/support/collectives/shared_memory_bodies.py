@@ -67,8 +67,8 @@ def words_told(num_rounds: int, *, shares: bool) -> str:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for number in range(num_rounds):
         words.send_values([number, -rank, (1 << 62) + rank])
-        heard = words.receive_values()
-        assert heard == [[number, -each, (1 << 62) + each] for each in range(world_size)]
+        values = words.receive_values()
+        assert values == [[number, -each, (1 << 62) + each] for each in range(world_size)]
     words.send_values([1])
     dist.barrier()
     words.forget()
@@ -92,17 +92,17 @@ def words_told_before_a_cut(*, all_tell: bool) -> tuple[Any, str]:
         words.send_values([10 + rank])
     dist.barrier()
     words.cut("on purpose")
-    heard: Any = "nothing told"
+    received: Any = "nothing told"
     if words.has_sent:
         try:
-            heard = words.receive_values()
+            received = words.receive_values()
         except GenerationBroken as error:
-            heard = str(error)
+            received = str(error)
     try:
         words.send_values([3])
     except GenerationBroken as error:
-        return heard, str(error)
-    return heard, ""
+        return received, str(error)
+    return received, ""
 
 
 def gathered(most: int) -> list[bool]:
@@ -110,14 +110,14 @@ def gathered(most: int) -> list[bool]:
     short ones, of several lengths, and one of `most` bytes from the last rank."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     exchange = SharedExchange(shared(4096 * world_size))
-    heard = []
+    received = []
     for length in (0, 7, most if rank == world_size - 1 else 3):
         words = exchange.gather(bytes([rank]) * (length + rank), 1 << 20)
         whole = words is not None
         assert words is None or all(set(each) <= {r} for r, each in enumerate(words))
         assert words is None or words[rank] == bytes([rank]) * (length + rank)
-        heard.append(whole)
-    return heard
+        received.append(whole)
+    return received
 
 
 def is_shared(apart: int = -1, num_bytes: int = 4096) -> bool:

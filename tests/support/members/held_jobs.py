@@ -43,7 +43,7 @@ class Held:
 
 def in_collect(cast: Cast) -> Held:
     """Hold in COLLECT: one of two desired members is present."""
-    cast.joins("a").told("admitted")
+    cast.joins("a").await_notice("admitted")
     return Held(cast=cast, release=lambda: cast.joins("b"), trains=("a", "b"))
 
 
@@ -69,7 +69,7 @@ def in_committed(cast: Cast) -> Held:
     a = cast.joins("a")
     b = cast.joins("b", READY)
     b.has_withheld(READY)
-    a.told("outcome")
+    a.await_notice("outcome")
     return Held(cast=cast, release=lambda: b.release(READY), trains=("a", "b"), decided=1)
 
 
@@ -79,7 +79,7 @@ def before_the_boundary(cast: Cast) -> Held:
     b.withhold(OFFER)
     c = cast.joins("c")
     b.has_withheld(OFFER)
-    c.told("outcome")
+    c.await_notice("outcome")
     return Held(
         cast=cast,
         release=lambda: b.release(OFFER),
@@ -94,7 +94,7 @@ def after_the_boundary(cast: Cast) -> Held:
     a, b = cast.training("a", "b")
     c = cast.joins("c", READY)
     for member in (a, b):
-        member.told("stop_at")
+        member.await_notice("stop_at")
     c.has_withheld(READY)
     return Held(cast=cast, release=lambda: c.release(READY), trains=("a", "b", "c"), decided=2)
 
@@ -110,7 +110,7 @@ def broken(cast: Cast) -> Held:
     a, b, c = cast.training("a", "b", "c")
     b.withhold(SETTLE)
     c.leave()
-    a.told("break")
+    a.await_notice("break")
     b.has_withheld(SETTLE)
     return Held(cast=cast, release=lambda: b.release(SETTLE), trains=("a", "b"))
 
@@ -128,7 +128,7 @@ def in_aborted(cast: Cast) -> Held:
     """Hold nothing: several attempts failed, and the job backs off before the next."""
     cast.joins("a")
     b = cast.joins("b", num_wrong_digests=NUM_ABORTS)
-    b.told("outcome", lambda notice: notice.outcome.roster.generation == NUM_ABORTS)
+    b.await_notice("outcome", lambda notice: notice.outcome.roster.generation == NUM_ABORTS)
     assert all(r.verdict == pb.VERDICT_ABORTED for r in b.outcomes())
     return Held(cast=cast, trains=("a", "b"))
 
@@ -142,7 +142,7 @@ def between_the_boundarys_notices(cast: Cast) -> Held:
     b.has_done(OFFER)
     b.miss("stop_at")
     a.release(OFFER)
-    a.told("stop_at")
+    a.await_notice("stop_at")
     b.has_missed("stop_at")
     return Held(cast=cast, release=b.hear_again, trains=("a", "b", "c"), decided=2)
 

@@ -61,7 +61,7 @@ def in_collect(cast: Cast) -> Losable:
     """Make a job whose victim has proposed, while a third member is awaited."""
     cast.joins("a", desired=3)
     victim = cast.process(VICTIM, desired=3)
-    victim.told("admitted")
+    victim.await_notice("admitted")
     return Losable(cast=cast, victim=victim, comes=("b", "c"), trains=("a", "b", "c"), desired=3)
 
 
@@ -115,7 +115,7 @@ def newcomer_before_the_boundary(cast: Cast) -> Losable:
     a, b = cast.training("a", "b")
     b.withhold(OFFER)
     victim = cast.process(VICTIM)
-    victim.told("outcome")
+    victim.await_notice("outcome")
     b.has_withheld(OFFER)
     return Losable(
         cast=cast,
@@ -132,7 +132,7 @@ def after_the_boundary(cast: Cast) -> Losable:
     victim = cast.process(VICTIM, READY)
     victim.has_withheld(READY)
     for member in (a, b):
-        member.told("stop_at")
+        member.await_notice("stop_at")
     return Losable(cast=cast, victim=victim, trains=("a", "b"), above=2)
 
 
@@ -142,7 +142,7 @@ def running(cast: Cast) -> Losable:
     victim = cast.process(VICTIM, **options)
     for name in ("a", "b"):
         cast.joins(name, **options)
-    victim.told("running")
+    victim.await_notice("running")
     return Losable(cast=cast, victim=victim, trains=("a", "b"))
 
 
@@ -169,7 +169,7 @@ def _aborted(member: ScriptedMember, generation: int) -> None:
         record = notice.outcome
         return (record.roster.generation, record.verdict) == (generation, pb.VERDICT_ABORTED)
 
-    member.told("outcome", wanted)
+    member.await_notice("outcome", wanted)
 
 
 LOSABLE: Mapping[str, Callable[[Cast], Losable]] = {

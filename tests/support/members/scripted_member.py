@@ -211,7 +211,7 @@ class ScriptedMember:
         """Wait until a call of this kind was made."""
         self._await(lambda: act in self._done, f"it has done {act}")
 
-    def told(
+    def await_notice(
         self, kind: str, wanted: Callable[[pb.Notice], bool] = lambda notice: True
     ) -> pb.Notice:
         """Wait for the first such notice and return it."""
@@ -448,7 +448,7 @@ class MemberProcess:
         self.rank: Rank = ranks.start(live, list(coordinators), script)
         self.incarnation: str = self.rank.expect("started")["incarnation"]
 
-    def told(
+    def await_notice(
         self, kind: str, wanted: Callable[[pb.Notice], bool] = lambda notice: True
     ) -> pb.Notice:
         """Wait for the next such notice and return it."""

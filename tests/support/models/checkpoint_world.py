@@ -130,9 +130,9 @@ class Table:
     def gather(self, rank: int, message: bytes) -> list[bytes]:
         self._said[rank] = message
         self._barrier.wait()
-        heard = list(self._said)
+        messages = list(self._said)
         self._barrier.wait()
-        return heard
+        return messages
 
     def lose(self) -> None:
         """Lose a rank: all waits for it, now or later, raise an error."""

@@ -193,8 +193,8 @@ class SimConnection:
         then: Sequence[Operation],
         otherwise: Sequence[Operation] = (),
     ) -> TransactionResult:
-        said = written(then, self.release)
-        return await self.etcd.transact(compares, said, otherwise, self.process)
+        writes = written(then, self.release)
+        return await self.etcd.transact(compares, writes, otherwise, self.process)
 
 
 @cache

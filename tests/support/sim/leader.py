@@ -125,7 +125,7 @@ class Leader:
         self.log: Callable[[events.LogJobEvent], None] = lambda log: None
         self.heard: Callable[[events.MemberEvent], None] = lambda event: None
         """Called with each event that the job accepted."""
-        self.told: Callable[[events.Notice], None] = lambda notice: None
+        self.on_notice_sent: Callable[[events.Notice], None] = lambda notice: None
         """Called with each notice that the leader sends."""
         self.heartbeats: Callable[[], Iterable[tuple[events.HeartbeatReceived, int]]] = lambda: ()
         """Heartbeats of all members whose processes run, with their steps."""
@@ -290,7 +290,7 @@ class Leader:
                 self.process.start(self._persist(action.write))
             case SendOnStream():
                 self._check_told(action.notice)
-                self.told(action.notice)
+                self.on_notice_sent(action.notice)
                 action.stream.put(action.notice)
             case CloseStream():
                 self.connections.pop(action.stream, None)

@@ -234,16 +234,16 @@ class SimWorld:
         def say() -> None:
             leader = self.find_leader()
 
-            def heard(error: Exception | None) -> None:
+            def on_answer(error: Exception | None) -> None:
                 nonlocal tries
                 tries += 1
                 if isinstance(error, Unavailable) and tries < 20:
                     self.clock.later(0.3, say)
 
             if leader is None:
-                heard(Unavailable())
+                on_answer(Unavailable())
             elif not leader.process.halted:
-                leader.submit(event, heard)
+                leader.submit(event, on_answer)
             else:
                 leader.process.do(lambda: leader.submit(event))
 
@@ -269,7 +269,7 @@ class SimWorld:
         leader.log = self._logged
         leader.heartbeats = self._heartbeats
         leader.heard = self._heard
-        leader.told = lambda notice: self._check_boundary(leader, notice)
+        leader.on_notice_sent = lambda notice: self._check_boundary(leader, notice)
         leader.take_over()
         return leader
 

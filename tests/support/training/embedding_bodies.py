@@ -80,7 +80,7 @@ def train(report: Report, training: Training) -> None:
                 session.backward(loss)
             losses.append(loss.item())
             num_samples += len(batch.indices)
-        told = session.strategy.metrics()
+        metrics = session.strategy.metrics()
         with torch.no_grad():
             everything = clicks()
             scores = model(everything.tensors[0])
@@ -92,6 +92,6 @@ def train(report: Report, training: Training) -> None:
         last_loss=last.item(),
         num_samples=num_samples,
         num_rows_known=int(is_known.sum()),
-        rows_made=told["table_factors_rows_made"],
-        rows_applied=told["table_factors_rows_applied"],
+        rows_made=metrics["table_factors_rows_made"],
+        rows_applied=metrics["table_factors_rows_applied"],
     )

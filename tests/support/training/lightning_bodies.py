@@ -69,7 +69,7 @@ class Net(LightningModule):
 
     def __init__(self, session: shoal.Session, report: Report, run: Run) -> None:
         super().__init__()
-        self.session, self.told, self.run_of = session, report, run
+        self.session, self.report, self.run_of = session, report, run
         self.held = False
         self.validated: list[int] = []
         self.layers = network()
@@ -79,7 +79,7 @@ class Net(LightningModule):
         if not run.scheduled:
             for group in self.optimizers().param_groups:  # type: ignore[union-attr]
                 group["lr"] = rate(session.step_number)
-        self.told(
+        self.report(
             "tried",
             step=session.step_number,
             world_size=session.world_size,
@@ -88,12 +88,12 @@ class Net(LightningModule):
         loss = cross_entropy(self.layers(batch[0]), batch[1])
         if session.step_number == run.hold_at and session.generation == 1 and not self.held:
             self.held = True
-            self.told("holds")
+            self.report("holds")
             Path(run.gate).read_bytes()  # a named pipe: returns once the test has opened it too
         return loss
 
     def validation_step(self, batch: list[Tensor]) -> None:
-        self.told("validated", step=self.session.step_number, trains=self.layers.training)
+        self.report("validated", step=self.session.step_number, trains=self.layers.training)
         self.validated.append(self.session.step_number)
         assert self.layers(batch[0]).shape == (len(batch[0]), 3)
 

@@ -82,12 +82,12 @@ def seed_of(member_id: str) -> int:
 def _tell_of_bring_up(strategy: LocalSGD, report: Report) -> None:
     enter = strategy.enter
 
-    def told(generation: Generation) -> None:
+    def enter_and_report(generation: Generation) -> None:
         at = {"generation": generation.number, "member": generation.me.member_id}
         report("entering", **at, step=strategy.step)
         enter(generation)
 
-    strategy.enter = told  # type: ignore[method-assign]
+    strategy.enter = enter_and_report  # type: ignore[method-assign]
 
 
 def twin_of(ranks: Sequence[Rank], run: LocalRun, num_steps: int) -> Twin:

@@ -29,9 +29,9 @@ def address(world_size: int, rank: int, first: int = 7) -> bytes:
 
 @given(st.binary(max_size=200))
 def test_every_value_comes_back(value: bytes) -> None:
-    told = compact(value)
-    assert expand(told) == value
-    assert len(told) <= len(value) + 1
+    compacted = compact(value)
+    assert expand(compacted) == value
+    assert len(compacted) <= len(value) + 1
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.binary(max_size=7), st.integers(1, 300))
@@ -72,7 +72,7 @@ def test_a_store_does_not_keep_the_numbers_of_ten_thousand_peers() -> None:
 
 
 @pytest.mark.parametrize(
-    "told",
+    "data",
     [
         b"",
         b"\1",
@@ -83,9 +83,9 @@ def test_a_store_does_not_keep_the_numbers_of_ten_thousand_peers() -> None:
         b"\1\0" + np.array([(1, MAX_WORDS), (1, 1)], dtype="<i8,<u4").tobytes(),
     ],
 )
-def test_what_is_no_address_is_refused(told: bytes) -> None:
+def test_what_is_no_address_is_refused(data: bytes) -> None:
     with pytest.raises(MalformedMessage, match="address"):
-        expand(told)
+        expand(data)
 
 
 class Seen(Store):

@@ -31,19 +31,19 @@ def test_over_gloo_every_survivor_is_told(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_in_memory_every_survivor_is_told(world_size: int) -> None:
     """The deadline is far away: they are told at once."""
-    told: dict[int, str] = {}
+    errors: dict[int, str] = {}
 
     def body() -> None:
         try:
             failing_ranks.one_raises()
         except dist.DistBackendError as error:
-            told[dist.get_rank()] = str(error)
+            errors[dist.get_rank()] = str(error)
             raise
 
     with pytest.raises(Broken, match="on purpose"):
         shoal.run_in_memory(body, world_size, timeout_s=3600)
-    assert set(told) == set(range(world_size)) - {FAILING}
-    assert all("rank 1 raised Broken: on purpose" in text for text in told.values())
+    assert set(errors) == set(range(world_size)) - {FAILING}
+    assert all("rank 1 raised Broken: on purpose" in text for text in errors.values())
 
 
 @pytest.mark.long

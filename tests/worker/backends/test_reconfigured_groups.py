@@ -47,10 +47,10 @@ def test_a_group_that_is_reconfigured_over_changes_leaves_no_trace_in_the_weight
         schedule.drain()
         check_no_trace(schedule, run, TOLERANCE)
     for rank in schedule.all:
-        told = [data for kind, data in rank.seen if kind == "reconfigured"]
+        reconfigured = [data for kind, data in rank.seen if kind == "reconfigured"]
         trained = {data["generation"] for kind, data in rank.seen if kind == "committed"}
-        assert trained <= {data["generation"] for data in told}
-        assert len({data["group"] for data in told}) == 1
+        assert trained <= {data["generation"] for data in reconfigured}
+        assert len({data["group"] for data in reconfigured}) == 1
     assert max(len([k for k, _ in rank.seen if k == "reconfigured"]) for rank in schedule.all) >= 4
 
 

@@ -27,11 +27,11 @@ class WaitsToSend(socket.socket):
 class Rank:
     """What one is told."""
 
-    told: list[str] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
     links: PeerSockets | None = None
 
     def lose(self, reason: str) -> None:
-        self.told.append(reason)
+        self.reasons.append(reason)
 
 
 def test_all_are_told_that_a_rank_leaves_however_fast_one_of_them_goes_on() -> None:
@@ -45,4 +45,4 @@ def test_all_are_told_that_a_rank_leaves_however_fast_one_of_them_goes_on() -> N
     leaving.links.close()
     for thread in watching:
         thread.join(30)
-    assert [rank.told for rank in others] == [[], []]
+    assert [rank.reasons for rank in others] == [[], []]

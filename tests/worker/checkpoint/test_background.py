@@ -191,8 +191,8 @@ def test_the_log_has_a_line_a_checkpoint(tmp_path):
 
     with capture_logs() as lines:
         assert on_all(2, act) == [None, None]
-    told = [line["event"] for line in lines if line["log_level"] == "info"]
-    assert told == ["checkpoint_written"] * 2
+    events = [line["event"] for line in lines if line["log_level"] == "info"]
+    assert events == ["checkpoint_written"] * 2
     assert steps_in(tmp_path) == [2]
 
 

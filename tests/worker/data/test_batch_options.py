@@ -66,8 +66,8 @@ def test_a_data_loader_says_what_the_call_does_not(
     found = order_of(loader)
     assert (found.num_samples, found.global_batch_size) == (10, 4)
     assert {name: getattr(found, name) for name in expected} == expected
-    told = order_of(loader, global_batch_size=2, shuffle=True, seed=7, epochs=3)
-    assert (told.global_batch_size, told.shuffle, told.seed, told.num_epochs) == (2, True, 7, 3)
+    order = order_of(loader, global_batch_size=2, shuffle=True, seed=7, epochs=3)
+    assert (order.global_batch_size, order.shuffle, order.seed, order.num_epochs) == (2, True, 7, 3)
 
 
 def test_a_batch_of_one_process_of_several_is_not_taken_for_that_of_all() -> None:

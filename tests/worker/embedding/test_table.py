@@ -218,10 +218,10 @@ def test_the_fate_of_each_row_is_told(servers: ParameterServers) -> None:
         ids = torch.arange(10)
         strategy.backward(picky(ids).sum() + small(ids).sum(), 1.0)
         strategy.end_step(lambda: None)
-    told = strategy.metrics()
-    assert told["table_picky_rows_not_admitted"] == told["table_picky_rows_made"] == 10
-    assert told["table_small_rows_made"] == told["table_small_rows_applied"] == 4
-    assert told["table_small_rows_full"] == 12
+    metrics = strategy.metrics()
+    assert metrics["table_picky_rows_not_admitted"] == metrics["table_picky_rows_made"] == 10
+    assert metrics["table_small_rows_made"] == metrics["table_small_rows_applied"] == 4
+    assert metrics["table_small_rows_full"] == 12
     strategy.close()
 
 

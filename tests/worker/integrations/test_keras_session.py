@@ -77,7 +77,7 @@ def test_fit_goes_on_without_a_lost_member(
 def test_fit_of_one_member_is_keras_own(
     cluster: LocalCluster, strategy: str, optimizer: str
 ) -> None:
-    told: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     run = Fit(
         coordinator=cluster.coordinator,
         job=f"keras-alone-{strategy}",
@@ -86,8 +86,8 @@ def test_fit_of_one_member_is_keras_own(
         optimizer=optimizer,
     )
     options = {"validation_data": bodies.data()} if strategy in IN_PLACE else {}
-    bodies.fit(lambda kind, **data: told.append((kind, data)), run, **options)
-    kind, ended = told[-1]
+    bodies.fit(lambda kind, **data: events.append((kind, data)), run, **options)
+    kind, ended = events[-1]
     assert kind == "finished"
     assert ended["steps"] == ended["step"] == ended["iterations"] == STEPS
     # Where members hold the weights, the model takes no memory for them until the end.

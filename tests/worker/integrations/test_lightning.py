@@ -113,7 +113,7 @@ def test_a_session_goes_on_without_a_lost_member(
     assert [each["trainer_steps"] for each in (a, c)] == [ORDER.num_steps] * 2
     assert [each["trainer_epochs"] for each in (a, c)] == [ORDER.num_epochs] * 2
     if run.validates:
-        validated = [told for kind, told in rank.seen if kind == "validated"]
+        validated = [data for kind, data in rank.seen if kind == "validated"]
         # Before the first step, as Lightning does to see that it works, and behind each epoch.
         assert validated == [{"step": step, "trains": False} for step in (0, 5, 10, 15)]
         assert c["validated"] == [0, 10, 15], "that of the epoch within which it joined, too"
@@ -145,7 +145,7 @@ def test_sigterm_drains_a_member(cluster: LocalCluster, tmp_path: Path) -> None:
 
 
 def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None:
-    told: list[tuple[str, dict[str, Any]]] = []
+    events: list[tuple[str, dict[str, Any]]] = []
     run = Run(
         coordinator=cluster.coordinator,
         job="lightning-alone",
@@ -153,8 +153,8 @@ def test_a_single_member_under_a_sharded_strategy(cluster: LocalCluster) -> None
         strategy="fsdp",
         num_members=1,
     )
-    lightning_bodies.train(lambda kind, **data: told.append((kind, data)), run)
-    kind, ended = told[-1]
+    lightning_bodies.train(lambda kind, **data: events.append((kind, data)), run)
+    kind, ended = events[-1]
     assert kind == "finished"
     assert ended["trainer_steps"] == ORDER.num_steps
     assert distance(ended["weights"]) <= TOLERANCE

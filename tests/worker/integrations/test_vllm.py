@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def told(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]:
+def output_of(cluster: LocalCluster, *arguments: object) -> list[dict[str, Any]]:
     """What the program says, run by vLLM's Python."""
     program = Path(vllm_program.__file__)
     done = subprocess.run(
@@ -47,7 +47,7 @@ def test_tokens_are_those_of_the_version_that_is_installed(tmp_path: Path) -> No
     one that is not there. Each time the tokens are those of the version before, and after them the
     next version is installed."""
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
-        found = told(
+        found = output_of(
             cluster, "versions", tmp_path / "model", "rl/policy", NUM_VERSIONS, NUM_FAILURES
         )
     by_what: dict[str, list[dict[str, Any]]] = {}
@@ -67,7 +67,7 @@ def test_a_server_installs_versions_over_http_and_outlives_one_that_is_refused(
     """vLLM's own trainer factory and HTTP client; then `follow`."""
     (tmp_path / "model").mkdir()
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
-        found = told(cluster, "served", tmp_path / "model", "rl/policy")
+        found = output_of(cluster, "served", tmp_path / "model", "rl/policy")
     assert [each["what"] for each in found] == ["trainer", "refused", "kept", "followed"]
     assert all(each.get("same", True) for each in found), found
 
@@ -76,6 +76,6 @@ def test_trl_trains_with_rollouts_of_its_newest_version(tmp_path: Path) -> None:
     """Three steps of GRPOTrainer are versions 1, 2 and 3; what is served is what was trained."""
     (tmp_path / "model").mkdir()
     with LocalCluster(LocalClusterConfig(directory=tmp_path / "cluster")) as cluster:
-        trained, served = told(cluster, "grpo", tmp_path / "model", "rl/policy")
+        trained, served = output_of(cluster, "grpo", tmp_path / "model", "rl/policy")
     assert (trained["version"], trained["newest"]) == (3, 3)
     assert served["same"]

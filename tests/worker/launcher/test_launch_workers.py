@@ -58,30 +58,30 @@ PTRACE_SEIZE = 0x4206
 class ExitBook(MembershipServicer):
     def __init__(self) -> None:
         self.refused: dict[str, ShoalError] = {}
-        """By incarnation, what its beats are refused with."""
+        """Error with which the heartbeats of each incarnation are refused."""
         self.reports: queue.SimpleQueue[ReportExitRequest] = queue.SimpleQueue()
         self.secrets: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """By which the launcher proves that it is that one."""
-        self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Of exits and halts, in the order in which they came."""
+        """Secrets by which the launcher proves that it started the reported processes."""
+        self.events: queue.SimpleQueue[str] = queue.SimpleQueue()
+        """Exits and halts, in the order of their reports."""
         self.beats: queue.SimpleQueue[dict[str, int]] = queue.SimpleQueue()
-        """Of each call, the steps of each member."""
+        """Steps of each member, for each heartbeat call."""
         self.lost: ShoalError | None = None
-        """What became of the job, if its state is lost."""
+        """Error of the job if its state is lost."""
         self.phase = "running"
         self.has_begun = False
-        """A worker was reported on: before, there is no such job."""
+        """True once a worker was reported on; until then there is no such job."""
         self.members: tuple[str, ...] = ()
         self.asked: queue.SimpleQueue[str] = queue.SimpleQueue()
-        """Of whose standing the launcher asked."""
+        """Jobs whose state the launcher asked for."""
         self.goes_on = False
-        """Whether a worker that exits with 0 leaves a job that is not finished."""
+        """True if a worker that exits with 0 leaves a job that is not finished."""
 
     def ReportExit(self, request: ReportExitRequest, context: grpc.ServicerContext) -> Ack:
         self.has_begun = True
         self.reports.put(request)
         self.secrets.put(request.launch_secret)
-        self.told.put(f"{request.pid} {request.exit_code}")
+        self.events.put(f"{request.pid} {request.exit_code}")
         lost = to_detail(self.lost) if self.lost is not None else None
         if not request.exit_code and not self.goes_on:
             self.phase = "finished"
@@ -90,7 +90,7 @@ class ExitBook(MembershipServicer):
     def ReportHalt(self, request: ReportHaltRequest, context: grpc.ServicerContext) -> Ack:
         self.has_begun = True
         assert request.host == socket.gethostname()
-        self.told.put(f"{request.pid} {'halted' if request.halted else 'goes on'}")
+        self.events.put(f"{request.pid} {'halted' if request.halted else 'goes on'}")
         return Ack()
 
     def Heartbeat(self, request: HeartbeatRequest, context: grpc.ServicerContext) -> HeartbeatReply:
@@ -385,9 +385,9 @@ def test_halts_are_reported_in_order(shoal_run: Run, book: ExitBook) -> None:
         (signal.SIGSTOP, "halted"),
         (signal.SIGKILL, "-9"),
     )
-    for number, told in steps:
+    for number, step in steps:
         os.kill(pid, number)
-        assert book.told.get(timeout=DEADLINE_S) == f"{pid} {told}"
+        assert book.events.get(timeout=DEADLINE_S) == f"{pid} {step}"
     code, output = finish(process)
     assert code == 128 + signal.SIGKILL, output
 
@@ -549,7 +549,7 @@ def test_a_worker_that_ends_before_the_last_batch_has_not_completed_the_job(
     book.goes_on = True
     process = shoal_run(script, "-n", "2", "--job", "j")
     pid = int(read_until(process, "pid ")[-1].split()[-1])
-    assert book.told.get(timeout=DEADLINE_S).endswith(" 0")
+    assert book.events.get(timeout=DEADLINE_S).endswith(" 0")
     os.kill(pid, signal.SIGKILL)
     code, output = finish(process)
     assert code == 0, output

@@ -46,7 +46,7 @@ def take_steps(name: str, kind: str) -> None:
     strategy.close()
 
 
-def told(name: str, kind: str) -> list[Any]:
+def warnings_of(name: str, kind: str) -> list[Any]:
     with capture_logs() as logs:
         run_in_memory(take_steps, 2, name, kind)
     return [each["buffers"] for each in logs if each["event"] == "buffers_depend_on_members"]
@@ -54,9 +54,9 @@ def told(name: str, kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_they_are_told_once(strategy: str) -> None:
-    assert told(strategy, "by samples") == ["queue"]
+    assert warnings_of(strategy, "by samples") == ["queue"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_those_that_are_the_same_on_all_members_are_not(strategy: str) -> None:
-    assert not told(strategy, "by passes")
+    assert not warnings_of(strategy, "by passes")

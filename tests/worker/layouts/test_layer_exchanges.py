@@ -31,7 +31,7 @@ def after(deeds: Sequence[int], *, peers: Sequence[int] = (0, 1)) -> LayerExchan
     return exchanges
 
 
-def told(exchanges: LayerExchanges) -> ExchangeRecord:
+def record_of(exchanges: LayerExchanges) -> ExchangeRecord:
     found = exchanges.record()
     assert found is not None
     return found
@@ -44,7 +44,7 @@ def test_who_does_the_same_is_never_taken_to_differ_however_far_it_came(seed: in
     drawn = random.Random(seed)
     deeds = drawn.choices(range(len(LAYERS)), k=drawn.randrange(1, 3 * MAX_RECORDED))
     counts = [drawn.randrange(1, len(deeds) + 1) for _ in range(3)]
-    assert difference({str(n): told(after(deeds[:n])) for n in counts}) is None
+    assert difference({str(n): record_of(after(deeds[:n])) for n in counts}) is None
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,7 +57,7 @@ def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
     del without[drawn.randrange(len(deeds))]
     shorter = after(without)
     shorter.end()
-    found = difference({"a": told(after(deeds)), "b": told(shorter)})
+    found = difference({"a": record_of(after(deeds)), "b": record_of(shorter)})
     assert found is not None
     assert found["a"] != found["b"]
 
@@ -65,7 +65,7 @@ def test_who_waits_in_another_place_of_the_same_pass_differs(seed: int) -> None:
 def test_the_first_difference_is_told_by_the_names_of_layers() -> None:
     shorter = after([0, 1, 3])
     shorter.end()
-    found = difference({"a": told(after([0, 1, 2, 3])), "b": told(shorter)})
+    found = difference({"a": record_of(after([0, 1, 2, 3])), "b": record_of(shorter)})
     assert found == {"a": "at the outputs of second", "b": "at the outputs of outer"}
 
 
@@ -74,7 +74,7 @@ def test_steps_are_not_compared_with_earlier_ones() -> None:
     later = after([0])
     later.begin()
     later.note(2)
-    assert difference({"a": told(after([0, 1])), "b": told(later)}) is None
+    assert difference({"a": record_of(after([0, 1])), "b": record_of(later)}) is None
 
 
 def test_what_is_kept_no_longer_counts_in_the_word_of_a_step() -> None:
@@ -112,5 +112,5 @@ def test_a_whole_parameter_without_a_gradient_is_told_by_its_name() -> None:
     exchanges = after([0])
     exchanges.align(dict(parameters.items()))
     exchanges.end()
-    last = told(exchanges).last
+    last = record_of(exchanges).last
     assert last == ["at the outputs of inner", "without a gradient of b", "done with its passes"]

@@ -54,7 +54,7 @@ def gradients(layout: Layout) -> dict[str, Tensor]:
     }
 
 
-def told(layout: Layout) -> str:
+def raised_by(layout: Layout) -> str:
     """What the check raises."""
     try:
         layout.check()
@@ -72,7 +72,7 @@ def one_fault(strategy: LayoutStrategy, faulty: int, *, clips: bool) -> str:
     layout.reduce()
     if clips:
         clip(layout, 1.0)
-    return told(layout)
+    return raised_by(layout)
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -81,13 +81,13 @@ def test_a_fault_of_any_rank_is_told_to_all(name: str, clips: bool) -> None:
     """Regression: whoever did not see it took the step."""
     world_size, strategy = ARRANGEMENTS[name]
     for faulty in (0, world_size - 1):
-        heard = shoal.run_in_memory(
+        errors = shoal.run_in_memory(
             functools.partial(one_fault, strategy, faulty, clips=clips), world_size
         )
-        for rank, each in enumerate(heard):
+        for rank, each in enumerate(errors):
             expected = "NonFiniteGradient" if rank == faulty else "GenerationBroken"
-            assert each.startswith(expected), (faulty, heard)
-        others = [each for rank, each in enumerate(heard) if rank != faulty]
+            assert each.startswith(expected), (faulty, errors)
+        others = [each for rank, each in enumerate(errors) if rank != faulty]
         assert all(f"rank {faulty} is not finite" in each for each in others)
 
 
@@ -97,8 +97,8 @@ def messages(strategy: LayoutStrategy, *, clips: bool) -> tuple[str, int]:
     reset_counts()
     if clips:
         clip(layout, 1.0)
-    heard = told(layout)
-    return heard, sum(count.calls for count in counts().values())
+    error = raised_by(layout)
+    return error, sum(count.calls for count in counts().values())
 
 
 @pytest.mark.parametrize("clips", [False, True])
@@ -125,7 +125,7 @@ def told_elsewhere(strategy: LayoutStrategy, faulty: int) -> tuple[str, int]:
     check.note_faults([each == faulty for each in range(world_size)])
     layout.reduce()
     reset_counts()
-    return told(layout), sum(count.calls for count in counts().values())
+    return raised_by(layout), sum(count.calls for count in counts().values())
 
 
 @pytest.mark.parametrize("faulty", [0, 1])
@@ -134,8 +134,8 @@ def test_a_fault_that_was_told_with_the_step_takes_no_message_of_its_own(
     name: str, faulty: int
 ) -> None:
     world_size, strategy = ARRANGEMENTS[name]
-    heard = shoal.run_in_memory(functools.partial(told_elsewhere, strategy, faulty), world_size)
-    for rank, (text, num_messages) in enumerate(heard):
+    errors = shoal.run_in_memory(functools.partial(told_elsewhere, strategy, faulty), world_size)
+    for rank, (text, num_messages) in enumerate(errors):
         assert text.startswith("NonFiniteGradient" if rank == faulty else "GenerationBroken")
         assert not num_messages
 
@@ -153,7 +153,7 @@ def too_large_together(strategy: LayoutStrategy, shared: str) -> str:
     if shared in layout.parameters:
         gradients(layout)[shared].fill_(torch.finfo(torch.float32).max)
     layout.reduce()
-    return told(layout)
+    return raised_by(layout)
 
 
 def test_a_sum_that_overflows_in_two_stages_is_told_to_the_one_between() -> None:

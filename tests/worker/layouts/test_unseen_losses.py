@@ -34,7 +34,7 @@ ARRANGEMENTS: dict[str, tuple[int, LayoutStrategy]] = {
 }
 
 
-def told(strategy: LayoutStrategy, value: float, faulty: frozenset[int]) -> str:
+def error_after(strategy: LayoutStrategy, value: float, faulty: frozenset[int]) -> str:
     """Error that a rank gets after a pass with finite gradients and, on the faulty ranks, a loss
     of this value."""
     world = replace(this_world(), makes_passes=True)
@@ -72,7 +72,7 @@ def test_all_ranks_are_told_also_where_no_gradient_shows_it(name: str, value: fl
     # A tensor group computes one loss.
     faulty = frozenset({0, 1} if world_size > 1 and "tensor" in name else {0})
     faulty = frozenset({0, 1}) if name == "copies and splits" else faulty
-    found = run_in_memory(partial(told, strategy, value, faulty), world_size)
+    found = run_in_memory(partial(error_after, strategy, value, faulty), world_size)
     if value == 1.0:
         assert found == ["nothing"] * world_size
     else:

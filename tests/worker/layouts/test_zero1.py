@@ -277,8 +277,8 @@ def poisoned(training: Training) -> str:
 
 def test_who_made_a_gradient_not_a_number_is_told_so() -> None:
     """Not the owner of the parameter, who may be another."""
-    told = run_in_memory(poisoned, 3, training_of())
-    assert told == ["GenerationBroken", "NonFiniteGradient", "GenerationBroken"]
+    errors = run_in_memory(poisoned, 3, training_of())
+    assert errors == ["GenerationBroken", "NonFiniteGradient", "GenerationBroken"]
 
 
 def released(training: Training) -> bool:

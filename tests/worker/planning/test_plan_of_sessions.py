@@ -65,16 +65,16 @@ def test_a_step_of_a_session_moves_what_the_plan_says(cluster: LocalCluster, nam
         optimizer=optimizer,
         inputs=models.numbers()[0][:BATCH],
     )
-    told = [
+    planned = [
         {each.kind: Count(*plan.moved(each.kind, rank)) for each in plan.ranks[rank].collectives}
         for rank in range(NUM_MEMBERS)
     ]
     # What a session's members tell each other of the step itself is not in the plan.
-    for each in told:
+    for each in planned:
         calls, num_bytes = each.get("all_reduce", Count(0, 0))
         accord = NUM_MEMBERS * NUM_WORDS * torch.int64.itemsize
         # Members with the same samples also say first into how many parts they cut them.
         messages = 2 if STRATEGIES[name]().shares_samples else 1
         each["all_reduce"] = Count(calls + messages, num_bytes + messages * accord)
     # Which thread is which rank is the coordinator's choice.
-    assert sorted(counted, key=str) == sorted(told, key=str)
+    assert sorted(counted, key=str) == sorted(planned, key=str)

@@ -62,11 +62,11 @@ def test_members_that_gather_nothing_with_the_one_that_left_it_out_are_told_too(
     in_evaluation: bool,
 ) -> None:
     """Regression: they waited for others to come, or trained on with those that came back."""
-    told = refused(cluster, strategy, "abcd", frozenset({1}), in_evaluation)
-    assert len(set(told)) == 1
-    assert "computed with different layers at the same time" in told[0]
+    refusals = refused(cluster, strategy, "abcd", frozenset({1}), in_evaluation)
+    assert len(set(refusals)) == 1
+    assert "computed with different layers at the same time" in refusals[0]
     for rank in ranks:
-        assert f"rank {rank}: at the weights of the layer of" in told[0]
+        assert f"rank {rank}: at the weights of the layer of" in refusals[0]
 
 
 def refused(
@@ -97,9 +97,9 @@ def refused(
             )
             for name in names
         ]
-        told = [member.expect("refused") for member in members]
-    assert [each["generation"] for each in told] == [1] * len(names)
-    return [each["text"] for each in told]
+        refusals = [member.expect("refused") for member in members]
+    assert [each["generation"] for each in refusals] == [1] * len(names)
+    return [each["text"] for each in refusals]
 
 
 @pytest.fixture

@@ -242,12 +242,12 @@ def test_state_that_is_one_members_alone_is_an_error_by_name_on_all(
     job = f"differs-{secrets.token_hex(4)}"
     with ThreadPoolExecutor(2) as threads:
         ends = [threads.submit(member, cluster.coordinator, job, each) for each in (1.0, own)]
-        told = {end.result() for end in ends}
+        errors = {end.result() for end in ends}
     if own == 1.0:
-        assert told == {"3"}
+        assert errors == {"3"}
     else:
-        assert len(told) == 1
-        assert "state of 'seen' differs after step 3" in told.pop()
+        assert len(errors) == 1
+        assert "state of 'seen' differs after step 3" in errors.pop()
 
 
 class Breaking(Metric):

@@ -186,7 +186,7 @@ def test_a_step_is_taken_anew_when_a_member_is_killed_in_it(
 # --- what is refused ---
 
 
-def told(ends: list[Any], words: str) -> None:
+def check_refused(ends: list[Any], words: str) -> None:
     for end in ends:
         with pytest.raises(InvalidSpec, match=words):
             raise end
@@ -211,7 +211,9 @@ def test_members_that_call_it_unequally_often_are_told_of_each_other(
             session.gather(outputs.detach())
 
     ends = crew(cluster, 3, passes, strategy=strategy)
-    told(ends, r"wait for each other at different points.*session\.gather, call \d of step 1")
+    check_refused(
+        ends, r"wait for each other at different points.*session\.gather, call \d of step 1"
+    )
 
 
 @pytest.mark.long
@@ -249,7 +251,7 @@ def test_a_tensor_that_is_not_the_share_is_refused_on_all_members(cluster: Local
     def passes(session: Session, model: Any, batch: shoal.Batch) -> None:
         session.gather(model(batch.inputs)[session.rank :])
 
-    told(crew(cluster, 3, passes), "not one row for each sample.*20 rows for 21 samples")
+    check_refused(crew(cluster, 3, passes), "not one row for each sample.*20 rows for 21 samples")
 
 
 def by_torch(session: Session, outputs: Tensor) -> None:
@@ -271,7 +273,7 @@ def test_torchs_own_gathering_of_unequal_shares_is_refused(
     def passes(session: Session, model: Any, batch: shoal.Batch) -> None:
         gather(session, model(batch.inputs).detach())
 
-    told(
+    check_refused(
         crew(cluster, 3, passes),
         r"in a step with unequal shares; saw.*\(22, 8\).*\(21, 8\).*session.gather\(tensor\)",
     )

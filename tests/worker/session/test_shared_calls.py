@@ -314,13 +314,13 @@ def test_ranks_hold_before_the_first_batch(cluster: LocalCluster) -> None:
         ) as session:
             replica, optimizer = session.distribute(model, optimizer)
             batches = session.batches(data(), global_batch_size=101)
-            told = session.is_first, session.rank, session.world_size
+            ranks = session.is_first, session.rank, session.world_size
             for batch in batches:
-                assert told == (session.is_first, session.rank, session.world_size)
+                assert ranks == (session.is_first, session.rank, session.world_size)
                 with session.step():
                     session.backward(cross_entropy(replica(batch.inputs), batch.targets))
             assert session.step_number == 1
-            return told
+            return ranks
 
     with ThreadPoolExecutor(2) as threads:
         ends = [threads.submit(member) for _ in range(2)]
@@ -353,9 +353,9 @@ def test_a_call_of_one_member_alone_is_refused_by_all_of_them(
     with Ranks() as ranks:
         body = evaluation_bodies.train_with_a_lone_call
         members = [ranks.start(body, replace(run, member_id=name)) for name in "ab"]
-        told = [member.expect("refused") for member in members]
-        assert [each["generation"] for each in told] == [1, 1]
-        for each in told:
+        refusals = [member.expect("refused") for member in members]
+        assert [each["generation"] for each in refusals] == [1, 1]
+        for each in refusals:
             assert "wait for each other at different points" in each["text"]
             assert f"session.{call}" in each["text"]
             assert "session.step() after 3 steps" in each["text"]

@@ -531,8 +531,10 @@ def test_a_layer_that_is_to_be_trained_from_some_step_on_is_refused(
         with session.step():
             session.backward(loss_of(session, model, batch))
 
-    said = rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
-    with pytest.raises(InvalidSpec, match=said):
+    pattern = (
+        rf"trained parameters differ.*set to False, after {at_step} committed steps.*grad = None"
+    )
+    with pytest.raises(InvalidSpec, match=pattern):
         run(cluster, strategy, body)
 
 

@@ -101,8 +101,8 @@ def test_the_job_ends_finished_behind_the_same_step_on_all_members(
     for _, state in found:
         for name, tensor in model.state_dict().items():
             assert torch.allclose(state[name], tensor, rtol=0, atol=1e-6), name
-    told = http.get(f"{cluster.http_url}/api/v1/jobs/{job}").text
-    assert "stopped by the script: the loss is low" in told
+    shown = http.get(f"{cluster.http_url}/api/v1/jobs/{job}").text
+    assert "stopped by the script: the loss is low" in shown
     with pytest.raises(JobFinished), shoal.join(job, coordinator=cluster.coordinator):
         pass
 

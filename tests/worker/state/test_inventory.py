@@ -206,12 +206,12 @@ def test_tensors_of_a_shape_are_gone_through_once_for_all_ranks() -> None:
             for name, shape in shapes.items()
         }
 
-    told = [
+    inventories = [
         Inventory(metas=metas, listings=[ShardListing(step=1, chunks=rows(r))]) for r in range(4)
     ]
-    heard = [from_message(to_message(each), rank) for rank, each in enumerate(told)]
-    assert len({id(each.metas) for each in heard}) == 1
-    chosen = choose(heard)
+    received = [from_message(to_message(each), rank) for rank, each in enumerate(inventories)]
+    assert len({id(each.metas) for each in received}) == 1
+    chosen = choose(received)
     assert len({id(holders) for holders in chosen.holders.values()}) == 2
     table, names = TensorTable(chosen.metas), list(chosen.metas)
     needs = chunks_from_json(chunks_to_json(rows(1), names, metas), table)

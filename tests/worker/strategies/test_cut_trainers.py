@@ -101,6 +101,6 @@ def test_a_trainer_that_does_not_stop_is_told_of_with_where_it_is() -> None:
             cut.wait()  # stands for code that it does not come back from
         cut.group.release()
         thread.join(10)
-    (told,) = [each for each in logs if each["event"] == "trainer_has_not_stopped"]
-    assert "in test_a_trainer_that_does_not_stop" in told["stack"]
-    assert told["waited_s"] > 0
+    (line,) = [each for each in logs if each["event"] == "trainer_has_not_stopped"]
+    assert "in test_a_trainer_that_does_not_stop" in line["stack"]
+    assert line["waited_s"] > 0

@@ -122,15 +122,15 @@ def test_a_gradient_that_is_not_finite_stops_the_step_of_all(
             committed = [data for kind, data in rank.seen if kind == "committed"]
             by_then = [data for data in committed if data["generation"] <= at["generation"]]
             assert max(data["step"] for data in by_then) == at["step"] - 1
-        told = [each["error"] for each in fates if each["kind"] == "raised"]
-        assert set(told) <= {"NonFiniteGradient"}, fates
+        errors = [each["error"] for each in fates if each["kind"] == "raised"]
+        assert set(errors) <= {"NonFiniteGradient"}, fates
         if strategy == "fsdp-tensor":
             # The other one of its tensor group, which has the same samples.
-            assert len(told) == 1
+            assert len(errors) == 1
             (peer,) = [rank for rank, each in zip(others, fates, strict=True) if "error" in each]
             schedule.alive.remove(peer)
-            told = []
+            errors = []
         if strategy not in ("tensor", "pipeline"):
-            assert not told, "the fault is one member's own"
+            assert not errors, "the fault is one member's own"
             schedule.alive.remove(faulty)
             check_same_weights(schedule.finish(), run, TOLERANCE)

@@ -154,6 +154,6 @@ def test_what_gradients_are_summed_up_in_by_themselves(
     }
     by_itself = stored if as_stored else narrow
     assert summed == {"by itself": by_itself, "told": torch.float16, "all alike": stored}
-    told = FSDP(param_dtype="bf16").options()["reduce_dtype"]
-    assert told == ("as stored" if as_stored else "None")
+    dtype = FSDP(param_dtype="bf16").options()["reduce_dtype"]
+    assert dtype == ("as stored" if as_stored else "None")
     assert FSDP().options()["reduce_dtype"] == "None"

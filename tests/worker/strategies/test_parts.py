@@ -155,8 +155,8 @@ def test_members_that_cut_a_step_differently_are_told(
     strategy: str, ways: Sequence[Sequence[int]], said: str
 ) -> None:
     """All of them, before any commits the step; whether or not the step before was cut."""
-    told = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
-    assert len(set(told)) == 1
-    text, num_committed = told[0]
+    errors = run_in_memory(_refused, 2, equality.made(strategy, 2), ways)
+    assert len(set(errors)) == 1
+    text, num_committed = errors[0]
     assert said in text
     assert num_committed == len(ways[0]) - 1

@@ -10,11 +10,11 @@ STEP = 7
 
 def met(*positions: tuple[int, ScriptPosition]) -> list[str]:
     """How each goes on: "again" (its call), "on", or "away"; `(step, position)` of each."""
-    told = [position.words(step, has_state=step >= 0) for step, position in positions]
+    positions_in_words = [position.words(step, has_state=step >= 0) for step, position in positions]
     found = []
     for step, position in positions:
         try:
-            position.follow(told, step)
+            position.follow(positions_in_words, step)
         except CallInterrupted:
             found.append("away")
         else:

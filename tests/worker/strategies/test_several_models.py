@@ -214,9 +214,9 @@ def _told(name: str) -> str:
 
 def test_members_that_train_different_models_are_told() -> None:
     """Before anything of a gradient is sent."""
-    told = run_in_memory(_told, 2, "ddp")
-    assert len(set(told)) == 1
-    assert "a backward pass for d by m0; a backward pass for g by m1" in told[0]
+    errors = run_in_memory(_told, 2, "ddp")
+    assert len(set(errors)) == 1
+    assert "a backward pass for d by m0; a backward pass for g by m1" in errors[0]
 
 
 def adversarial(cluster: LocalCluster, strategy: str, **changes: Any) -> Adversarial:

@@ -118,9 +118,9 @@ def test_different_layers_are_told_by_member_and_layer() -> None:
         for number in numbers:
             sites[number].value()
         exchanges.end()
-        told = exchanges.record()
-        assert told is not None
-        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=vars(told))
+        record = exchanges.record()
+        assert record is not None
+        votes[member] = replace(VOTE, layers=exchanges.summary(), exchanges=vars(record))
     assert need_whole_votes([ballot(each) for each in votes.values()])
     with pytest.raises(InvalidSpec, match="a: at the outputs of up; b: at the outputs of down"):
         check_votes(votes, 7)

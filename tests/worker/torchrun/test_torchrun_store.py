@@ -51,9 +51,9 @@ def test_a_barrier_names_the_ranks_that_are_missing(join: Join) -> None:
         return str(error.value)
 
     with ThreadPoolExecutor(2) as threads:
-        said = list(threads.map(come, infos[:2]))
-    assert "missing_ranks=[host-2]" in said[0]
-    assert "check rank 0 (host-0)" in said[1]
+        answers = list(threads.map(come, infos[:2]))
+    assert "missing_ranks=[host-2]" in answers[0]
+    assert "check rank 0 (host-0)" in answers[1]
 
 
 def test_a_store_out_of_reach_or_over(join: Join, cluster: LocalCluster) -> None:

@@ -148,7 +148,7 @@ def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "told"),
+    ("values", "message"),
     [
         ({"picture": torch.zeros(3)}, "picture cannot be logged"),
         ({"text": "hello"}, "text cannot be logged"),
@@ -158,11 +158,11 @@ def test_it_is_on_the_page_and_in_metrics(cluster: LocalCluster) -> None:
         ([("loss", 1.0)], "takes numbers by name"),
     ],
 )
-def test_what_is_no_number_by_name_is_refused(values: Any, told: str) -> None:
+def test_what_is_no_number_by_name_is_refused(values: Any, message: str) -> None:
     model, optimizer = build("sgd", "layers")
     with shoal.join("refused") as session:
         session.distribute(model, optimizer)
-        with pytest.raises(InvalidSpec, match=told):
+        with pytest.raises(InvalidSpec, match=message):
             session.log(values)
 
 

@@ -75,13 +75,13 @@ async def refusal(call: Awaitable[Any]) -> str:
 
 async def calls(address: str) -> list[str]:
     """Answers to calls in the name of a member, of another process of it and of a stranger."""
-    said = []
+    texts = []
     async with grpc.aio.insecure_channel(address) as channel:
         membership = MembershipStub(channel)
         for number in (0, 1):
             record = membership_pb2.GetGenerationRequest(job="j", generation=number)
-            said.append(await refusal(membership.GetGeneration(record)))
-        said.append(await refusal(membership.GetJob(membership_pb2.GetJobRequest(job="j"))))
+            texts.append(await refusal(membership.GetGeneration(record)))
+        texts.append(await refusal(membership.GetJob(membership_pb2.GetJobRequest(job="j"))))
         # Older than the member's own: one that was replaced.
         for incarnation in (new_incarnation(1), "a guess", ""):
             token = Token(job="j", generation=1, member_id="a", incarnation=incarnation)
@@ -103,24 +103,24 @@ async def calls(address: str) -> list[str]:
             ]
             if incarnation:
                 asked.append(membership.Drain(drain))
-            said += [await refusal(call) for call in asked]
+            texts += [await refusal(call) for call in asked]
             spec = membership_pb2.JobSpec(job="j", min_members=1, max_members=8, desired_members=2)
             attend = membership_pb2.AttendRequest(token=token, spec=spec, protocol=0)
             stream = membership.Attend(attend)
-            said.append(await refusal(stream.read()))
+            texts.append(await refusal(stream.read()))
             stream.cancel()
-    return said
+    return texts
 
 
 async def test_a_stranger_that_reads_everything_sees_no_incarnation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    heard: list[str] = []
+    received: list[str] = []
     step = MemberCore.step
 
     def overhear(self: MemberCore, event: ev.Event, now_s: float) -> list[ev.Effect]:
         if isinstance(event, ev.NoticeReceived):
-            heard.append(f"{self.identity.member_id} {event.notice}")
+            received.append(f"{self.identity.member_id} {event.notice}")
         return step(self, event, now_s)
 
     monkeypatch.setattr(MemberCore, "step", overhear)
@@ -131,15 +131,15 @@ async def test_a_stranger_that_reads_everything_sees_no_incarnation(
             secrets = {each.token.member_id: each.token.incarnation for each in members}
             stranger = await world.joined("stranger", desired=2)
             await asyncio.to_thread(stranger.await_generation, 1, 10.0)
-            said = [*await pages(world), *await calls(world.address)]
+            texts = [*await pages(world), *await calls(world.address)]
             stored = await store.get(keys.generation("j", 1))
-    said += [text for text in heard if text.startswith("stranger ")]
-    assert any("prepare" in text for text in said) and any("outcome" in text for text in said)
-    said += [str(line) for line in logs if line["log_level"] != "debug"]
-    leaks = {name: [t for t in said if secret in t] for name, secret in secrets.items()}
+    texts += [text for text in received if text.startswith("stranger ")]
+    assert any("prepare" in text for text in texts) and any("outcome" in text for text in texts)
+    texts += [str(line) for line in logs if line["log_level"] != "debug"]
+    leaks = {name: [t for t in texts if secret in t] for name, secret in secrets.items()}
     assert leaks == {"a": [], "b": []}
     # Members are told apart all the same, and a successor finds them in etcd.
-    assert sum(public_id(secrets["a"]) in text for text in said) > 3
+    assert sum(public_id(secrets["a"]) in text for text in texts) > 3
     assert stored is not None
     entries = stored_record("j", 1, stored.value).roster.entries
     assert {entry.member_id: entry.incarnation for entry in entries} == secrets

@@ -45,10 +45,10 @@ def test_without_etcd_nobody_is_named_and_etcd_is(tmp_path: Path) -> None:
                 WITHIN_S,
                 "it says why",
             )
-            told = refused(first)
-            assert told.details["leader"] == ""
-            assert first.grpc not in told.seen + told.expected
-            assert "etcd" in told.seen
+            refusal = refused(first)
+            assert refusal.details["leader"] == ""
+            assert first.grpc not in refusal.seen + refusal.expected
+            assert "etcd" in refusal.seen
             answer = http.get(f"{first.http}{JOBS}")
             assert (answer.status_code, answer.json()["kind"]) == (503, "NotLeader")
         finally:

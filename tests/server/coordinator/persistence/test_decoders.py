@@ -231,5 +231,7 @@ def test_a_bound_that_were_missing_would_be_found() -> None:
 
 def test_members_are_told_every_limit() -> None:
     """Those that follow from others, too."""
-    told = codec.limits_to_pb(Limits())
-    assert {each.name for each, _ in told.ListFields()} == set(pb.Limits.DESCRIPTOR.fields_by_name)
+    message = codec.limits_to_pb(Limits())
+    assert {each.name for each, _ in message.ListFields()} == set(
+        pb.Limits.DESCRIPTOR.fields_by_name
+    )

@@ -121,9 +121,9 @@ def test_the_shards_of_other_jobs_are_tended(coordinator: CoordinatorProcess) ->
     """The keeper tells of each record that it cannot use, once, and goes on."""
     broken = [each for each in GARBAGE if each.what.startswith("assignments")]
 
-    def told() -> bool:
+    def are_logged() -> bool:
         text = coordinator.log_path.read_text()
         return all(text.count(each.key + " ") + text.count(each.key + "\n") > 0 for each in broken)
 
-    awaited(told, CALL_S, "the keeper tells of all of them")
+    awaited(are_logged, CALL_S, "the keeper tells of all of them")
     assert "shards_not_rebalanced" not in coordinator.log_path.read_text()

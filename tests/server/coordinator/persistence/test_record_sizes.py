@@ -75,10 +75,10 @@ def test_members_that_differ_in_all_their_fields() -> None:
     candidates += [candidate(number, {}) for number in range(50, 500)]
     conflicts = find_conflicts(candidates)
     assert len(record_to_json(record_of(conflicts))) > LIMIT_BYTES, "what it is about"
-    told = in_short(conflicts)
-    assert len(record_to_json(record_of(told))) < LIMIT_BYTES
-    value, who = told[0].values[0]
-    assert (told[0].field, value, who[-1]) == ("000", "(absent)", "and 434 more")
+    summary = in_short(conflicts)
+    assert len(record_to_json(record_of(summary))) < LIMIT_BYTES
+    value, who = summary[0].values[0]
+    assert (summary[0].field, value, who[-1]) == ("000", "(absent)", "and 434 more")
 
 
 def test_what_is_short_is_told_as_it_is() -> None:

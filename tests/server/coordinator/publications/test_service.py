@@ -351,14 +351,14 @@ async def test_parts_that_do_not_cover_each_element_once_are_no_version(
     """All ranks are told which tensor, and the next publication is not affected."""
     async with world.leading() as client:
         await client.begin(member(), world=2)
-        for number, rows, told in ((1, (5, 8), "not whole"), (2, (3, 8), "elements twice")):
+        for number, rows, message in ((1, (5, 8), "not whole"), (2, (3, 8), "elements twice")):
             parts = [
                 world.put(part(number, world=2)),
                 world.put(part(number, rank=1, world=2, rows=rows)),
             ]
             outcomes = await asyncio.gather(*map(client.contribute, parts), return_exceptions=True)
             for outcome in outcomes:
-                assert isinstance(outcome, PublicationAbandoned) and told in outcome.what
+                assert isinstance(outcome, PublicationAbandoned) and message in outcome.what
                 assert "tensor w" in outcome.what
         with pytest.raises(PublicationAbandoned, match="not whole"):
             await client.contribute(part(1, world=2))

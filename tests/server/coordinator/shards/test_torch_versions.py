@@ -46,12 +46,12 @@ def test_a_job_on_several_versions_goes_on_and_says_so(monkeypatch: pytest.Monke
         monkeypatch.setattr(torch, "__version__", OTHER)
         servers.add("ps-1")
 
-        def told() -> object:
+        def warned_of() -> object:
             return next((e["servers"] for e in logs if e["event"] == "torch_versions_differ"), None)
 
         with closing(Pusher(servers, "w0", weight=1.0)) as member:
             member.push()
-            assert awaited(told, LIMIT_S, "it is told of") == {own: ["ps-0"], OTHER: ["ps-1"]}
+            assert awaited(warned_of, LIMIT_S, "it is told of") == {own: ["ps-0"], OTHER: ["ps-1"]}
             reader = ShardReader(servers.store)
             view = servers.run(reader.read("job"))
             servers.run(reader.close())

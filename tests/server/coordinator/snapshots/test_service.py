@@ -271,8 +271,8 @@ def test_a_push_that_its_dead_member_left_half_done_is_told(
     servers.expel("dead")
     member.push()
     manifest = snapshots.take().manifest
-    (told, *others) = manifest.partial_steps
-    assert f"push 1 of /shoal/v1/members/job/dead#{public_id('one')} lacks parts at" in told
+    (partial, *others) = manifest.partial_steps
+    assert f"push 1 of /shoal/v1/members/job/dead#{public_id('one')} lacks parts at" in partial
     assert len(others) <= 1
     taken = images(snapshots.library, manifest)
     assert [each.version for each in taken] == [3, 2, 2, 2, 2, 2]

@@ -41,8 +41,8 @@ def told_before_it_is_durable(patch: pytest.MonkeyPatch) -> None:
     real = EffectQueue._carry_out
 
     def carry_out(queue: EffectQueue[object], effect: Effect) -> Iterator[Carried]:
-        told = any(isinstance(each, SendNotice) for each in queue._effects)
-        if isinstance(effect, WriteGeneration) and told:
+        has_notices = any(isinstance(each, SendNotice) for each in queue._effects)
+        if isinstance(effect, WriteGeneration) and has_notices:
             queue._effects.append(effect)
             return
         yield from real(queue, effect)
@@ -144,9 +144,9 @@ def a_step_that_broke_stays_begun(patch: pytest.MonkeyPatch) -> None:
 
     def stand_still(track: GenerationTrack, step: int, **stand: Any) -> pb.SettleRequest:
         begun = track._begun
-        said = real(track, step, **stand)
+        request = real(track, step, **stand)
         track._begun = begun
-        return said
+        return request
 
     patch.setattr(GenerationTrack, "stand_still", stand_still)
 
@@ -156,9 +156,9 @@ def a_proposal_begins_at_no_step(patch: pytest.MonkeyPatch) -> None:
     real = GenerationTrack.propose
 
     def propose(track: GenerationTrack, proposal: pb.Proposal) -> pb.ProposeRequest:
-        said = real(track, proposal)
+        request = real(track, proposal)
         track._begun = -1
-        return said
+        return request
 
     patch.setattr(GenerationTrack, "propose", propose)
 

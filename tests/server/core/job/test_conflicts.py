@@ -16,7 +16,7 @@ def member(name: str, schema: str, lines: tuple[str, ...] | None, **fields: str)
     return Candidate(member_id=name, incarnation=name, info=MemberInfo(), proposal=proposal)
 
 
-def told(*members: Candidate) -> str:
+def refusal_of(*members: Candidate) -> str:
     """What all of them are refused with."""
     refusal = refusals.conflict("j", find_conflicts(members))
     return f"{refusal.seen}. {refusal.fix}"
@@ -44,14 +44,16 @@ def told(*members: Candidate) -> str:
 )
 def test_the_first_entry_that_differs_is_named(other: tuple[str, ...], expected: str) -> None:
     """With what each member has there."""
-    text = told(member("w0", "1", ENTRIES), member("w1", "2", other), member("w2", "1", ENTRIES))
+    text = refusal_of(
+        member("w0", "1", ENTRIES), member("w1", "2", other), member("w2", "1", ENTRIES)
+    )
     assert text.startswith(f"{expected}. The scripts make models that differ"), text
 
 
 def test_the_same_entries_in_another_order_are_told_as_such() -> None:
     """With what makes them so: the workers do run the same script."""
     swapped = (ENTRIES[1], ENTRIES[0], ENTRIES[2])
-    text = told(member("w0", "1", ENTRIES), member("w1", "2", swapped))
+    text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", swapped))
     assert f"'{ENTRIES[0]} (same entries in another order)' in w0" in text
     assert f"'{ENTRIES[1]} (same entries in another order)' in w1" in text
     assert "Do not iterate over a set" in text
@@ -60,7 +62,7 @@ def test_the_same_entries_in_another_order_are_told_as_such() -> None:
 
 def test_members_with_the_same_first_difference_are_named_together() -> None:
     first = (ENTRIES[1], *ENTRIES[1:])
-    text = told(
+    text = refusal_of(
         member("w0", "1", ENTRIES),
         member("w1", "2", (*first, "tied d: a")),
         member("w2", "3", first),
@@ -73,20 +75,22 @@ def test_without_a_listing_that_tells_them_apart_values_are_shown(
     lines: tuple[str, ...] | None,
 ) -> None:
     """A member need not send a listing."""
-    text = told(member("w0", "1", ENTRIES), member("w1", "2", lines))
+    text = refusal_of(member("w0", "1", ENTRIES), member("w1", "2", lines))
     assert text.startswith("schema: '1' in w0 but '2' in w1.")
 
 
 def test_a_listing_that_cannot_be_read_is_passed_over() -> None:
     odd = Proposal(fields={"schema": "2"}, listings={"schema": PackedListing(b"odd")})
     other = Candidate(member_id="w1", incarnation="w1", info=MemberInfo(), proposal=odd)
-    assert told(member("w0", "1", ENTRIES), other).startswith("schema: '1' in w0 but '2' in w1.")
+    assert refusal_of(member("w0", "1", ENTRIES), other).startswith(
+        "schema: '1' in w0 but '2' in w1."
+    )
 
 
 def test_long_values_are_shown_where_they_differ() -> None:
     """Their beginnings are the same, and say nothing."""
     settings = "rate=1 " * 1000
-    text = told(
+    text = refusal_of(
         member("w0", "1", None, optimizer=f"{settings}decay=0.1 {settings}"),
         member("w1", "1", None, optimizer=f"{settings}decay=0.2 {settings}"),
     )

@@ -207,44 +207,44 @@ def test_who_trains_again_after_an_aborted_change_still_leaves() -> None:
 def test_the_leaver_hears_of_the_record_and_the_boundary() -> None:
     """It has to offer, and to know where to stop, though it is not in the roster."""
     w = running("a", "b")
-    told: list[events.Notice] = []
+    notices: list[events.Notice] = []
     take = w._take
 
     def spy(member: object, notice: events.Notice) -> None:
         if getattr(member, "name", "") == "b":
-            told.append(notice)
+            notices.append(notice)
         take(member, notice)  # type: ignore[arg-type]
 
     w._take = spy  # type: ignore[method-assign, assignment]
     w.drain("b")
     w.run(1.5)
-    kinds = [type(n) for n in told]
+    kinds = [type(n) for n in notices]
     assert kinds == [
         events.DrainNotice,
         events.OutcomeNotice,
         events.StopAtNotice,
         events.DrainNotice,
     ]
-    outcome = told[1]
+    outcome = notices[1]
     assert isinstance(outcome, events.OutcomeNotice)
     assert outcome.record.verdict is Verdict.COMMITTED
-    last = told[-1]
+    last = notices[-1]
     assert isinstance(last, events.DrainNotice)
     assert last.now
 
 
 def drain_notices(w: World) -> dict[str, list[events.DrainNotice]]:
     """The drain notices that each member gets from now on."""
-    told: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
+    notices: dict[str, list[events.DrainNotice]] = {name: [] for name in w.members}
     take = w._take
 
     def spy(member: object, notice: events.Notice) -> None:
         if isinstance(notice, events.DrainNotice):
-            told[getattr(member, "name", "")].append(notice)
+            notices[getattr(member, "name", "")].append(notice)
         take(member, notice)  # type: ignore[arg-type]
 
     w._take = spy  # type: ignore[method-assign, assignment]
-    return told
+    return notices
 
 
 def test_members_that_are_all_told_to_end_leave_together() -> None:

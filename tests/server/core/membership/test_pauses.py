@@ -56,19 +56,19 @@ def test_a_word_of_a_pause_that_is_over_changes_nothing() -> None:
     """It was long on its way, and came behind the end of its pause, or behind the next one. Else
     its member would be taken out for a pause that is none."""
     w = world_of("a", "b")
-    said = who(w.members["a"])
+    process = who(w.members["a"])
 
     def pause_begins(number: int) -> events.MemberPaused:
-        return events.MemberPaused(**said, reason="validation", limit_s=5.0, number=number)
+        return events.MemberPaused(**process, reason="validation", limit_s=5.0, number=number)
 
-    for event in (pause_begins(1), events.MemberResumed(**said, number=1), pause_begins(1)):
+    for event in (pause_begins(1), events.MemberResumed(**process, number=1), pause_begins(1)):
         w.job.handle(event, w.now_s)
     assert not w.job.why_paused()
     w.job.handle(pause_begins(2), w.now_s)
-    for late in (pause_begins(1), events.MemberResumed(**said, number=1)):
+    for late in (pause_begins(1), events.MemberResumed(**process, number=1)):
         w.job.handle(late, w.now_s)
         assert "is paused" in w.job.why_paused()
-    w.job.handle(events.MemberResumed(**said, number=2), w.now_s)
+    w.job.handle(events.MemberResumed(**process, number=2), w.now_s)
     assert not w.job.why_paused()
     w.run(w.now_s + 10.0)
     assert w.roster() == ["a", "b"]
@@ -84,12 +84,12 @@ def test_a_first_generation_waits_for_who_is_paused_beyond_the_last_call() -> No
         ),
         w.now_s,
     )
-    said = {"member_id": "a", "incarnation": "1"}
-    w.job.handle(events.MemberPaused(**said, reason="download", limit_s=1000.0), w.now_s)
+    process = {"member_id": "a", "incarnation": "1"}
+    w.job.handle(events.MemberPaused(**process, reason="download", limit_s=1000.0), w.now_s)
     w.run(2 * LIMITS.join_s)
     assert w.job.phase is Phase.COLLECT
     assert late.refused is None
-    w.job.handle(events.MemberResumed(**said), w.now_s)
+    w.job.handle(events.MemberResumed(**process), w.now_s)
     w.run(w.now_s + LIMITS.last_call_s + 1.0)
     assert w.job.phase is Phase.RUNNING
     assert w.roster() == ["b"]

@@ -66,9 +66,9 @@ def test_members_of_one_cause_are_named_together_and_newcomers_too() -> None:
     w.run(3.0)
     w.join("e")
     w.run(6.0)
-    told = " | ".join(each.cause for each in stories[1:])
-    assert "b, c (SIGKILL)" in told
-    assert "a (exit code 1)" in told
+    causes = " | ".join(each.cause for each in stories[1:])
+    assert "b, c (SIGKILL)" in causes
+    assert "a (exit code 1)" in causes
     assert stories[-1].cause == "e joined; 2 train"
     assert stories[-1].down_s == 0.0, "the one before trained on meanwhile"
 

@@ -154,8 +154,8 @@ def test_differences_are_named() -> None:
         replace(expected[3], dtype="float16"),
         replace(expected[4], group=1),
     ]
-    told = {d.parameter: (d.seen, d.expected) for d in find_differences(seen, expected)}
-    assert told == {
+    differences = {d.parameter: (d.seen, d.expected) for d in find_differences(seen, expected)}
+    assert differences == {
         "gone": ("(absent)", "float32 4x3 in group 0"),
         "extra": ("float32 1 in group 0", "(absent)"),
         "shape": ("float32 3x4 in group 0", "float32 4x3 in group 0"),

@@ -66,7 +66,7 @@ async def test_a_connection_that_is_gone_takes_nothing(
     assert not FrameConnection(ours).send_now(b"frame")
 
 
-def told(shard_id: int) -> bytes:
+def free_slot(shard_id: int) -> bytes:
     return bulk.header(FrameKind.FREE_SLOT, shard_id=shard_id)
 
 
@@ -76,7 +76,7 @@ async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_wait
     """In order, also where one of them comes in two parts, or before anybody waits."""
     ours, theirs = ends
     wire, taken, halfway = FrameConnection(ours), list[int](), asyncio.Event()
-    theirs.send(told(1))
+    theirs.send(free_slot(1))
 
     def take(frame: Frame) -> bool:
         if frame.shard_id > 4:
@@ -89,11 +89,11 @@ async def test_frames_are_taken_when_they_come_and_only_the_others_wake_who_wait
     wire.deliver(take)
     waiting = asyncio.create_task(wire.next_frame())
     await asyncio.sleep(0)
-    theirs.send(told(2) + told(3)[:7])
+    theirs.send(free_slot(2) + free_slot(3)[:7])
     async with asyncio.timeout(20):
         await halfway.wait()
     assert taken == [1, 2]
-    theirs.send(told(3)[7:] + told(4) + told(5) + told(1))
+    theirs.send(free_slot(3)[7:] + free_slot(4) + free_slot(5) + free_slot(1))
     async with asyncio.timeout(20):
         assert (await waiting).shard_id == 5
     assert taken == [1, 2, 3, 4]
@@ -114,7 +114,7 @@ async def test_what_is_wrong_with_a_frame_is_told_to_who_waits(
     wire.deliver(refuse)
     waiting = asyncio.create_task(wire.next_frame())
     await asyncio.sleep(0)
-    theirs.send(told(7))
+    theirs.send(free_slot(7))
     with pytest.raises(MalformedMessage, match="7"):
         async with asyncio.timeout(20):
             await waiting
@@ -134,13 +134,13 @@ async def test_what_was_sent_on_one_machine_is_read_although_nothing_more_is_tak
     ours, theirs = ends
     wire, other = FrameConnection(ours), FrameConnection(theirs)
     assert wire.is_local
-    assert other.send_now(told(1)) and other.send_now(told(2)) and other.is_quiet
+    assert other.send_now(free_slot(1)) and other.send_now(free_slot(2)) and other.is_quiet
     # Nobody reads it: then the kernel tells of a reset where the connection is closed.
-    assert wire.send_now(told(9))
+    assert wire.send_now(free_slot(9))
     if is_gone:
         theirs.close()
     wire.end_reading()
-    assert not other.send_now(told(3))
+    assert not other.send_now(free_slot(3))
     async with asyncio.timeout(20):
         assert [(await wire.next_frame()).shard_id for _ in range(2)] == [1, 2]
         with pytest.raises(PeerHungUp):

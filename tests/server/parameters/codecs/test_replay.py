@@ -130,16 +130,16 @@ def test_rows_step_on_what_their_gradients_stand_for(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "error", "told"),
+    ("kind", "data", "error", "message"),
     [
         ("one-bit", bytes(6), InvalidSpec, "no codec 'one-bit'"),
         ("int8", b"\x00\x00\xc0\x7f" + bytes([1]) * 16 + bytes(40), NonFiniteGradient, "row 3"),
     ],
 )
 def test_rows_that_are_wrong_change_nothing(
-    kind: str, data: bytes, error: type[Exception], told: str
+    kind: str, data: bytes, error: type[Exception], message: str
 ) -> None:
     shard = new_table_shard(Shard(shard_id=2, epoch=1, table="t"), TABLE)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         shard.push(table_push(data, GradientCodec(kind=kind)), anybody)
     assert shard.version == 1

@@ -241,17 +241,17 @@ FAILURES = {
 def test_a_disk_that_fails_is_told_and_tried_again(tmp_path: Path, kind: str) -> None:
     """Whoever waits for it is told, what comes meanwhile is not taken, and other pushes go on. As
     soon as it works, what was taken before is on it, and so is what follows the next image."""
-    error, told = FAILURES[kind]
+    error, expected = FAILURES[kind]
     disk, shard = Disk(), Log(0)
     with Journal(config(tmp_path), fsync=disk.fsync) as journal:
         journal.put_image("job", 1, shard.image())
         journal.append("job", 0, 1, shard.push(1)).result(LIMIT_S)
         disk.error = error
-        with pytest.raises(told, match=str(error.strerror)):
+        with pytest.raises(expected, match=str(error.strerror)):
             journal.append("job", 0, 1, shard.push(2)).result(LIMIT_S)
-        with pytest.raises(told):
+        with pytest.raises(expected):
             journal.append("job", 0, 1, shard.push(3)).result(LIMIT_S)
-        assert isinstance(journal.failure, told)
+        assert isinstance(journal.failure, expected)
         journal.check_capacity()
         disk.error = None
         awaited(lambda: journal.failure is None, LIMIT_S, "the disk works")

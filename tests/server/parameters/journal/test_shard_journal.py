@@ -47,12 +47,14 @@ async def test_a_shard_of_another_run_takes_the_place_of_the_last_one(tmp_path: 
     async def take(replica: ShardReplica) -> ShardCut:
         return replica.state.cut()
 
-    def told(replica: ShardReplica, version: int) -> None:
+    def note_epoch(replica: ShardReplica, version: int) -> None:
         on_disk.put_nowait(replica.epoch)
 
     config = JournalConfig(directory=tmp_path)
     with ThreadPoolExecutor(1) as pool, Journal(config, fsync=disk.fsync) as journal:
-        kept = ShardJournal(journal, pool, take=take, on_disk=told, on_failure=lambda replica: None)
+        kept = ShardJournal(
+            journal, pool, take=take, on_disk=note_epoch, on_failure=lambda replica: None
+        )
         async with kept, asyncio.timeout(LIMIT_S):
             last, now = new_led(epoch=5), new_led(epoch=1)
             kept.lead(last)

@@ -74,15 +74,15 @@ def test_a_push_by_an_outdated_map_is_counted(servers: ParameterServers) -> None
 def answered(servers: ParameterServers) -> list[pb.DescribeReply] | None:
     """What both say, once all is replicated: backups answer a few milliseconds behind what counts
     as received already."""
-    said = []
+    replies = []
     for server in servers.servers.values():
         with grpc.insecure_channel(server.address) as channel:
-            said.append(ParametersStub(channel).Describe(pb.DescribeRequest(job="job")))
-    shards = [shard for each in said for shard in each.shards]
+            replies.append(ParametersStub(channel).Describe(pb.DescribeRequest(job="job")))
+    shards = [shard for each in replies for shard in each.shards]
     are_answered = all(
         copy.version == shard.version for shard in shards for copy in shard.copies
     ) and not any(shard.unreplicated_bytes for shard in shards)
-    return said if are_answered else None
+    return replies if are_answered else None
 
 
 def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> None:
@@ -94,11 +94,11 @@ def test_a_server_tells_how_far_its_copies_are(servers: ParameterServers) -> Non
     client.pull(values)
     for _ in range(3):
         client.push(gradients, into=values)
-    said = awaited(lambda: answered(servers), WITHIN_S, "both copies in step")
-    shards = [shard for each in said for shard in each.shards]
+    replies = awaited(lambda: answered(servers), WITHIN_S, "both copies in step")
+    shards = [shard for each in replies for shard in each.shards]
     assert len(shards) == 2
     for shard in shards:
         (copy,) = shard.copies
         assert (copy.version, copy.joining) == (shard.version, False) == (4, False)
-    assert sum(each.num_copies for each in said) == 2
+    assert sum(each.num_copies for each in replies) == 2
     client.close()

@@ -220,18 +220,18 @@ def test_concurrent_pushes_are_serialised_and_reads_are_whole() -> None:
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_borrowed_gradient_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
     """Its sender makes use of its memory again once the push is answered."""
-    told: list[UpdateRecord] = []
+    records: list[UpdateRecord] = []
     shard, lent = new_shard(), bytearray(gradient(-1.0))
-    shard.subscribe(told.append, bytes if is_kept else as_given)
+    shard.subscribe(records.append, bytes if is_kept else as_given)
     shard.push(a_push(gradient=lent, is_borrowed=True), is_live)
     lent[:] = bytes(len(lent))
-    assert (bytes(told[0].data) == gradient(-1.0)) is is_kept
-    assert told[0].is_lent is not is_kept
+    assert (bytes(records[0].data) == gradient(-1.0)) is is_kept
+    assert records[0].is_lent is not is_kept
 
 
 def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
     """Whatever its sender does to the memory that it lends."""
-    told: list[UpdateRecord] = []
+    records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
     lent = bytearray(gradient(-1.0))
 
@@ -240,9 +240,9 @@ def test_what_is_kept_of_a_gradient_is_what_was_applied() -> None:
         lent[:] = gradient(5.0)
         return kept
 
-    primary.subscribe(told.append, keep)
+    primary.subscribe(records.append, keep)
     primary.push(a_push(gradient=lent, is_borrowed=True), is_live)
-    copy.replay(told[0])
+    copy.replay(records[0])
     assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
 
 
@@ -263,16 +263,16 @@ def test_a_push_is_told_of_before_its_values_are_read() -> None:
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_borrowed_record_is_copied_only_for_who_keeps_it(is_kept: bool) -> None:
     """As a copy replays it out of the memory that its primary wrote it into."""
-    told: list[UpdateRecord] = []
+    records: list[UpdateRecord] = []
     primary, copy = new_shard(), new_shard()
-    primary.subscribe(told.append)
+    primary.subscribe(records.append)
     primary.push(a_push(gradient=gradient(-1.0)), is_live)
-    lent = bytearray(told[0].data)
-    copy.subscribe(told.append, bytes if is_kept else as_given)
-    copy.replay(UpdateRecord(told[0].push, memoryview(lent)), is_borrowed=True)
+    lent = bytearray(records[0].data)
+    copy.subscribe(records.append, bytes if is_kept else as_given)
+    copy.replay(UpdateRecord(records[0].push, memoryview(lent)), is_borrowed=True)
     lent[:] = bytes(len(lent))
     assert torch.equal(read(copy.read(copy.body.values)), read(primary.read(primary.body.values)))
-    assert (bytes(told[1].data) == gradient(-1.0)) is is_kept
+    assert (bytes(records[1].data) == gradient(-1.0)) is is_kept
 
 
 def as_given(data: Buffer) -> Buffer:

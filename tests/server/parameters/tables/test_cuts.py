@@ -170,15 +170,15 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
     """Rows that are made, evicted and found again, and retries, come to the same in both."""
     for _ in range(30):
         world.push()
-    told = []
-    with world.shard.cut(told.append) as cut:
+    records = []
+    with world.shard.cut(records.append) as cut:
         for _ in range(10):
             world.push()
         copy = built(cut)
     for _ in range(40):
         world.push()
-    assert [record.push.version for record in told] == list(range(32, 82))
-    for record in told:
+    assert [record.push.version for record in records] == list(range(32, 82))
+    for record in records:
         copy.replay(record)
     assert bits(copy.image()) == bits(world.shard.image())
 

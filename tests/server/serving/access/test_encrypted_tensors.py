@@ -90,13 +90,13 @@ def test_a_plain_connection_to_the_port_is_not_taken(world: TlsWorld) -> None:
 
 def _rest_of(connected: socket.socket) -> bytes:
     """What the server says until it hangs up."""
-    said = b""
+    received = b""
     try:
         while data := connected.recv(4096):
-            said += data
+            received += data
     except ConnectionResetError:
-        return said
-    return said
+        return received
+    return received
 
 
 def _bulk_port(world: TlsWorld) -> int:

@@ -184,7 +184,7 @@ def test_the_documented_table_is_the_one_in_the_code() -> None:
 def test_each_call_is_refused_to_each_role_that_it_is_not_for(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    before, token, told = state(world), member.token(), standing(world)
+    before, token, standing_before = state(world), member.token(), standing(world)
     answered = []
     for role in CertificateRole:
         with closing(Caught(world, credentials(world.files(role)))) as caller:
@@ -198,13 +198,13 @@ def test_each_call_is_refused_to_each_role_that_it_is_not_for(
                 named = from_rpc_error(error, "it")
                 assert isinstance(named, AccessDenied) and role.value in named.seen
     assert answered == []
-    assert state(world) == before and standing(world) == told and member.failure is None
+    assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
 def test_each_call_is_refused_to_a_worker_of_another_job(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
-    before, token, told = state(world), member.token(), standing(world)
+    before, token, standing_before = state(world), member.token(), standing(world)
     other = Caller(CertificateRole.WORKER, "worker-of-another", "other")
     answered = []
     with closing(Caught(world, credentials(world.issued(other)))) as caller:
@@ -217,7 +217,7 @@ def test_each_call_is_refused_to_a_worker_of_another_job(
                 continue
             assert "another job" in from_rpc_error(error, "it").what
     assert answered == []
-    assert state(world) == before and standing(world) == told and member.failure is None
+    assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
 def test_a_reader_reads_its_series_and_nothing_else(
@@ -245,13 +245,13 @@ def test_a_reader_reads_its_series_and_nothing_else(
 
 def test_a_worker_drains_nobody_but_itself(world: TlsWorld, member: ScriptedMember) -> None:
     """Of another it knows the public id, and not the incarnation."""
-    told = standing(world)
+    standing_before = standing(world)
     with closing(Caught(world, credentials(world.files(CertificateRole.WORKER)))) as caller:
         token = member.token()
         token.incarnation = ""
         error = caller.call("/shoal.v1.Membership/Drain", token)
     assert error is not None and error.code() is grpc.StatusCode.PERMISSION_DENIED
-    assert standing(world) == told and member.failure is None
+    assert standing(world) == standing_before and member.failure is None
 
 
 def test_a_member_drops_the_shards_of_its_own_job_and_nobody_else(
@@ -270,7 +270,7 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
     world: TlsWorld, member: ScriptedMember
 ) -> None:
     """The one here has stated no launcher: no worker's word counts, whatever it knows of it."""
-    told, script = standing(world), member.script
+    standing_before, script = standing(world), member.script
     report = membership_pb2.ReportExitRequest(
         job="j", member_id="a", pid=script.pid, host=HOST, exit_code=-9, launch_secret="guess"
     )
@@ -278,7 +278,7 @@ def test_a_report_on_a_member_needs_its_launchers_secret_or_an_operator(
         coordinators = Coordinators([world.cluster.coordinator])
         with closing(coordinators), pytest.raises(AccessDenied, match="no report on a"):
             coordinators.call(lambda c: MembershipStub(c).ReportExit, report, timeout_s=WITHIN_S)
-    assert standing(world) == told and member.failure is None
+    assert standing(world) == standing_before and member.failure is None
 
 
 @pytest.mark.parametrize("role", list(CertificateRole))
@@ -302,7 +302,7 @@ def test_what_members_print_is_for_operators_and_viewers(
 def test_nobody_gets_in_without_a_certificate_that_counts(
     world: TlsWorld, member: ScriptedMember, who: str
 ) -> None:
-    before, token, told = state(world), member.token(), standing(world)
+    before, token, standing_before = state(world), member.token(), standing(world)
     using = {
         "no TLS": lambda: None,
         "no certificate": lambda: grpc.ssl_channel_credentials(
@@ -318,12 +318,12 @@ def test_nobody_gets_in_without_a_certificate_that_counts(
             if error is None or error.code() is not grpc.StatusCode.UNAVAILABLE:
                 answered.append((method, error))
     assert answered == []
-    assert state(world) == before and standing(world) == told and member.failure is None
+    assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
 def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMember) -> None:
     """gRPC gives out tickets that outlive the certificate, and looks at that no more."""
-    before, token, told = state(world), member.token(), standing(world)
+    before, token, standing_before = state(world), member.token(), standing(world)
     # With a cache, gRPC's client goes on with the session of an earlier connection to that name.
     cache = (("grpc.ssl_session_cache", ssl_session_cache_lru(16)),)
     using = credentials(world.files(CertificateRole.OPERATOR))
@@ -338,7 +338,7 @@ def test_a_session_ticket_is_no_certificate(world: TlsWorld, member: ScriptedMem
             if error is None or not isinstance(from_rpc_error(error, method), CertificateRefused):
                 taken.append((method, error))
     assert taken == []
-    assert state(world) == before and standing(world) == told and member.failure is None
+    assert state(world) == before and standing(world) == standing_before and member.failure is None
 
 
 def expired(world: TlsWorld) -> TlsFiles:

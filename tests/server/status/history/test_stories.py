@@ -37,8 +37,8 @@ def pause(member_id: str = "vm-0", paused_s: float = 0.06, **fields: int) -> Cha
 def test_the_story_is_told_once_a_member_has_said_how_long_it_paused() -> None:
     stories = ChangeReports()
     assert stories.runs(story(), 100.0) == []
-    (told,) = stories.paused(pause())
-    assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
+    (change,) = stories.paused(pause())
+    assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on; paused 0.06 s; 0 steps lost"
     assert stories.paused(pause("vm-1", 0.05)) == [], "it is told once"
 
 
@@ -64,22 +64,22 @@ def test_a_story_of_which_nobody_says_anything_is_told_all_the_same() -> None:
     stories = ChangeReports()
     stories.runs(story(), 100.0)
     assert stories.due(100.0 + REPORTED_WITHIN_S - 0.1) == []
-    (told,) = stories.due(100.0 + REPORTED_WITHIN_S)
-    assert told.line.endswith("3 go on; nobody trained for 0.04 s; 0 steps lost")
+    (change,) = stories.due(100.0 + REPORTED_WITHIN_S)
+    assert change.line.endswith("3 go on; nobody trained for 0.04 s; 0 steps lost")
     assert stories.due(1000.0) == []
 
 
 def test_a_story_that_another_follows_is_told_before_it() -> None:
     stories = ChangeReports()
     stories.runs(story(4), 100.0)
-    told = stories.runs(story(5, cause="vm-2 joined; 4 train", stayed=()), 101.0)
-    assert [each.generation for each in told] == [4, 5]
+    changes = stories.runs(story(5, cause="vm-2 joined; 4 train", stayed=()), 101.0)
+    assert [each.generation for each in changes] == [4, 5]
 
 
 def test_who_goes_at_its_own_pace_pauses_for_nobody() -> None:
     """There is nothing to wait for: the line is told at once, without a pause."""
-    (told,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
-    assert told.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
+    (change,) = ChangeReports().runs(story(synchronous=False, down_s=0.0), 100.0)
+    assert change.line == "generation 4: lost vm-2 (SIGKILL); 3 go on"
 
 
 def test_pauses_beyond_the_time_that_no_generation_ran_are_counted() -> None:
@@ -101,5 +101,5 @@ def test_events_have_the_line_and_the_steps_on_the_way_are_details() -> None:
 
 
 def test_times_are_written_as_people_read_them() -> None:
-    told = [seconds(value) for value in (0.001, 0.064, 2.34, 54.4)]
-    assert told == ["0 s", "0.06 s", "2.3 s", "54 s"]
+    texts = [seconds(value) for value in (0.001, 0.064, 2.34, 54.4)]
+    assert texts == ["0 s", "0.06 s", "2.3 s", "54 s"]

@@ -84,7 +84,7 @@ class ServerPeers:
             return
         me = self._server.me
 
-        def heard(message: object) -> None:
+        def received(message: object) -> None:
             if message == WELCOME:
                 self._server.tell(ev.LinkOpened(peer, number))
             else:
@@ -97,7 +97,7 @@ class ServerPeers:
         def left() -> None:
             other.peers.caller_left(me, number)
 
-        near = End(self._server.process, heard, broken)
+        near = End(self._server.process, received, broken)
         far = End(other.process, lambda m: other.peers.hear(me, number, m), left)
         is_local = setting.chance.random() < 0.6
         link = Link(setting.clock, setting.network, near, far, is_local=is_local)

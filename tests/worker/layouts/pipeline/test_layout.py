@@ -253,7 +253,7 @@ def test_outputs_of_any_shape_come_back_and_go_into_the_loss():
 def test_calling_the_model_with_gradients_names_what_to_call_instead():
     def body() -> list[str]:
         layout = in_stages(models.perceptron(), this_world())
-        said = []
+        texts = []
         for attempt in (
             lambda: layout.module(torch.zeros(2, 5)),
             lambda: layout.plain(torch.zeros(2, 5)),
@@ -261,8 +261,8 @@ def test_calling_the_model_with_gradients_names_what_to_call_instead():
         ):
             with pytest.raises(InvalidSpec) as refused:
                 attempt()
-            said.append(str(refused.value))
-        return said
+            texts.append(str(refused.value))
+        return texts
 
     for said in shoal.run_in_memory(body, 2):
         assert all("session.forward_backward" in each for each in said)

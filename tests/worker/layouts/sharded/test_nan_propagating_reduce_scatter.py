@@ -107,7 +107,7 @@ def after_backward(faulty: int, shard: int | None = None) -> ShardedLayout:
     return layout
 
 
-def told(layout: ShardedLayout) -> str:
+def raised_by(layout: ShardedLayout) -> str:
     try:
         layout.check()
     except (NonFiniteGradient, GenerationBroken) as error:
@@ -118,13 +118,13 @@ def told(layout: ShardedLayout) -> str:
 
 def test_all_ranks_are_told_also_those_that_hold_nothing_of_it() -> None:
     """Regression: a rank whose rows were sound trained on, and waited for the others."""
-    names = run_in_memory(lambda: told(after_backward(faulty=1)), 4)
+    names = run_in_memory(lambda: raised_by(after_backward(faulty=1)), 4)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 2]
 
 
 def test_all_ranks_of_all_copies_are_told() -> None:
     """Also the last of the other copy, which holds nothing of it."""
-    names = run_in_memory(lambda: told(after_backward(faulty=1, shard=4)), 8)
+    names = run_in_memory(lambda: raised_by(after_backward(faulty=1, shard=4)), 8)
     assert names == ["GenerationBroken", "NonFiniteGradient", *["GenerationBroken"] * 6]
 
 
@@ -136,6 +136,6 @@ def test_a_sum_that_overflows_is_told_where_it_is_without_a_word_to_others() -> 
         gradient: Any = layout.parameters["layer.weight"].grad
         if layout.world.rank == 0:
             gradient.to_local()[0, 0] = torch.inf
-        return told(layout)
+        return raised_by(layout)
 
     assert run_in_memory(body, 2) == ["NonFiniteGradient", "nothing"]

@@ -287,11 +287,11 @@ def test_the_plan_counts_what_is_moved() -> None:
     model = tensor_models.gpt()
     inputs = tensor_models.tokens()[0]
     spread = shoal.TensorParallel(min_split_bytes=0, sequence=True)
-    told = shoal.plan(model, spread, world_size=2, inputs=inputs)
+    plan = shoal.plan(model, spread, world_size=2, inputs=inputs)
     plain = shoal.plan(model, shoal.TensorParallel(min_split_bytes=0), world_size=2, inputs=inputs)
-    assert told.moved("reduce_scatter")[0] > 0
+    assert plan.moved("reduce_scatter")[0] > 0
     assert plain.moved("reduce_scatter")[0] == 0
-    assert told.moved("all_reduce")[0] < plain.moved("all_reduce")[0]
+    assert plan.moved("all_reduce")[0] < plain.moved("all_reduce")[0]
 
 
 def test_ranks_meet_for_as_many_numbers_whatever_their_passes_have_left_out() -> None:

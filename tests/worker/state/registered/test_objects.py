@@ -264,15 +264,15 @@ def test_a_plateau_that_saw_other_losses_differs_by_its_name_and_place() -> None
 
 
 def test_averages_may_differ_by_rounding_and_by_nothing_else() -> None:
-    def told(tensor: torch.Tensor) -> Any:
+    def comparable(tensor: torch.Tensor) -> Any:
         registered = RegisteredState()
         registered.add("average", Counter(weight=tensor))
         return registered.comparable(with_tensors=True)
 
     own = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    assert difference({"a": told(own), "b": told(own * (1 + 1e-7))}) is None
+    assert difference({"a": comparable(own), "b": comparable(own * (1 + 1e-7))}) is None
     for other in (own * 1.001, own.flip(1), -own, own.reshape(50, 4), own.double()):
-        found = difference({"a": told(own), "b": told(other)})
+        found = difference({"a": comparable(own), "b": comparable(other)})
         assert found is not None
         assert found[0].startswith("average.tensors.weight")
 

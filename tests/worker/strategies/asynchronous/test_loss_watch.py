@@ -14,7 +14,7 @@ A_WINDOW = 30
 """Updates of all members in one window of this one."""
 
 
-def said(losses: Sequence[float]) -> list[bool]:
+def warnings_of(losses: Sequence[float]) -> list[bool]:
     """Of each window's loss, whether something was said of it."""
     watch = LossWatch()
     return [watch.see(loss, 1 + i * A_WINDOW) is not None for i, loss in enumerate(losses)]
@@ -32,9 +32,9 @@ def said(losses: Sequence[float]) -> list[bool]:
 )
 def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
     """Once the job has had its number of updates, and not before."""
-    told = said(losses)
-    assert told[-1]
-    assert not any(told[: PATIENCE_UPDATES // A_WINDOW])
+    warnings = warnings_of(losses)
+    assert warnings[-1]
+    assert not any(warnings[: PATIENCE_UPDATES // A_WINDOW])
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_loss_that_does_not_fall_is_told(losses: Sequence[float]) -> None:
 )
 def test_a_loss_that_falls_is_not(losses: Sequence[float]) -> None:
     """However slowly, and however the batches differ."""
-    assert not any(said(losses))
+    assert not any(warnings_of(losses))
 
 
 def test_a_loss_that_blew_up_at_once_is_told() -> None:
@@ -57,23 +57,23 @@ def test_a_loss_that_blew_up_at_once_is_told() -> None:
     ruined, noisy = LossWatch(), LossWatch()
     assert ruined.see(5000.0, 1, first_loss=2.3) is None
     assert noisy.see(2.3, 1, first_loss=0.9) is None
-    told = [ruined.see(2.3, 1 + i * 100) for i in range(1, 6)]
-    assert "2.3 at first" in str(told[-1])
+    warnings = [ruined.see(2.3, 1 + i * 100) for i in range(1, 6)]
+    assert "2.3 at first" in str(warnings[-1])
     assert [noisy.see(1.5, 1 + i * 100) for i in range(1, 6)] == [None] * 5
 
 
 def test_it_says_what_it_saw() -> None:
     """The first loss, the recent one, and after how many updates."""
     watch = LossWatch()
-    told = [watch.see(2.3, 1 + i * 100) for i in range(6)]
-    assert str(told[-1]) == "the loss has not fallen: 2.3 at first, 2.3 after 500 updates"
+    warnings = [watch.see(2.3, 1 + i * 100) for i in range(6)]
+    assert str(warnings[-1]) == "the loss has not fallen: 2.3 at first, 2.3 after 500 updates"
 
 
 def test_it_takes_back_what_it_said() -> None:
     """Once the loss falls after all."""
-    told = said([*[2.3] * 10, *[0.5] * 5])
-    assert told[9]
-    assert not told[-1]
+    warnings = warnings_of([*[2.3] * 10, *[0.5] * 5])
+    assert warnings[9]
+    assert not warnings[-1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -81,18 +81,18 @@ def test_a_loss_that_is_not_finite_is_told_at_once(bad: float) -> None:
     """However few updates there were."""
     watch = LossWatch()
     assert watch.see(2.3, 1) is None
-    told = watch.see(bad, 4)
-    assert told is not None
-    assert told.event == "loss_not_finite"
-    assert str(told).startswith("the loss is not finite: 2.3 at first")
+    warning = watch.see(bad, 4)
+    assert warning is not None
+    assert warning.event == "loss_not_finite"
+    assert str(warning).startswith("the loss is not finite: 2.3 at first")
 
 
 def test_a_loss_that_rises_is_told_by_that_name() -> None:
     watch = LossWatch()
-    told = [watch.see(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
-    assert told is not None
-    assert told.event == "loss_rising"
-    assert "has risen: 2.3 at first, 3.1 after" in str(told)
+    warning = [watch.see(2.3 + 0.2 * i, 1 + i * 100) for i in range(6)][-1]
+    assert warning is not None
+    assert warning.event == "loss_rising"
+    assert "has risen: 2.3 at first, 3.1 after" in str(warning)
 
 
 def monitored(losses: Sequence[float]) -> LossMonitor:

@@ -14,7 +14,7 @@ def test_shards_that_went_back_are_told_once() -> None:
         assert not logs
         watch.see({0: 2, 1: 3, 2: 1})
         watch.see({0: 3, 1: 3, 2: 2})
-    (told,) = logs
-    assert told["event"] == "values_rolled_back"
-    assert told["reason"] == "shard 0 from 6 to 2, shard 1 from 7 to 3"
-    assert told["num_updates_undone"] == 4
+    (line,) = logs
+    assert line["event"] == "values_rolled_back"
+    assert line["reason"] == "shard 0 from 6 to 2, shard 1 from 7 to 3"
+    assert line["num_updates_undone"] == 4
