@@ -44,7 +44,6 @@ from shoal_server.parameters.journal.index import JournalSegment, Key
 from shoal_server.parameters.journal.replay import RecoveredShard, read_index, replay
 from shoal_server.parameters.journal.segment_format import JournalEntry, encode, start
 from shoal_server.parameters.shard.image import Image, UpdateRecord
-from shoal_server.parameters.shard.replica import num_bytes_of
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
@@ -386,7 +385,7 @@ def _write_all(file: FileIO, data: bytes) -> None:
 
 
 def _num_bytes(entry: JournalEntry) -> int:
-    return ENTRY_BYTES + (0 if entry.record is None else num_bytes_of(entry.record))
+    return ENTRY_BYTES + (0 if entry.record is None else entry.record.num_bytes)
 
 
 def _claimed(path: Path) -> BinaryIO:

@@ -47,12 +47,18 @@ class ReplicationEdges:
                 self.received.replay_record(effect)
             case fx.AcknowledgeVersion():
                 self.acknowledgements.acknowledge_version(effect)
-            case fx.TrimRecords():
-                self.roles.trim_records(effect)
+            case fx.SetUnreplicated():
+                self.roles.set_unreplicated(effect)
+            case fx.SetFollowers():
+                self.roles.set_followers(effect)
+            case fx.SetLease():
+                self.acknowledgements.set_lease(effect)
             case fx.RefuseVersion():
                 self.acknowledgements.refuse_version(effect)
             case fx.WriteShardRecord():
                 self.writer.write_shard_record(effect)
+            case fx.ReviseShardRecord():
+                self.writer.revise_shard_record(effect)
             case fx.RefreshShardRecord():
                 self.writer.refresh_shard_record(effect)
             case fx.OpenLink():

@@ -65,14 +65,14 @@ class IncomingImages:
         return coming is not None and coming.image == image
 
     def begin_image(self, effect: BeginImage) -> None:
-        arrived = self._driver.arrived
-        assert arrived is not None and arrived.header is not None
+        arrived = effect.data
+        assert isinstance(arrived, ArrivedRequest) and arrived.header is not None
         coming = self._coming[effect.key] = _Incoming(effect.key, effect.image, arrived.header)
         coming.task = self._tasks.start(self._receive(coming))
 
     def store_chunk(self, effect: StoreChunk) -> None:
-        coming, arrived = self._coming.get(effect.key), self._driver.arrived
-        assert arrived is not None
+        coming, arrived = self._coming.get(effect.key), effect.data
+        assert isinstance(arrived, ArrivedRequest)
         if coming is not None and coming.image == effect.image:
             coming.chunks.put_nowait(arrived)
 

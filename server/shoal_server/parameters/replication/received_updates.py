@@ -97,8 +97,8 @@ class ReceivedUpdates:
             self._memory.check(f"more rows in a copy of shard {shard_id}")
 
     def replay_record(self, effect: ReplayRecord) -> None:
-        arrived, replica = self._driver.arrived, self._catalog.find(*effect.key)
-        assert arrived is not None and replica is not None
+        arrived, replica = effect.data, self._catalog.find(*effect.key)
+        assert isinstance(arrived, ArrivedRequest) and replica is not None
         if not arrived.is_borrowed:
             self._put(effect.key, replica, arrived)
         elif not self._replayed_now(effect.key, replica, arrived):

@@ -7,9 +7,14 @@ from functools import partial
 import structlog
 
 from shoal_proto.errors import ShoalError
-from shoal_server.core.replication.protocol.effects import RefreshShardRecord, WriteShardRecord
+from shoal_server.core.replication.protocol.effects import (
+    RefreshShardRecord,
+    ReviseShardRecord,
+    WriteShardRecord,
+)
 from shoal_server.core.replication.protocol.events import (
     ShardRecordNotWritten,
+    ShardRecordRead,
     ShardRecordRefreshed,
     ShardRecordWritten,
 )
@@ -32,6 +37,7 @@ class RecordWriter:
         self._driver = driver
         self._table = table
         self._wanted: defaultdict[str, set[int]] = defaultdict(set)
+        self._revised_records: dict[Key, ShardAssignment] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -60,8 +66,12 @@ class RecordWriter:
             self._driver.submit_event(ShardRecordWritten((job, shard_id)))
 
     def _revised(self, job: str, assignment: ShardAssignment) -> ShardAssignment:
-        now_s = asyncio.get_running_loop().time()
-        return self._driver.core.revised((job, assignment.shard_id), assignment, now_s)
+        key = job, assignment.shard_id
+        self._driver.submit_event(ShardRecordRead(key, assignment))
+        return self._revised_records.pop(key)
+
+    def revise_shard_record(self, effect: ReviseShardRecord) -> None:
+        self._revised_records[effect.key] = effect.assignment
 
     def refresh_shard_record(self, effect: RefreshShardRecord) -> None:
         self._tasks.start(self._look(effect.key))

@@ -88,9 +88,14 @@ class ShardReplicas:
             links=self._incoming,
         )
         links = OutgoingLinks(
-            driver, catalog=catalog, directory=self.directory, run=run, timeouts=timeouts
+            driver,
+            me=self.me,
+            catalog=catalog,
+            directory=self.directory,
+            run=run,
+            timeouts=timeouts,
         )
-        acknowledgements = Acknowledgements(driver)
+        acknowledgements = Acknowledgements(driver, self.me)
         self._roles = ShardRoles(
             driver,
             catalog=catalog,
@@ -132,6 +137,7 @@ class ShardReplicas:
         """Return the gRPC service on which other servers replicate to this one."""
         self._edges.servicer = ReplicationServicer(
             self._driver,
+            me=self.me,
             received=self.received,
             links=self._incoming,
             timeouts=self._timeouts,

@@ -47,6 +47,16 @@ class UpdateRecord:
     is_lent: bool = False
     """True if the data's memory will be reused soon: copy the data to keep them."""
 
+    @property
+    def version(self) -> int:
+        """Version of the shard that the push made."""
+        return self.push.version
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the record in memory while it waits."""
+        return len(self.data) + len(self.push.row_ids) + len(self.push.row_births)
+
 
 Keep = Callable[[Buffer], Buffer]
 """Moves the borrowed data of a push to memory that its sender cannot change: a copy, or memory that

@@ -6,11 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 from support.sim.replication.machine import Lane
 from support.sim.replication.setting import Setting
-from support.sim.replication.shard import ArrivingImage, Copy, Image, OnDiskCopy, Update
+from support.sim.replication.shard import (
+    ArrivingImage,
+    Copy,
+    Image,
+    OnDiskCopy,
+    SimRecord,
+    Update,
+)
 
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.messages import ImageStart, Key, Request, UpdateMessage
+from shoal_server.core.replication.protocol.messages import ImageStart, Key
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
@@ -36,8 +43,6 @@ class ServerCopies:
         self._arriving: dict[tuple[Key, int], ArrivingImage] = {}
         self._arriving_lanes: dict[tuple[Key, int], Lane] = {}
         self._flushing: set[Key] = set()
-        self.incoming: tuple[Request, Any] | None = None
-        """The request that is being handled, and its data."""
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             fx.LeadShard: self._lead,
             fx.OpenShard: self._open,
@@ -46,7 +51,8 @@ class ServerCopies:
             fx.StepDown: self._step_down,
             fx.DropShard: lambda effect: self._drop(effect.key),
             fx.SettleCopy: self._settle_last,
-            fx.TrimRecords: self._trim,
+            fx.SetFollowers: lambda effect: None,
+            fx.SetUnreplicated: lambda effect: None,
             fx.CutImage: self._cut_image,
             fx.ReleaseChunks: lambda effect: None,
             fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
@@ -155,11 +161,6 @@ class ServerCopies:
                 self._setting.ledger.leads_no_longer(copy)
             copy.leads = False
 
-    def _trim(self, effect: fx.TrimRecords) -> None:
-        copy = self.found[effect.key]
-        for version in [each for each in copy.log if each <= effect.version]:
-            del copy.log[version]
-
     # --- following ---
 
     def _settle_last(self, effect: fx.SettleCopy) -> None:
@@ -181,12 +182,12 @@ class ServerCopies:
         copy.lane.put(self._takes_s(long=True), settled)
 
     def _replay(self, effect: fx.ReplayRecord) -> None:
-        request, update = self._incoming()
-        assert isinstance(request, UpdateMessage) and request.version == effect.version, request
+        record = effect.data
+        assert isinstance(record, SimRecord) and record.version == effect.version, record
         copy = self.found.get(effect.key)
         assert copy is not None, f"{effect.key} is replayed into nothing"
         assert copy.version + 1 == effect.version, f"{effect.key}: {effect} on {copy.version}"
-        copy.add(update)
+        copy.add(record.update)
         self._setting.ledger.follows(self._server.me, copy)
 
         def apply() -> None:
@@ -205,10 +206,6 @@ class ServerCopies:
         copy.epoch = effect.epoch
         self._setting.ledger.follows(self._server.me, copy)
 
-    def _incoming(self) -> tuple[Request, Any]:
-        assert self.incoming is not None, "nothing has just come"
-        return self.incoming
-
     # --- images ---
 
     def _cut_image(self, effect: fx.CutImage) -> None:
@@ -226,23 +223,23 @@ class ServerCopies:
         copy.lane.put(self._takes_s(long=True), cut)
 
     def _begin_image(self, effect: fx.BeginImage) -> None:
-        request, _ = self._incoming()
-        assert isinstance(request, ImageStart), request
+        start = effect.data
+        assert isinstance(start, ImageStart), start
         if self._server.me.server_id in self._setting.full:
             failed = ev.ImageFailed(effect.key, effect.image, True, "no memory")
             self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
             return
         place = effect.key, effect.image
-        self._arriving[place] = ArrivingImage(request.run, request.num_chunks, request.version)
+        self._arriving[place] = ArrivingImage(start.run, start.num_chunks, start.version)
         self._arriving_lanes[place] = Lane(self._server.process)
 
     def _store_chunk(self, effect: fx.StoreChunk) -> None:
-        _, data = self._incoming()
         place = effect.key, effect.image
         image = self._arriving.get(place)
         if image is None:
             return  # There was no memory for the image, and the failure is being reported.
-        image.chunks[effect.index] = data
+        assert isinstance(effect.data, tuple), effect
+        image.chunks[effect.index] = effect.data
 
         def stored() -> None:
             if self._arriving.get(place) is image:

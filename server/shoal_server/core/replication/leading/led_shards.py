@@ -34,6 +34,7 @@ from shoal_server.core.replication.protocol.messages import (
     Reply,
     UpdateMessage,
 )
+from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
 
 TOGETHER_S = 0.05
@@ -118,15 +119,23 @@ class LedShards:
             follower.phase = FollowerPhase.OFFERED
             yield SendRequest(peer, link.number, Offer(led.key, led.epoch, led.born, led.run))
 
-    def send_update(self, led: LedShard, version: int) -> Iterator[Effect]:
+    def followed(self, led: LedShard) -> Iterator[Effect]:
+        """Report the shard's followers, if they have changed."""
+        yield from led.followed(tuple(self._links_of(led)))
+
+    def send_update(self, led: LedShard, record: Record) -> Iterator[Effect]:
         """Send an applied push to the shard's followers."""
+        for holder, link in self._links_of(led):
+            update = UpdateMessage(led.key, led.epoch, record.version)
+            yield SendRequest(holder, link, update, record)
+
+    def _links_of(self, led: LedShard) -> Iterator[tuple[Holder, int]]:
+        """Yield the links over which pushes are sent."""
         for holder, follower in led.followers.items():
             if follower.phase is FollowerPhase.FOLLOWING:
                 link = self.links.opened(holder)
                 if link is not None:
-                    yield SendRequest(
-                        holder, link.number, UpdateMessage(led.key, led.epoch, version)
-                    )
+                    yield holder, link.number
 
     def held(self, event: ev.RecordDelivered) -> LedShard | None:
         """Note a `RecordDelivered`; return the shard if it moves the follower on, else None."""
@@ -191,9 +200,10 @@ class LedShards:
             touched.effects.append(LogLine("copies_taken_again", peer=peer))
         follower.begin(reply.version, led.version)
         touched.effects += link.images.drop(led.key)
-        for version in range(reply.version + 1, led.version + 1):
-            record = UpdateMessage(led.key, led.epoch, version)
-            touched.effects.append(SendRequest(peer, link.number, record))
+        for record in led.log.after(reply.version):
+            update = UpdateMessage(led.key, led.epoch, record.version)
+            touched.effects.append(SendRequest(peer, link.number, update, record))
+        touched.effects += self.followed(led)
         touched.effects += self._next_image(peer)
         touched.shards.append(led)
 
@@ -316,6 +326,7 @@ class LedShards:
         followed = self.followed_by(peer)
         for led in followed:
             led.followers[peer].unlink()
+            touched.effects += self.followed(led)
         if poison is not None and poison in self._shards:
             note = LogLine("copy_refused", poison, peer, "each link breaks under its image")
             touched.effects.append(note)

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shoal_server.core.processes import Holder
-from shoal_server.core.replication.protocol.messages import Key, Reply, Request
+from shoal_server.core.replication.protocol.messages import Data, Key, Reply, Request
+from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
 
 Token = Hashable
@@ -32,6 +33,15 @@ class ShardAssigned:
     run: str = ""
     """Run of the job to which the record belongs. Ids and epochs of different runs cannot be
     compared."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardRecordRead:
+    """The newest record was read for a write that `WriteShardRecord` asked for; answered by one
+    `ReviseShardRecord`."""
+
+    key: Key
+    assignment: ShardAssignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +95,7 @@ class PushApplied:
     """This server has applied a push, as primary."""
 
     key: Key
-    version: int
-    is_kept: bool = True
-    """True if the push's record is kept and can be sent; without a follower it is not kept."""
+    record: Record
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +247,7 @@ class RequestReceived:
     peer: Holder
     link: int
     request: Request
+    data: Data = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,6 +321,7 @@ class WakeTimeReached:
 
 Event = (
     ShardAssigned
+    | ShardRecordRead
     | ShardRecordWritten
     | ShardRecordNotWritten
     | ShardRecordRefreshed
