@@ -87,8 +87,8 @@ class ReplicationCore:
             ev.LinkBroken: self._link_broke,
             ev.RecordDelivered: self._held,
             ev.ReplyReceived: self._replied,
-            ev.ImageCut: self._image_cut,
-            ev.ImageNotCut: self._image_not_cut,
+            ev.ImageMade: self._image_made,
+            ev.ImageNotMade: self._image_not_made,
             ev.IncomingLinkOpened: self._caller_came,
             ev.IncomingLinkEnded: self._caller_left,
             ev.RequestReceived: self._requested,
@@ -416,12 +416,12 @@ class ReplicationCore:
                 yield from self._release(led)
                 yield from self._trim(led)
 
-    def _image_cut(self, event: ev.ImageCut) -> Effects:
-        yield from self.leading.image_cut(event)
+    def _image_made(self, event: ev.ImageMade) -> Effects:
+        yield from self.leading.image_made(event)
 
-    def _image_not_cut(self, event: ev.ImageNotCut) -> Effects:
+    def _image_not_made(self, event: ev.ImageNotMade) -> Effects:
         yield LogLine("image_not_taken", key=event.key, detail=event.detail)
-        yield from self.leading.image_not_cut(event)
+        yield from self.leading.image_not_made(event)
         if (led := self.leading.find(event.key)) is not None:
             yield from self._tend(led)
 

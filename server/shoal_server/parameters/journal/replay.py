@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 import structlog
 
 from shoal_proto.errors import JournalDamaged, MalformedMessage, ShoalError
+from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.journal.config import START_BYTES
 from shoal_server.parameters.journal.images import JournalImages, StoredImage
 from shoal_server.parameters.journal.index import EntryLocation, JournalIndex, JournalSegment
 from shoal_server.parameters.journal.segment_format import JournalEntry, scan
-from shoal_server.parameters.shard.image import Image
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.snapshots.storage import sync_folder
 
@@ -69,12 +69,15 @@ def read_index(directory: Path, images: JournalImages) -> tuple[JournalIndex, in
 
 
 def replay(
-    directory: Path, images: JournalImages, index: JournalIndex, make: Callable[[Image], State]
+    directory: Path,
+    images: JournalImages,
+    index: JournalIndex,
+    make: Callable[[LoadedImage], State],
 ) -> Sequence[RecoveredShard[State]]:
     """Make each shard from its image, and apply the later records."""
     runs: dict[tuple[str, int], str] = {}
 
-    def made(image: Image, key: tuple[str, int]) -> State:
+    def made(image: LoadedImage, key: tuple[str, int]) -> State:
         runs[key] = image.run
         return make(image)
 
@@ -110,7 +113,7 @@ def replay(
     ]
 
 
-def _made(images: JournalImages, kept: StoredImage, make: Callable[[Image], State]) -> State:
+def _made(images: JournalImages, kept: StoredImage, make: Callable[[LoadedImage], State]) -> State:
     try:
         return make(images.read(kept))
     except MalformedMessage as error:

@@ -19,10 +19,11 @@ import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.image import LoadedImage
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.replay import RecoveredShard
-from shoal_server.parameters.shard.image import Image, UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.serving.tasks import SupervisedTasks
@@ -33,7 +34,7 @@ LOOK_EACH_S = 1.0
 LONGEST_PAUSE_S = 8.0
 """Longest time between two attempts to resume the journaling of a shard."""
 
-Take = Callable[[ShardReplica], Awaitable[ShardCut]]
+Take = Callable[[ShardReplica], Awaitable[ShardImage]]
 OnDisk = Callable[[ShardReplica, int], None]
 OnFailure = Callable[[ShardReplica], None]
 Key = tuple[str, int]
@@ -58,7 +59,7 @@ class _Led:
 
 
 class ShardJournal:
-    """Keeps shards in a journal. `take` makes a consistent copy of a shard; `on_disk` is called
+    """Keeps shards in a journal. `take` makes an image of a shard; `on_disk` is called
     with the version up to which a shard is on disk, `on_failure` when its journaling is
     interrupted. Lives on the event loop; files are written in `pool`."""
 
@@ -183,19 +184,19 @@ class ShardJournal:
             return
         done.add_done_callback(on_disk)
 
-    async def _put(self, led: _Led, cut: ShardCut) -> int:
-        """Write an image of a cut, and return its version."""
+    async def _put(self, led: _Led, image: ShardImage) -> int:
+        """Write an image, and return its version."""
         replica = led.replica
         ends = self._ended(_key(replica))
 
         def put() -> int:
-            with cut:
+            with image:
                 if ends is not None:
                     # Otherwise records of another run, with higher versions, would seem newer than
                     # this image.
                     ends.result()
-                self._journal.put_image(replica.job, replica.epoch, cut, run=led.run)
-                return cut.version
+                self._journal.put_image(replica.job, replica.epoch, image, run=led.run)
+                return image.version
 
         return await asyncio.get_running_loop().run_in_executor(self._pool, put)
 
@@ -238,11 +239,11 @@ class ShardJournal:
         led = self._led.get(key)
         if led is None or led.kept is not None:
             return
-        cut = await self._take(led.replica)
+        image = await self._take(led.replica)
         if self._led.get(key) is not led:
-            cut.close()
+            image.close()
             return
-        await self._put(led, cut)
+        await self._put(led, image)
         if key not in self._led:
             # The shard may have been forgotten while its image was written: it must be forgotten
             # once more.
@@ -274,7 +275,7 @@ class ShardJournal:
         self._for_others.update(keys)
 
     async def read(
-        self, job: str, shard_id: int, make: Callable[[Image], AnyShard]
+        self, job: str, shard_id: int, make: Callable[[LoadedImage], AnyShard]
     ) -> RecoveredShard[AnyShard] | None:
         """Read a shard of which this server is not the primary from the journal; None if it is not
         there, or cannot be read."""

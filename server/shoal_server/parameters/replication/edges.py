@@ -65,8 +65,8 @@ class ReplicationEdges:
                 self.links.open_link(effect)
             case fx.CloseLink():
                 self.links.close_link(effect)
-            case fx.CutImage():
-                self.links.cut_image(effect)
+            case fx.MakeImage():
+                self.links.make_image(effect)
             case fx.ReleaseChunks():
                 self.links.release_chunks(effect)
             case fx.CloseImage():

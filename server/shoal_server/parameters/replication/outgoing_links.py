@@ -14,14 +14,14 @@ from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import (
     CloseImage,
     CloseLink,
-    CutImage,
+    MakeImage,
     OpenLink,
     ReleaseChunks,
     SendRequest,
 )
 from shoal_server.core.replication.protocol.events import (
-    ImageCut,
-    ImageNotCut,
+    ImageMade,
+    ImageNotMade,
     LinkBroken,
     LinkOpened,
     RecordDelivered,
@@ -31,7 +31,7 @@ from shoal_server.core.replication.protocol.messages import ImageChunk
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.comparison.digest import PieceDigest
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.replication.core_driver import CoreDriver
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
@@ -46,14 +46,14 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(slots=True)
-class _Cut:
-    cut: ShardCut | None = None
-    """None while the cut is being made."""
+class _Outgoing:
+    image: ShardImage | None = None
+    """None while the image is being made."""
     released: int = 0
 
 
 class OutgoingLinks:
-    """Opens links and cuts images for the core of server `me`. `run` does work off the event loop,
+    """Opens links and makes images for the core of server `me`. `run` does work off the event loop,
     on which this lives."""
 
     def __init__(
@@ -73,7 +73,7 @@ class OutgoingLinks:
         self._run = run
         self._timeouts = timeouts
         self._links: dict[tuple[Holder, int], PeerLink] = {}
-        self._cuts: dict[int, _Cut] = {}
+        self._images: dict[int, _Outgoing] = {}
         self._tasks = SupervisedTasks()
 
     async def close(self) -> None:
@@ -81,7 +81,7 @@ class OutgoingLinks:
         for link in list(self._links.values()):
             await link.close()
         self._links.clear()
-        for image in list(self._cuts):
+        for image in list(self._images):
             self.close_image(CloseImage(image))
 
     # --- links ---
@@ -137,16 +137,16 @@ class OutgoingLinks:
         return await self._directory.reach(holder)
 
     def header(self, image: int) -> pb.CutHeader | None:
-        kept = self._cuts.get(image)
-        return kept.cut.header if kept is not None and kept.cut is not None else None
+        kept = self._images.get(image)
+        return kept.image.header if kept is not None and kept.image is not None else None
 
     async def chunk(self, request: ImageChunk) -> Buffer:
-        kept = self._cuts.get(request.image)
-        if kept is None or kept.cut is None:
+        kept = self._images.get(request.image)
+        if kept is None or kept.image is None:
             raise InternalError(
                 "an image was closed before all of it was sent", seen=f"image {request.image}"
             )
-        return await run_and_rest(self._run, partial(kept.cut.chunk, request.index))
+        return await run_and_rest(self._run, partial(kept.image.chunk, request.index))
 
     def submit_event(
         self, event: LinkOpened | LinkBroken | RecordDelivered | ReplyReceived
@@ -157,41 +157,43 @@ class OutgoingLinks:
 
     # --- images ---
 
-    def cut_image(self, effect: CutImage) -> None:
-        self._cuts[effect.image] = _Cut()
+    def make_image(self, effect: MakeImage) -> None:
+        self._images[effect.image] = _Outgoing()
         self._tasks.start(self._take(effect))
 
-    async def _take(self, effect: CutImage) -> None:
+    async def _take(self, effect: MakeImage) -> None:
         replica = self._catalog.find(*effect.key)
         try:
             if replica is None:
                 raise InternalError("the shard is not here any more", seen=str(effect.key))
-            cut = await replica.in_turn(self._run, LARGE, replica.state.cut)
+            image = await replica.in_turn(self._run, LARGE, replica.image)
         except Exception as error:
             # Even a lack of memory is reported: other images to the same server wait for this one.
             if not isinstance(error, ShoalError):
                 log.exception("image_not_cut", job=effect.key[0], shard_id=effect.key[1])
-            self._cuts.pop(effect.image, None)
+            self._images.pop(effect.image, None)
             self._driver.submit_event(
-                ImageNotCut(effect.key, effect.image, str(error) or repr(error))
+                ImageNotMade(effect.key, effect.image, str(error) or repr(error))
             )
             return
-        kept = self._cuts.get(effect.image)
+        kept = self._images.get(effect.image)
         if kept is None:
-            cut.close()
+            image.close()
             return
-        kept.cut = cut
-        self._driver.submit_event(ImageCut(effect.key, effect.image, cut.version, cut.num_chunks))
+        kept.image = image
+        self._driver.submit_event(
+            ImageMade(effect.key, effect.image, image.version, image.num_chunks)
+        )
 
     def release_chunks(self, effect: ReleaseChunks) -> None:
-        kept = self._cuts.get(effect.image)
-        if kept is not None and kept.cut is not None:
+        kept = self._images.get(effect.image)
+        if kept is not None and kept.image is not None:
             for index in range(kept.released, effect.next_chunk):
-                kept.cut.release(index)
+                kept.image.release(index)
             kept.released = max(kept.released, effect.next_chunk)
 
     def close_image(self, effect: CloseImage) -> None:
-        kept = self._cuts.pop(effect.image, None)
-        if kept is not None and kept.cut is not None:
+        kept = self._images.pop(effect.image, None)
+        if kept is not None and kept.image is not None:
             # In a thread: freeing much memory takes a while.
-            asyncio.get_running_loop().run_in_executor(None, kept.cut.close)
+            asyncio.get_running_loop().run_in_executor(None, kept.image.close)

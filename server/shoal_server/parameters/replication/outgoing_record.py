@@ -5,7 +5,7 @@ from functools import partial
 from weakref import ReferenceType, ref
 
 from shoal_proto.pieces import Buffer
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 
 class OutgoingRecord:

@@ -30,7 +30,7 @@ from shoal_server.etcd.api import KeyValueStore
 from shoal_server.parameters.cluster.assignment_table import AssignmentTable
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
-from shoal_server.parameters.cuts.shard_cut import ShardCut
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
 from shoal_server.parameters.journal.replay import RecoveredShard
 from shoal_server.parameters.journal.shard_journal import ShardJournal
@@ -325,9 +325,9 @@ class ShardReplicas:
             finally:
                 self._roles.shard_journal = None
 
-    async def _take(self, replica: ShardReplica) -> ShardCut:
-        """Make a cut through a shard, off the event loop if it is large."""
-        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.state.cut)
+    async def _take(self, replica: ShardReplica) -> ShardImage:
+        """Make an image of a shard, off the event loop if it is large."""
+        return await replica.in_turn(self._run, replica.state.memory_bytes, replica.image)
 
     def _on_disk(self, replica: ShardReplica, version: int) -> None:
         if not replica.is_led:

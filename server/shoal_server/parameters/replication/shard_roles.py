@@ -42,7 +42,7 @@ from shoal_server.parameters.replication.incoming_images import IncomingImages
 from shoal_server.parameters.replication.outgoing_links import OutgoingLinks
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.shard.catalog import Catalog
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 from shoal_server.parameters.shard.replica import ReplicaRole, ShardReplica
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.tables.restore import restore

@@ -11,6 +11,7 @@ from shoal_proto.errors import InternalError, InvalidSpec, Overloaded, ShoalErro
 from shoal_proto.v1.acknowledgement_pb2 import Acknowledgement
 from shoal_proto.v1.replication_pb2 import PushRecord
 from shoal_server.core.processes import Holder
+from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.shard import workers
 from shoal_server.parameters.shard.versioned import AnyShard
 from shoal_server.parameters.shard.workers import INLINE_BYTES, Runner
@@ -116,6 +117,10 @@ class ShardReplica:
     @property
     def shard_id(self) -> int:
         return self.state.shard_id
+
+    def image(self) -> ShardImage:
+        """Return an image of the shard as of now; see `VersionedShard.image`."""
+        return self.state.image(epoch=self.epoch)
 
     def work(self, run: Runner, num_bytes: int, work: Callable[[], T]) -> Awaitable[T]:
         """Do work on the state, which touches that many bytes, and return its result.

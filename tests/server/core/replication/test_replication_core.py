@@ -12,11 +12,11 @@ from shoal_server.core.replication.protocol.effects import (
     AcknowledgeVersion,
     AckRefusalReason,
     AdoptImage,
-    CutImage,
     DropShard,
     Effect,
     LeadShard,
     LoadJournal,
+    MakeImage,
     OpenLink,
     RefreshShardRecord,
     RefuseVersion,
@@ -224,8 +224,8 @@ def joined(world: World) -> None:
     """B has got the shard, and the write that puts it in step is under way."""
     world.led(joining=B)
     world.opened(B)
-    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 1)]
-    assert requests(world.tell(ev.ImageCut(KEY, 1, 1, 1))) == [
+    assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 1)]
+    assert requests(world.tell(ev.ImageMade(KEY, 1, 1, 1))) == [
         ImageStart(KEY, 1, 1, 1, 1, 1),
         ImageChunk(KEY, 1, 0),
     ]
@@ -258,11 +258,11 @@ def test_a_joiner_that_is_named_again_while_a_write_is_under_way_is_asked_once_m
     world.assigned(record(ME, joining=C))
     asked = world.assigned(record(ME, joining=B))
     assert requests(asked) == [Offer(KEY, 1, 1)]
-    assert only(CutImage, world.answered(B, BackupState(KEY, 1))) == [CutImage(KEY, 2)]
+    assert only(MakeImage, world.answered(B, BackupState(KEY, 1))) == [MakeImage(KEY, 2)]
     world.tell(applied(2))
     assert world.asks(2) == []
     world.tell(ev.ShardRecordWritten(KEY))
-    world.tell(ev.ImageCut(KEY, 2, 2, 1))
+    world.tell(ev.ImageMade(KEY, 2, 2, 1))
     assert WriteShardRecord(KEY) in world.answered(B, ImageInstalled(KEY, 1, 2, 2))
     assert world.core.revised(KEY, record(ME, joining=B), world.now_s) == record(ME, B)
 
@@ -272,7 +272,7 @@ def test_an_image_goes_on_from_the_chunk_that_was_acknowledged() -> None:
     world.led(joining=B)
     world.opened(B)
     world.answered(B, BackupState(KEY, 1))
-    sent = requests(world.tell(ev.ImageCut(KEY, 1, 1, 9)))
+    sent = requests(world.tell(ev.ImageMade(KEY, 1, 1, 9)))
     assert sent[1:] == [ImageChunk(KEY, 1, i) for i in range(LIMITS.window_chunks)]
     assert requests(world.answered(B, ChunkReceived(KEY, 1, 2))) == [
         ImageChunk(KEY, 1, 4),
@@ -313,7 +313,7 @@ def test_what_was_not_kept_is_in_the_image_of_who_comes_later() -> None:
     world.assigned(record(ME, joining=B))
     world.opened(B)
     effects = world.answered(B, BackupState(KEY, 1, copy_epoch=1, born=1, version=1))
-    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
+    assert (requests(effects), only(MakeImage, effects)) == ([], [MakeImage(KEY, 1)])
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_copy_of_another_history_is_replaced(holds: BackupState) -> None:
     world.led(joining=B)
     world.opened(B)
     effects = world.answered(B, holds)
-    assert (requests(effects), only(CutImage, effects)) == ([], [CutImage(KEY, 1)])
+    assert (requests(effects), only(MakeImage, effects)) == ([], [MakeImage(KEY, 1)])
 
 
 def test_the_answers_of_a_link_that_is_over_are_none_of_the_next_one() -> None:
@@ -893,7 +893,7 @@ def test_a_primary_names_its_run() -> None:
     (offer,) = requests(world.opened(B))
     assert offer == Offer(KEY, 1, 1, "two")
     (start,) = requests(
-        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageCut(KEY, 1, 1, 0))]
+        [*world.answered(B, BackupState(KEY, 1)), *world.tell(ev.ImageMade(KEY, 1, 1, 0))]
     )
     assert isinstance(start, ImageStart)
     assert start.run == "two"

@@ -25,7 +25,7 @@ from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.peer_link import PeerLink
 from shoal_server.parameters.replication.wire.frames import Frame
 from shoal_server.parameters.replication.wire.streams import Keep
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 ME, PEER = Holder("ps-0", "one"), Holder("ps-1", "one")
 KEY = ("job", 0)

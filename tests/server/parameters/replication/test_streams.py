@@ -26,7 +26,7 @@ from shoal_server.parameters.replication.outgoing_record import OutgoingRecord
 from shoal_server.parameters.replication.wire import frames, streams
 from shoal_server.parameters.replication.wire.streams import BulkStream, GrpcStream
 from shoal_server.parameters.service.bulk_connection import _BulkCall
-from shoal_server.parameters.shard.image import UpdateRecord
+from shoal_server.parameters.shard.record import UpdateRecord
 
 NUM_ELEMENTS = 1_500_000
 SCHEMA = [ParameterSpec(name="w", shape=[NUM_ELEMENTS], dtype="float32")]

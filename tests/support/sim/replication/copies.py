@@ -53,7 +53,7 @@ class ServerCopies:
             fx.SettleCopy: self._settle_last,
             fx.SetFollowers: lambda effect: None,
             fx.SetUnreplicated: lambda effect: None,
-            fx.CutImage: self._cut_image,
+            fx.MakeImage: self._make_image,
             fx.ReleaseChunks: lambda effect: None,
             fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
             fx.ReplayRecord: self._replay,
@@ -208,17 +208,17 @@ class ServerCopies:
 
     # --- images ---
 
-    def _cut_image(self, effect: fx.CutImage) -> None:
+    def _make_image(self, effect: fx.MakeImage) -> None:
         copy = self.found[effect.key]
 
         def cut() -> None:
             if copy.is_dropped or self._chance.random() < 0.005:
-                self._server.post(ev.ImageNotCut(copy.key, effect.image, "no memory"))
+                self._server.post(ev.ImageNotMade(copy.key, effect.image, "no memory"))
                 return
             num_chunks = self._chance.randint(1, 12)
             updates = tuple(copy.updates[: copy.num_applied])
             self.images[effect.image] = Image(copy.key, updates, num_chunks)
-            self._server.post(ev.ImageCut(copy.key, effect.image, len(updates), num_chunks))
+            self._server.post(ev.ImageMade(copy.key, effect.image, len(updates), num_chunks))
 
         copy.lane.put(self._takes_s(long=True), cut)
 

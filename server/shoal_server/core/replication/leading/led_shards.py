@@ -13,9 +13,9 @@ from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
     AckRefusalReason,
     CloseImage,
-    CutImage,
     Effect,
     LogLine,
+    MakeImage,
     SendRequest,
 )
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
@@ -268,7 +268,7 @@ class LedShards:
 
     def _next_image(self, peer: Holder) -> Iterator[Effect]:
         link = self.links.opened(peer)
-        key = link.images.next_cut(self._last_image + 1) if link is not None else None
+        key = link.images.next_image(self._last_image + 1) if link is not None else None
         if key is None:
             return
         self._last_image += 1
@@ -277,9 +277,9 @@ class LedShards:
         if led is not None and follower is not None:
             # Keep the records of pushes applied from now on: the image may not include them.
             follower.image_version = led.version
-        yield CutImage(key, self._last_image)
+        yield MakeImage(key, self._last_image)
 
-    def image_cut(self, event: ev.ImageCut) -> Iterator[Effect]:
+    def image_made(self, event: ev.ImageMade) -> Iterator[Effect]:
         led = self._shards.get(event.key)
         for peer in led.followers if led is not None else ():
             link = self.links.find(peer)
@@ -300,12 +300,12 @@ class LedShards:
                 # Once there is a link again, the peer is asked for its state first.
                 current.start = start
                 return
-            for request in link.images.cut(start):
+            for request in link.images.begin(start):
                 yield SendRequest(peer, link.number, request)
             return
         yield CloseImage(event.image)
 
-    def image_not_cut(self, event: ev.ImageNotCut) -> Iterator[Effect]:
+    def image_not_made(self, event: ev.ImageNotMade) -> Iterator[Effect]:
         led = self._shards.get(event.key)
         for peer in list(led.followers) if led is not None else ():
             link = self.links.find(peer)

@@ -156,7 +156,7 @@ class CloseLink:
 @dataclass(frozen=True, slots=True)
 class SendRequest:
     """Send a request over a link that this server opened. The data of a chunk, and an image's
-    header, are those of the image that `CutImage` asked for."""
+    header, are those of the image that `MakeImage` asked for."""
 
     peer: Holder
     link: int
@@ -178,8 +178,8 @@ class SendReply:
 
 
 @dataclass(frozen=True, slots=True)
-class CutImage:
-    """Take an image of the shard as it is now; then `ImageCut` or `ImageNotCut`."""
+class MakeImage:
+    """Take an image of the shard as it is now; then `ImageMade` or `ImageNotMade`."""
 
     key: Key
     image: int
@@ -300,7 +300,7 @@ Effect = (
     | CloseLink
     | SendRequest
     | SendReply
-    | CutImage
+    | MakeImage
     | ReleaseChunks
     | CloseImage
     | ReplayRecord

@@ -203,8 +203,8 @@ class ReplyReceived:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageCut:
-    """The image that `CutImage` asked for was taken."""
+class ImageMade:
+    """The image that `MakeImage` asked for was taken."""
 
     key: Key
     image: int
@@ -213,8 +213,8 @@ class ImageCut:
 
 
 @dataclass(frozen=True, slots=True)
-class ImageNotCut:
-    """The image that `CutImage` asked for could not be taken."""
+class ImageNotMade:
+    """The image that `MakeImage` asked for could not be taken."""
 
     key: Key
     image: int
@@ -341,8 +341,8 @@ Event = (
     | LinkBroken
     | RecordDelivered
     | ReplyReceived
-    | ImageCut
-    | ImageNotCut
+    | ImageMade
+    | ImageNotMade
     | IncomingLinkOpened
     | IncomingLinkEnded
     | RequestReceived

@@ -17,8 +17,8 @@ from shoal_server.core.replication.protocol.messages import (
     UpdateMessage,
 )
 from shoal_server.parameters.comparison import digest as comparison
-from shoal_server.parameters.shard.image import UpdateRecord
 from shoal_server.parameters.shard.memory import Memory
+from shoal_server.parameters.shard.record import UpdateRecord
 
 PIECE_BYTES = 2 * 1024 * 1024
 INLINE_BYTES = 128 * 1024
