@@ -12,13 +12,14 @@ resumes with a new image.
 import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
+from shoal_server.core.replication.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal
@@ -49,7 +50,7 @@ class _Led:
     run: str
     """The job's run."""
     pauses: BackOff
-    kept: list[UpdateRecord] | None = field(default_factory=list)
+    waiting: ShardLog[UpdateRecord] | None = None
     """Records that wait until the image is on disk; None after that, and while journaling is
     interrupted."""
     why_not: ShoalError | None = None
@@ -100,6 +101,7 @@ class ShardJournal:
 
     def _keep_from_here(self, led: _Led) -> None:
         replica = led.replica
+        led.waiting = ShardLog(replica.state.version)
         self._led[_key(replica)] = led
         self._for_others.discard(_key(replica))
         replica.is_journaled = True
@@ -111,10 +113,11 @@ class ShardJournal:
         led = self._led.get(_key(replica))
         if led is None or led.replica is not replica or led.why_not is not None:
             return
-        if led.kept is not None:
-            led.kept.append(record)
-        else:
+        if led.waiting is None:
             self._append(replica, record)
+        elif record.version > led.waiting.version:
+            led.waiting.append(record)
+        # Otherwise the record was applied before journaling began: the image has it.
 
     def end(self, replica: ShardReplica) -> None:
         """End the journaling of a shard of which this server is no longer the primary."""
@@ -139,15 +142,14 @@ class ShardJournal:
             self._for_others.add(key)
 
     def _go_on(self, led: _Led, version: int) -> None:
-        if self._led.get(_key(led.replica)) is not led or led.kept is None:
+        if self._led.get(_key(led.replica)) is not led or led.waiting is None:
             return
         led.pauses = _new_pauses()
         led.replica.why_no_disk = None
         self._on_disk(led.replica, version)
-        kept, led.kept = led.kept, None
-        for record in kept:
-            if record.push.version > version:
-                self._append(led.replica, record)
+        waiting, led.waiting = led.waiting, None
+        for record in waiting.after(version):
+            self._append(led.replica, record)
 
     def _interrupt(self, led: _Led, error: ShoalError) -> None:
         """Interrupt the journaling of a shard, and report the failure."""
@@ -157,7 +159,7 @@ class ShardJournal:
         log.warning(
             "shard_not_journaled", job=replica.job, shard_id=replica.shard_id, reason=str(error)
         )
-        led.why_not, led.kept = error, None
+        led.why_not, led.waiting = error, None
         led.again_s = asyncio.get_running_loop().time() + led.pauses.pause_s()
         replica.why_no_disk = error
         self._on_failure(replica)
@@ -237,7 +239,7 @@ class ShardJournal:
 
     async def _shorten(self, key: Key) -> None:
         led = self._led.get(key)
-        if led is None or led.kept is not None:
+        if led is None or led.waiting is not None:
             return
         image = await self._take(led.replica)
         if self._led.get(key) is not led:
