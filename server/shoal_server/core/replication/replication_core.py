@@ -78,7 +78,6 @@ class ReplicationCore:
             ev.AckRequested: self._asked,
             ev.AckAbandoned: self._abandoned,
             ev.VersionJournaled: self._on_disk,
-            ev.DiskFailed: self._disk_failed,
             ev.PushesStopped: self._stopped,
             ev.CopySettled: self._settled,
             ev.CopyFailed: self._copy_failed,
@@ -356,14 +355,14 @@ class ReplicationCore:
         yield from ()
 
     def _on_disk(self, event: ev.VersionJournaled) -> Effects:
-        if (led := self.leading.find(event.key)) is not None:
+        if (led := self.leading.find(event.key)) is None:
+            return
+        if event.version is None:
+            yield from led.disk_failed()
+        else:
             self.leading.on_disk(led, event.version, self._now_s)
             yield from self._release(led)
             yield from self._wish(event.key)
-
-    def _disk_failed(self, event: ev.DiskFailed) -> Effects:
-        if (led := self.leading.find(event.key)) is not None:
-            yield from led.disk_failed()
 
     def _stopped(self, event: ev.PushesStopped) -> Effects:
         if (led := self.leading.find(event.key)) is not None:

@@ -335,7 +335,7 @@ class ShardReplicas:
         self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), version))
 
     def _disk_failed(self, replica: ShardReplica) -> None:
-        self._driver.submit_event(ev.DiskFailed((replica.job, replica.shard_id)))
+        self._driver.submit_event(ev.VersionJournaled((replica.job, replica.shard_id), None))
 
     def is_kept(self, job: str, shard_id: int) -> bool:
         """True if this server's journal has a shard of which this server is not the primary."""

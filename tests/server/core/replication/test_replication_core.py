@@ -9,6 +9,7 @@ import pytest
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol import events as ev
 from shoal_server.core.replication.protocol.effects import (
+    AcceptRequest,
     AcknowledgeVersion,
     AckRefusalReason,
     AdoptImage,
@@ -20,7 +21,6 @@ from shoal_server.core.replication.protocol.effects import (
     OpenLink,
     RefreshShardRecord,
     RefuseVersion,
-    ReplayRecord,
     ResumePushes,
     ReviseShardRecord,
     SendReply,
@@ -146,6 +146,10 @@ def only(kind: type[E], effects: Iterable[Effect]) -> list[E]:
 
 def replies(effects: Iterable[Effect]) -> list[Reply]:
     return [answer.reply for answer in only(SendReply, effects)]
+
+
+def accepted(effects: Iterable[Effect]) -> list[Request]:
+    return [effect.request for effect in only(AcceptRequest, effects)]
 
 
 def requests(effects: Iterable[Effect]) -> list[Request]:
@@ -579,7 +583,7 @@ def test_all_that_its_last_primary_has_sent_is_read_before_a_copy_leads() -> Non
     world.backs()
     assert only(SettleCopy, world.assigned(record(ME, epoch=2))) == [SettleCopy(KEY, last=B)]
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert only(ReplayRecord, effects) == [ReplayRecord(KEY, 4)]
+    assert accepted(effects) == [UpdateMessage(KEY, 1, 4)]
     assert [
         reply.newest_epoch for reply in replies(effects) if isinstance(reply, BackupRefused)
     ] == [2]
@@ -649,12 +653,12 @@ def test_a_push_is_received_in_order_and_replayed_once() -> None:
     world = World()
     world.backs()
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(ReplayRecord, effects)) == (
+    assert (replies(effects), accepted(effects)) == (
         [RecordsReceived(KEY, 1, 4)],
-        [ReplayRecord(KEY, 4)],
+        [UpdateMessage(KEY, 1, 4)],
     )
     effects = world.told(UpdateMessage(KEY, 1, 4))
-    assert (replies(effects), only(ReplayRecord, effects)) == ([RecordsReceived(KEY, 1, 4)], [])
+    assert (replies(effects), accepted(effects)) == ([RecordsReceived(KEY, 1, 4)], [])
     (refused,) = replies(world.told(UpdateMessage(KEY, 1, 6)))
     assert isinstance(refused, BackupRefused)
     assert refused.why is BackupRefusalReason.NO_COPY

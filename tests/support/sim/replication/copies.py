@@ -17,7 +17,12 @@ from support.sim.replication.shard import (
 
 from shoal_server.core.replication.protocol import effects as fx
 from shoal_server.core.replication.protocol import events as ev
-from shoal_server.core.replication.protocol.messages import ImageStart, Key
+from shoal_server.core.replication.protocol.messages import (
+    ImageChunk,
+    ImageStart,
+    Key,
+    UpdateMessage,
+)
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
@@ -56,9 +61,7 @@ class ServerCopies:
             fx.MakeImage: self._make_image,
             fx.ReleaseChunks: lambda effect: None,
             fx.CloseImage: lambda effect: self.images.pop(effect.image, None),
-            fx.ReplayRecord: self._replay,
-            fx.BeginImage: self._begin_image,
-            fx.StoreChunk: self._store_chunk,
+            fx.AcceptRequest: self._accept,
             fx.AdoptImage: self._adopt,
             fx.DropImage: lambda effect: self._arriving.pop((effect.key, effect.image), None),
             fx.EnterEpoch: self._enter_epoch,
@@ -181,12 +184,21 @@ class ServerCopies:
 
         copy.lane.put(self._takes_s(long=True), settled)
 
-    def _replay(self, effect: fx.ReplayRecord) -> None:
-        record = effect.data
-        assert isinstance(record, SimRecord) and record.version == effect.version, record
-        copy = self.found.get(effect.key)
-        assert copy is not None, f"{effect.key} is replayed into nothing"
-        assert copy.version + 1 == effect.version, f"{effect.key}: {effect} on {copy.version}"
+    def _accept(self, effect: fx.AcceptRequest) -> None:
+        request, data = effect.request, effect.data
+        if isinstance(request, UpdateMessage):
+            assert isinstance(data, SimRecord) and data.version == request.version, effect
+            self._replay(request.key, data)
+        elif isinstance(request, ImageStart):
+            self._begin_image(request)
+        else:
+            assert isinstance(data, tuple), effect
+            self._store_chunk(request, data)
+
+    def _replay(self, key: Key, record: SimRecord) -> None:
+        copy = self.found.get(key)
+        assert copy is not None, f"{key} is replayed into nothing"
+        assert copy.version + 1 == record.version, f"{key}: {record} on {copy.version}"
         copy.add(record.update)
         self._setting.ledger.follows(self._server.me, copy)
 
@@ -222,28 +234,25 @@ class ServerCopies:
 
         copy.lane.put(self._takes_s(long=True), cut)
 
-    def _begin_image(self, effect: fx.BeginImage) -> None:
-        start = effect.data
-        assert isinstance(start, ImageStart), start
+    def _begin_image(self, start: ImageStart) -> None:
         if self._server.me.server_id in self._setting.full:
-            failed = ev.ImageFailed(effect.key, effect.image, True, "no memory")
+            failed = ev.ImageFailed(start.key, start.image, True, "no memory")
             self._server.process.act(self._takes_s(), lambda: self._server.tell(failed))
             return
-        place = effect.key, effect.image
+        place = start.key, start.image
         self._arriving[place] = ArrivingImage(start.run, start.num_chunks, start.version)
         self._arriving_lanes[place] = Lane(self._server.process)
 
-    def _store_chunk(self, effect: fx.StoreChunk) -> None:
-        place = effect.key, effect.image
+    def _store_chunk(self, chunk: ImageChunk, data: tuple[Update, ...]) -> None:
+        place = chunk.key, chunk.image
         image = self._arriving.get(place)
         if image is None:
             return  # There was no memory for the image, and the failure is being reported.
-        assert isinstance(effect.data, tuple), effect
-        image.chunks[effect.index] = effect.data
+        image.chunks[chunk.index] = data
 
         def stored() -> None:
             if self._arriving.get(place) is image:
-                self._server.tell(ev.ChunkStored(effect.key, effect.image, effect.index))
+                self._server.tell(ev.ChunkStored(chunk.key, chunk.image, chunk.index))
                 image.num_stored += 1
                 if image.num_stored == image.num_chunks:
                     self._arriving_lanes[place].put(self._takes_s(long=True), restored)
@@ -251,7 +260,7 @@ class ServerCopies:
         def restored() -> None:
             if self._arriving.get(place) is image:
                 image.is_restored = True
-                self._server.tell(ev.ImageRestored(effect.key, effect.image))
+                self._server.tell(ev.ImageRestored(chunk.key, chunk.image))
 
         self._arriving_lanes[place].put(self._takes_s(), stored)
 
@@ -290,7 +299,7 @@ class ServerCopies:
             if copy.is_dropped or not copy.leads:
                 return
             if disk is None or disk.fails:
-                self._server.post(ev.DiskFailed(copy.key))
+                self._server.post(ev.VersionJournaled(copy.key, None))
                 return
             version = copy.num_applied
             chain = tuple(copy.chain[: version + 1])

@@ -14,7 +14,6 @@ from shoal_server.core.replication.protocol.messages import (
     BackupState,
     ChunkReceived,
     ImageChunk,
-    ImageStart,
     Key,
     Reply,
     UpdateMessage,
@@ -129,8 +128,6 @@ class ServerPeers:
         if isinstance(request, ImageChunk):
             self._setting.ledger.chunk_sent(self._server.me, request.image, request.index)
             return self._server.copies.images[request.image].chunk(request.index)
-        if isinstance(request, ImageStart):
-            return request
         return effect.record
 
     def _hear_reply(self, peer: Holder, number: int, reply: Reply) -> None:

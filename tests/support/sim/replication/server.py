@@ -176,7 +176,7 @@ class SimServer:
         """Stop the journals of all shards that this server leads."""
         for key, copy in list(self.copies.found.items()):
             if copy.leads:
-                self.post(ev.DiskFailed(key))
+                self.post(ev.VersionJournaled(key, None))
 
     def create(self, key: Key, update: Update, run: str) -> None:
         if run == self.registration.run_of(key):

@@ -6,16 +6,14 @@ from enum import Enum
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.effects import (
+    AcceptRequest,
     AdoptImage,
-    BeginImage,
     DropImage,
     DropShard,
     Effect,
     EnterEpoch,
     RefreshShardRecord,
-    ReplayRecord,
     SendReply,
-    StoreChunk,
 )
 from shoal_server.core.replication.protocol.messages import (
     BackupRefusalReason,
@@ -264,7 +262,7 @@ class Copies:
         else:
             yield SendReply(peer, link, self._other_holders(record, assignment))
         if is_next:
-            yield ReplayRecord(key, record.version, data)
+            yield AcceptRequest(record, data)
 
     # --- images ---
 
@@ -288,7 +286,7 @@ class Copies:
             )
             return
         self._coming[key] = IncomingImage(peer, link, start)
-        yield BeginImage(key, start.image, data)
+        yield AcceptRequest(start, data)
 
     def _chunk(self, peer: Holder, link: int, chunk: ImageChunk, data: Data) -> Iterator[Effect]:
         coming = self._coming.get(chunk.key)
@@ -299,7 +297,7 @@ class Copies:
             and chunk.index == coming.come
         ):
             coming.come += 1
-            yield StoreChunk(chunk.key, chunk.image, chunk.index, data)
+            yield AcceptRequest(chunk, data)
 
     def stored(self, key: Key, image: int, index: int) -> Iterator[Effect]:
         coming = self._coming.get(key)

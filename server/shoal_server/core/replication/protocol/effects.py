@@ -6,7 +6,15 @@ from enum import Enum
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.events import Token
-from shoal_server.core.replication.protocol.messages import Data, Key, Reply, Request
+from shoal_server.core.replication.protocol.messages import (
+    Data,
+    ImageChunk,
+    ImageStart,
+    Key,
+    Reply,
+    Request,
+    UpdateMessage,
+)
 from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
 
@@ -199,33 +207,16 @@ class CloseImage:
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayRecord:
-    """Apply a received record, after all earlier ones."""
+class AcceptRequest:
+    """Process the data of a received request, after those of all earlier ones.
 
-    key: Key
-    version: int
-    data: Data = None
+    `UpdateMessage`: apply the record. `ImageStart`: allocate memory for the image; `ImageFailed` if
+    there is not enough. `ImageChunk`: store the chunk; then `ChunkStored` or `ImageFailed`; the
+    last chunk is followed by `ImageRestored`.
+    """
 
-
-@dataclass(frozen=True, slots=True)
-class BeginImage:
-    """Allocate memory for an announced image; `ImageFailed` if there is not enough. Its chunks may
-    follow at once."""
-
-    key: Key
-    image: int
-    data: Data = None
-
-
-@dataclass(frozen=True, slots=True)
-class StoreChunk:
-    """Store a received chunk; then `ChunkStored` or `ImageFailed`. The last chunk is followed by
-    `ImageRestored`."""
-
-    key: Key
-    image: int
-    index: int
-    data: Data = None
+    request: UpdateMessage | ImageStart | ImageChunk
+    data: Data
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,9 +294,7 @@ Effect = (
     | MakeImage
     | ReleaseChunks
     | CloseImage
-    | ReplayRecord
-    | BeginImage
-    | StoreChunk
+    | AcceptRequest
     | AdoptImage
     | DropImage
     | EnterEpoch

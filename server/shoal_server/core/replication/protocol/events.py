@@ -119,17 +119,11 @@ class AckAbandoned:
 
 @dataclass(frozen=True, slots=True)
 class VersionJournaled:
-    """This server's journal has the whole shard, up to this version."""
+    """This server's journal has the whole shard, up to this version. None: it no longer keeps the
+    shard, as the disk fails."""
 
     key: Key
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class DiskFailed:
-    """This server's journal no longer keeps the shard."""
-
-    key: Key
+    version: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +326,6 @@ Event = (
     | AckRequested
     | AckAbandoned
     | VersionJournaled
-    | DiskFailed
     | PushesStopped
     | CopySettled
     | CopyFailed
