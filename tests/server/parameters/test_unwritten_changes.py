@@ -20,7 +20,7 @@ from shoal_server.core.replication.protocol.events import (
 from shoal_server.core.replication.protocol.limits import ReplicationLimits
 from shoal_server.core.replication.replication_core import ReplicationCore
 from shoal_server.core.shards.assignments import ShardAssignment
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal import shard_journal
 from shoal_server.parameters.journal.log import Journal
@@ -77,7 +77,7 @@ async def test_who_may_not_write_says_so_and_tries_again(monkeypatch: pytest.Mon
             again.set()
 
     monkeypatch.setattr(driver, "submit_event", tell)
-    writer = RecordWriter(driver, cast(AssignmentTable, record))
+    writer = RecordWriter(driver, cast(AssignmentMirror, record))
     writer.write_shard_record(WriteShardRecord(("job", 0)))
     async with asyncio.timeout(LIMIT_S):
         await again.wait()

@@ -44,8 +44,10 @@ def image(shard_id: int, version: int = 3, num_elements: int = 100) -> LoadedIma
 
 def loaded(shard: AnyShard, listener: UpdateListener | None = None) -> LoadedImage:
     """Everything in a shard. Rows of a table are in the order of their ids: shards with equal rows
-    give equal tensors. For `listener` see `VersionedShard.image`."""
-    with shard.image(listener) as image:
+    give equal tensors. `listener` gets every later push."""
+    if listener is not None:
+        shard.subscribe(listener)
+    with shard.image() as image:
         tensors = {each.described.name: _whole(each) for each in image.streams()}
         if "ids" in tensors:
             order = torch.from_numpy(np.argsort(tensors["ids"].numpy(), kind="stable"))

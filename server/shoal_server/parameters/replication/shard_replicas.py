@@ -27,7 +27,8 @@ from shoal_server.core.shards.assignments import (
     may_be_put_on_disk,
 )
 from shoal_server.etcd.api import KeyValueStore
-from shoal_server.parameters.cluster.assignment_table import AssignmentTable
+from shoal_server.etcd.records.assignment_mirror import AssignmentMirror
+from shoal_server.parameters.cluster.assignment_changes import change_assignments
 from shoal_server.parameters.cluster.peer_timeouts import PEER_OPTIONS, PeerTimeouts
 from shoal_server.parameters.cluster.server_directory import ServerDirectory
 from shoal_server.parameters.images.shard_image import ShardImage
@@ -76,7 +77,7 @@ class ShardReplicas:
         self._timeouts = timeouts
         self.directory = ServerDirectory(store, self._look_whether_empty)
         """The addresses of all servers."""
-        self._record = AssignmentTable(store, self._changed, self._record_gone)
+        self._record = AssignmentMirror(store, self._changed, self._record_gone)
         self._images = IncomingImages(driver, catalog=catalog, memory=memory, run=run)
         self._incoming = IncomingLinks()
         self.received = ReceivedUpdates(
@@ -168,7 +169,7 @@ class ShardReplicas:
 
     def assignment(self, job: str, shard_id: int) -> ShardAssignment | None:
         """The assignment of a shard, as of the newest record seen."""
-        return self._record.assignment(job, shard_id)
+        return self._record.of_job(job).get(shard_id)
 
     def versions(self, job: str, shard_id: int) -> Mapping[Holder, int]:
         """The newest version that each backup of a shard is known to have; empty if this server is
@@ -221,8 +222,8 @@ class ShardReplicas:
         shard_ids: Collection[int],
         change: Callable[[ShardAssignment], ShardAssignment],
     ) -> bool:
-        """Change shards' assignments; see `AssignmentTable.change`."""
-        return await self._record.change(job, shard_ids, change)
+        """Change shards' assignments; see the function of that name."""
+        return await change_assignments(self._record, job, shard_ids, change)
 
     async def refresh(self, job: str, shard_ids: Collection[int] | None = None) -> None:
         """Read the job's records anew, or those of some shards. Raises what the store raises."""

@@ -364,18 +364,15 @@ class VersionedShard(Generic[BodyT]):
         with self._lock:
             self.spec.epoch = epoch
 
-    def image(self, listener: UpdateListener | None = None, *, epoch: int = 0) -> ShardImage:
-        """Return an image of the shard, to be read in chunks while pushes go on. `listener`, if
-        given, gets every push after exactly that version, instead of the previous listener.
-        `epoch`: the primary's, for the image's stamp.
+    def image(self, *, epoch: int = 0) -> ShardImage:
+        """Return an image of the shard, to be read in chunks while pushes go on. `epoch`: the
+        primary's, for the image's stamp.
 
         Waits for a push in progress, and copies nothing while it has the shard's lock. Close the
         image after use. Call it from any thread but the event loop's.
         """
         with self._body_lock:
             with self._lock:
-                if listener is not None:
-                    self._listener, self._keep = listener, bytes
                 spec = self.body.spec_message(self.spec).SerializeToString(deterministic=True)
             frozen, version = self._sessions.freeze(), self._version
             content, small = self.body.image()

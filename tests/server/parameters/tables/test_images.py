@@ -172,7 +172,8 @@ def test_a_built_shard_goes_on_as_the_first_one_does(world: Table | Dense) -> No
     for _ in range(30):
         world.push()
     told = []
-    with world.shard.image(told.append) as image:
+    world.shard.subscribe(told.append)
+    with world.shard.image() as image:
         for _ in range(10):
             world.push()
         copy = built(image)
