@@ -121,10 +121,10 @@ def images(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
     taken: Counter[tuple[int, int]] = Counter()
     take = VersionedShard.image
 
-    def counted(self: AnyShard, *args: None) -> ShardImage:
+    def counted(self: AnyShard, *, epoch: int) -> ShardImage:
         if is_dense(self):
             taken[self.shard_id, self.spec.epoch] += 1
-        return take(self, *args)
+        return take(self, epoch=epoch)
 
     monkeypatch.setattr(VersionedShard, "image", counted)
     return taken

@@ -65,7 +65,7 @@ class Image(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedImage:
-    """An image in memory. It owns its tensors: nobody writes to them."""
+    """An image in memory, whose tensors are never written to."""
 
     kind: str
     shard_id: int

@@ -19,7 +19,7 @@ import structlog
 
 from shoal_proto.back_off import BackOff
 from shoal_proto.errors import JournalDamaged, ShoalError
-from shoal_server.core.replication.shard_log import ShardLog
+from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.images.image import LoadedImage
 from shoal_server.parameters.images.shard_image import ShardImage
 from shoal_server.parameters.journal.log import Journal

@@ -18,7 +18,7 @@ from shoal_server.core.replication.protocol.events import (
     ReplyReceived,
 )
 from shoal_server.core.replication.protocol.messages import ImageChunk, UpdateMessage
-from shoal_server.core.replication.shard_log import ShardLog
+from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.cluster.peer_timeouts import PeerTimeouts
 from shoal_server.parameters.replication import peer_link
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord

@@ -19,7 +19,7 @@ from shoal_proto.v1.optimizer_pb2 import HyperParameters, OptimizerSpec
 from shoal_proto.v1.parameters_pb2 import OpenBulkReply
 from shoal_proto.v1.replication_pb2 import FollowReply, FollowRequest, PushRecord
 from shoal_proto.v1.shards_pb2 import ParameterSpec
-from shoal_server.core.replication.shard_log import ShardLog
+from shoal_server.core.shards.shard_log import ShardLog
 from shoal_server.parameters.bulk import arena_slots
 from shoal_server.parameters.bulk.wire import FrameConnection
 from shoal_server.parameters.replication.outgoing_record import OutgoingRecord

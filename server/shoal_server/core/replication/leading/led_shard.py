@@ -21,7 +21,6 @@ from shoal_server.core.replication.protocol.effects import (
 )
 from shoal_server.core.replication.protocol.events import AckLevel, Token
 from shoal_server.core.replication.protocol.messages import Key
-from shoal_server.core.replication.shard_log import Record, ShardLog
 from shoal_server.core.shards.assignments import (
     ShardAssignment,
     ShardContent,
@@ -31,6 +30,7 @@ from shoal_server.core.shards.assignments import (
     put_on_disk,
     without_backup,
 )
+from shoal_server.core.shards.shard_log import Record, ShardLog
 
 
 class HandoverPhase(Enum):

@@ -34,8 +34,8 @@ from shoal_server.core.replication.protocol.messages import (
     Reply,
     UpdateMessage,
 )
-from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 TOGETHER_S = 0.05
 """Time within which handovers that become due are made together."""

@@ -15,8 +15,8 @@ from shoal_server.core.replication.protocol.messages import (
     Request,
     UpdateMessage,
 )
-from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 
 class AckRefusalReason(Enum):

@@ -6,8 +6,8 @@ from enum import Enum
 
 from shoal_server.core.processes import Holder
 from shoal_server.core.replication.protocol.messages import Data, Key, Reply, Request
-from shoal_server.core.replication.shard_log import Record
 from shoal_server.core.shards.assignments import ShardAssignment
+from shoal_server.core.shards.shard_log import Record
 
 Token = Hashable
 """Identifies a caller that waits for an acknowledgement."""

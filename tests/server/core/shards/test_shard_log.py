@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from shoal_server.core.replication.shard_log import ShardLog
+from shoal_server.core.shards.shard_log import ShardLog
 
 
 @dataclass(frozen=True)
