@@ -26,7 +26,7 @@ _LEVELS = {
 AnswerT = TypeVar("AnswerT")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Waiter:
     """The token of one call that waits for its acknowledgement."""
 

@@ -141,6 +141,7 @@ class ShardRoles:
             outgoing = OutgoingRecord(record)
             give_back = outgoing.when_reused() if record.is_lent else None
             self._driver.submit_event(PushApplied(key, outgoing))
+            # Only the core refers to the record now: if it does not keep it, no data are copied.
             del outgoing
             if give_back is not None:
                 give_back()
