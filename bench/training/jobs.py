@@ -1,7 +1,7 @@
 """Starts the same training on Shoal and on its peers, four workers each.
 
-Whoever is killed is started again at once: by `shoal run`, by torchrun's agent, and for torchft,
-which leaves that to its user, by this module.
+A killed worker is started again at once: by `shoal run`, by torchrun's agent, or, for torchft
+(which leaves restarts to its user), by this module.
 """
 
 import os
@@ -22,8 +22,8 @@ NUM_WORKERS = 4
 START_S = 120.0
 HERE = Path(__file__).parent
 TUNED_RDZV = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
-"""Settings of torchrun's rendezvous; by default 30 s, 5 s and 3: losses and joins take longer. With
-2 attempts a busy machine was taken for a lost one, and two parts of a job trained apart."""
+"""Settings of torchrun's rendezvous. With its defaults (30 s, 5 s and 3) losses and joins take
+longer. With 2 attempts, torchrun took a busy machine for a lost one, and the job split in two."""
 
 
 def environment(**more: str) -> Mapping[str, str]:
@@ -45,9 +45,9 @@ class ShoalJob:
         min_members: int = 1,
         variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """`script`: its name and what it gets behind the directory. `restarts`: whoever is killed
-        is started again at once; else the caller launches another one when it likes to.
-        `variables`: of the environment of its workers."""
+        """`script`: the script's name and its arguments after the directory. `restarts`: a killed
+        worker is started again at once; else the caller launches a new one. `variables`:
+        environment variables of the workers."""
         self._restarts, self._variables = restarts, variables
         self._num_workers, self._min_members = num_workers, min_members
         self._cluster = cluster

@@ -82,7 +82,7 @@ class Case:
 
     @property
     def output(self) -> str:
-        """What the batch script has printed, in all attempts."""
+        """Output of the batch script, of all attempts."""
         return "".join(path.read_text() for path in self.folder.glob("slurm-*.out"))
 
     def submit(self, num_nodes: int, *options: str, **variables: str) -> None:
@@ -104,7 +104,8 @@ class Case:
         return [Step(m, host, int(n), int(w), c == "True") for m, host, n, w, c in parts]
 
     def await_steps(self, num_members: int, after: int = -1, num_steps: int = 10) -> int:
-        """Wait for that many steps beyond `after` with so many members; return the last one."""
+        """Wait until `num_members` members have committed `num_steps` steps beyond step `after`.
+        Return the number of the last one."""
 
         def taken() -> list[int]:
             assert self.state not in ENDED, f"{self.state}: {self.output}"
@@ -138,12 +139,12 @@ class Case:
         """Check that the training has gone on behind the last step of the attempt before."""
         first = min(step.number for step in self.steps())
         self.facts["steps lost"] = last + 1 - first
-        told = f"the last step was {last}, and the first one after it {first}"
+        figures = f"the last step was {last}, and the first one after it {first}"
         if self.strategy == "async-sgd":
             # Members do not take their steps together: those of the last moments differ.
-            assert 0 < first <= last + 1, told
+            assert 0 < first <= last + 1, figures
         else:
-            assert first == last + 1, told
+            assert first == last + 1, figures
 
     def check_end(self, lost: Sequence[str] = ()) -> None:
         """Wait for the end of the job; check exit code, steps, and what it leaves on nodes that

@@ -11,7 +11,7 @@ CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 
 
 def folders(under: str = "") -> set[str]:
-    """Folders in this folder that git has files of."""
+    """Return the folders in this folder in which git tracks files."""
     command = ["git", "ls-files", "-z"]
     listed = subprocess.run(command, cwd=ROOT / under, capture_output=True, text=True, check=True)
     paths = listed.stdout.split("\0")
@@ -33,7 +33,7 @@ def test_the_map_of_the_source_names_each_folder_of_a_package(package: str) -> N
 
 
 def test_the_page_on_tests_names_each_folder_of_tests() -> None:
-    """Those that mirror the source are named as that."""
+    """The page describes the folders that mirror the source together, not one by one."""
     page = TESTING.read_text().partition("## Where to find what")[2]
     mirrors = {"proto", "client", "worker", "server"}
     assert folders("tests") - mirrors - {"support"} - named(page) == set()

@@ -30,8 +30,8 @@ class InstalledVersion:
 
 
 class ReaderLeases:
-    """Thread-safe. A version that is leased is kept, as long as a coordinator hears of it in
-    time."""
+    """Leases that a reader holds on versions, renewed by its reports. Coordinators keep a leased
+    version until the lease ends. Thread-safe."""
 
     def __init__(
         self, coordinators: Coordinators, series: str, reader: str, serves_at: str = ""
@@ -40,12 +40,12 @@ class ReaderLeases:
         self._series = series
         self._reader = reader
         self.serves_at = serves_at
-        """Address of the relay that this reader is; empty: it is none."""
+        """Address at which this reader serves others as a relay; empty: it is no relay."""
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
-        """Held during a report: a later one says all that an earlier one said."""
+        """Held during a report. Each report has the whole state, so a later one replaces it."""
         self._sequence = time.time_ns() // 1000
-        """Rises from report to report, and above those of an earlier process of that name."""
+        """Number of the last report; higher than those of earlier processes with this name."""
         self._leased: Counter[int] = Counter()
         self._gone: set[int] = set()
         self._reported: set[int] = set()

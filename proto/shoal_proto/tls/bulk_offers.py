@@ -16,7 +16,7 @@ MAX_KEYS = 1024
 
 
 class Purpose(Enum):
-    """The purpose of a connection."""
+    """Purpose of a bulk connection, which limits the calls that it may carry."""
 
     CALLS = "pulls and pushes of a job's member"
     REPLICATION = "another server's news of its shards"

@@ -1,4 +1,4 @@
-"""The end of a coordinator that is told to end: it leads on while members drain.
+"""The shutdown of a coordinator: it keeps leading while members drain.
 
 A preemption, a time limit or the stop of a service signals all processes of a job at once, the
 control plane included. If the coordinator ended first, members could not agree on a generation
@@ -16,9 +16,9 @@ from shoal_server.coordinator.jobs.registry import Registry
 log = structlog.get_logger(__name__)
 
 NOTICE_S = 5.0
-"""Time in which a signal to all processes of a job reaches its members, and their requests to
-drain the coordinator. A member handles a signal when the operation under way has ended, which may
-be the whole backward pass."""
+"""Time in which a signal sent to all processes of a job reaches its members, and their requests to
+drain reach the coordinator. A member handles a signal once the operation in progress has ended,
+which may be the whole backward pass."""
 ASK_AGAIN_S = 0.1
 
 
@@ -33,7 +33,7 @@ class Presence:
 
 
 def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
-    """Reason for which a coordinator that was told to end stays for now; empty: it may end."""
+    """Reason why a coordinator that has been asked to end stays for now; empty: it may end."""
     if since_order_s >= drain_s:
         return ""
     if presence.num_draining:
@@ -46,16 +46,17 @@ def why_stay(presence: Presence, since_order_s: float, drain_s: float) -> str:
 
 
 async def see_members_off(registry: Registry, drain_s: float) -> None:
-    """Return once no member drains any more and etcd has confirmed it, or after `drain_s`; at once
-    if this coordinator does not lead.
+    """Wait until no member drains any more and etcd has confirmed it, for at most `drain_s`.
+    Return at once if this coordinator does not lead.
 
-    If it is deposed meanwhile, as when etcd is started again, it stays to be elected again.
+    A coordinator that is deposed meanwhile (etcd was restarted) stays, so that it can be elected
+    again.
     """
-    began_s, told, presence = time.monotonic(), "", _presence(registry, Presence())
+    began_s, logged_reason, presence = time.monotonic(), "", _presence(registry, Presence())
     while reason := why_stay(presence, time.monotonic() - began_s, drain_s):
-        if reason != told:
+        if reason != logged_reason:
             log.info("coordinator_ends_later", reason=reason, drain_s=drain_s)
-        told = reason
+        logged_reason = reason
         await asyncio.sleep(ASK_AGAIN_S)
         presence = _presence(registry, presence)
     if presence.num_draining:
@@ -63,7 +64,7 @@ async def see_members_off(registry: Registry, drain_s: float) -> None:
 
 
 def _presence(registry: Registry, before: Presence) -> Presence:
-    """The members as they are now; `before` while this coordinator does not lead."""
+    """Count the members now; `before` while this coordinator does not lead."""
     if not registry.leads:
         return before
     actors = registry.actors()

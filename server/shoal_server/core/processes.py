@@ -1,5 +1,4 @@
-"""Identities of processes: a restarted one has the name of the earlier one, and another
-incarnation."""
+"""Identities of processes: a restarted process keeps its name and gets a new incarnation."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,8 +13,7 @@ class MemberProcess(NamedTuple):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Holder:
-    """A server process. The incarnation distinguishes a restarted server from the earlier
-    process."""
+    """One process of a parameter server, which holds shards."""
 
     server_id: str
     incarnation: str

@@ -1,4 +1,4 @@
-"""How long a coordinator that is told to end stays."""
+"""A coordinator that has been asked to end stays while members drain."""
 
 import pytest
 
@@ -28,11 +28,11 @@ def test_it_stays_while_members_drain_or_may_be_told_to(
 
 
 def test_it_stays_until_etcd_has_confirmed_that_members_left() -> None:
-    """The last member gets the answer to its call only then."""
+    """The coordinator answers the last member's call only after etcd has confirmed the change."""
     assert why_stay(Presence(num_writing=1), NOTICE_S, DRAIN_S) != ""
     assert why_stay(Presence(num_writing=1), DRAIN_S, DRAIN_S) == ""
 
 
 def test_no_time_to_drain_is_no_wait() -> None:
-    """With a limit of 0 it ends at once."""
+    """With a limit of 0 s the coordinator ends at once."""
     assert why_stay(Presence(num_members=2, num_draining=2), 0.0, 0.0) == ""

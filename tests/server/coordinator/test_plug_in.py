@@ -42,7 +42,8 @@ print("\\n".join(sys.modules))
 
 
 def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
-    """From its start over a term of leading to its end."""
+    """The coordinator starts, leads and steps down in a process of its own, which then lists the
+    modules that it has loaded."""
     run = subprocess.run(
         [sys.executable, "-c", LEADS], capture_output=True, text=True, check=True, timeout=60.0
     )
@@ -55,7 +56,8 @@ def test_a_coordinator_without_the_half_loads_no_module_of_it() -> None:
 
 
 async def test_members_train_and_calls_for_parameters_are_refused() -> None:
-    """The refusal names the option; membership, reset and the page are as with the half."""
+    """The refusal names the option. Membership and the status page work as they do with the
+    parameter-server half."""
     async with served(MemoryStore(), parameters=False) as world:
         (a,) = await world.training("a")
         async with grpc.aio.insecure_channel(world.address) as channel:

@@ -74,7 +74,7 @@ class Wire:
 
 
 def _begun(work: dist.Work | None) -> dist.Work:
-    assert work is not None, "asked for asynchronously, by a rank of the group"
+    assert work is not None, "an asynchronous collective of a rank of the group has a handle"
     return work
 
 

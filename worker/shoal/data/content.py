@@ -1,7 +1,7 @@
-"""Digest of a data set's contents, so that members see if they train on the same samples.
+"""Digest of a data set's contents, by which members check that they train on the same samples.
 
-Each member makes its data set itself. With a split or sampler that is not seeded, the members' data
-sets have the same type, size and dtypes but different samples.
+Each member makes its own data set. If a split or sampler is not seeded, the members' data sets have
+the same type, size and dtypes but different samples.
 
 The digest covers a few values, at positions that depend on sizes alone. No data set is asked for an
 item: that may be slow, random, or have side effects. The contents of torch's and Hugging Face's
@@ -33,7 +33,7 @@ from shoal.data.shards import Shards
 from shoal_proto.packing.listings import pack
 
 NUM_SAMPLES = 64
-"""Limit of the samples read in each data set that this one consists of."""
+"""Limit of the samples read in each data set (each part of a composite one)."""
 NUM_EXACT, NUM_ROUGH = 16, 4
 """Limits of the elements read in each row of an array: of integers, of floating-point numbers."""
 NUM_ROWS, NUM_ROWS_TAKEN = 32, 256
@@ -80,7 +80,7 @@ def content_fields(dataset: Dataset | DataLoader[Any]) -> tuple[dict[str, str], 
     if not words:
         return {}, listings
     lines = (
-        f"value {number} of those that are looked at: {word}" for number, word in enumerate(words)
+        f"value {number} of those that are compared: {word}" for number, word in enumerate(words)
     )
     return {CONTENT_FIELD: _digest_of(words)}, {**listings, CONTENT_FIELD: pack(lines)}
 
@@ -244,10 +244,12 @@ def _of_array(array: "Tensor | np.ndarray[Any, Any]") -> Iterator[Word]:
         yield from _of_scalar(value)
 
 
-def _elements(array: "Tensor | np.ndarray[Any, Any]", axes: Sequence[Sequence[int]]) -> list[Any]:
-    """Return the elements at these axes, given by dimension."""
+def _elements(
+    array: "Tensor | np.ndarray[Any, Any]", positions: Sequence[Sequence[int]]
+) -> list[Any]:
+    """Return the elements at these positions: one list of indices for each axis of the array."""
     # Made with NumPy: torch would put them on the script's default device.
-    index = tuple(np.asarray(each, dtype=np.int64) for each in axes)
+    index = tuple(np.asarray(each, dtype=np.int64) for each in positions)
     if not isinstance(array, Tensor):
         return list(np.asarray(array[index]).flatten().tolist())
     on_device = tuple(torch.from_numpy(each).to(array.device) for each in index)

@@ -231,7 +231,8 @@ class SessionStrategy(SingleDeviceStrategy):
             )
 
     def _take_schedules(self) -> None:
-        """Take the schedulers from Lightning: they count the job's steps, not this member's."""
+        """Take over Lightning's schedulers: `_step_schedules` counts the job's steps, while
+        Lightning would count this member's own."""
         for number, config in enumerate(self.lr_scheduler_configs):
             self._session.register(f"lightning-schedule-{number}", config.scheduler)
         self._schedules, self.lr_scheduler_configs = self.lr_scheduler_configs, []

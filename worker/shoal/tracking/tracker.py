@@ -66,7 +66,7 @@ class OpenRun(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Flush, and let another process write."""
+        """Flush, and release the run: another process may write it from then on."""
 
 
 class Tracker(ABC):

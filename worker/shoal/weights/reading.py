@@ -146,8 +146,8 @@ def _bytes_of(part: StoredSlice, common: Chunk, item_bytes: int) -> tuple[int, i
 
 
 class Installation:
-    """A reader's tensors, into which a version is to be written. Construction checks all of them,
-    before any changes.
+    """A reader's tensors, into which a version is to be written. The constructor checks all of
+    them, before any is changed.
 
     Raises InvalidSpec if names differ or a DTensor has an unsupported placement, ShapeMismatch or
     DtypeMismatch if a tensor cannot hold the published one.
@@ -205,7 +205,7 @@ def _check_names(published: set[str], own: set[str]) -> None:
     if missing or further:
         raise InvalidSpec(
             "the version is not of this model",
-            seen=f"without {_some(missing)}; with {_some(further)}, which the model has not",
+            seen=f"without {_some(missing)}; with {_some(further)}, which the model lacks",
             expected="the same names on both sides",
             fix="Fetch without into= and take the tensors by name.",
         )
@@ -257,7 +257,7 @@ def _check_coverage(tensor: StoredTensor) -> None:
 
 def _malformed(seen: str) -> MalformedMessage:
     return MalformedMessage(
-        "the layout of a version is no such layout",
+        "the layout of a version is malformed",
         seen=seen,
         expected="each element of each tensor once, within its segment",
     )

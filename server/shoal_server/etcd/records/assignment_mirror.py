@@ -143,8 +143,8 @@ class AssignmentMirror:
     async def _write(
         self, wishes: Sequence[tuple[StoredShard, ShardAssignment]]
     ) -> list[int] | None:
-        """Write records; return the shards that another process wrote meanwhile, or None if
-        records are gone."""
+        """Write records in one transaction. Return the ids of shards whose records another process
+        has written meanwhile (empty: all were written), or None if some records are gone."""
         shards, targets = [shard for shard, _ in wishes], [target for _, target in wishes]
         try:
             is_done, found = await records.change(self._store, shards, targets)

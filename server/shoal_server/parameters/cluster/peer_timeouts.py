@@ -29,10 +29,10 @@ class PeerTimeouts:
     """Time without data from a peer after which a server continues without it. A killed peer is
     noticed at once."""
     reconnect_s: Annotated[float, INTERNAL] = 0.5
-    """Time for opening a broken stream again, after which the peer counts as dead."""
+    """Time in which a broken stream must be opened again; then the peer counts as dead."""
     full_s: Annotated[float, INTERNAL] = 4.0
-    """A peer that had no memory for a copy is not asked again for this long; each time twice as
-    long, up to eight times."""
+    """Pause before a peer that had no memory for a copy is asked again. Doubled with each refusal,
+    up to eight times this value."""
 
     @property
     def limits(self) -> ReplicationLimits:

@@ -21,7 +21,7 @@ class WeightDisk:
     killed; only this user can read it. Blocks."""
 
     def __init__(self, directory: Path) -> None:
-        """Takes over the segments that an earlier process left there. Raises OSError."""
+        """Take over the segments that an earlier process left in the directory. Raises OSError."""
         self._directory = directory
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._written = {self._path(*each) for each in self._found()}
@@ -31,7 +31,7 @@ class WeightDisk:
         return self._path(series, digest) in self._written
 
     def write(self, series: str, segment: Segment) -> None:
-        """Write a segment to disk. Raises OSError, and then leaves nothing of it."""
+        """Write a segment to disk. Raises OSError; no file is left then."""
         path = self._path(series, segment.digest)
         for folder in (path.parent.parent, path.parent):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -52,8 +52,8 @@ class WeightDisk:
         self._written.add(path)
 
     def read(self, series: str, digest: bytes) -> Segment | None:
-        """Read a segment from disk, and verify it; None if it is not there, or its bytes have
-        changed: then it is removed. Raises OSError, or Overloaded if there is no memory for it."""
+        """Read and verify a segment; None if it is not on disk. A segment whose bytes have changed
+        is removed, and counts as absent. Raises OSError, or Overloaded without memory for it."""
         path = self._path(series, digest)
         try:
             file = path.open("rb", buffering=0)

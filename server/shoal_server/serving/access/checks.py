@@ -156,8 +156,8 @@ Admit = Callable[[Any], Caller | None]
 
 
 def admission(method: str) -> Admit:
-    """Make the check of a method: a function of a call's context that returns the caller, and
-    raises if the caller may not make the call."""
+    """Return the check of a method's calls. It takes a call's context and returns the caller, or
+    raises AccessDenied if the caller may not make the call."""
 
     def admit(context: Any) -> Caller:
         caller = caller_of(context)

@@ -42,8 +42,9 @@ def connect(group: dist.ProcessGroup, device: torch.device, waiter: AbortableWai
 def connect_neighbours(
     group: dist.ProcessGroup, whole: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Create the connections for messages between each rank of the group and the next one, if the
-    group's communicator does not include them. Collective; raises as `add_subgroups`."""
+    """Create the connections for messages between each rank of the group and the next rank, if the
+    group's communicator does not include such connections. Collective; raises as `add_subgroups`.
+    """
     if not takes_batches(group, device):
         return
     rank, waiter = group.rank(), AbortableWaiter(whole)

@@ -46,7 +46,7 @@ class SharedMessages:
 
     @property
     def is_shared(self) -> bool:
-        """True if the words go through memory; the same on all ranks."""
+        """True if the words go through shared memory; the same on all ranks."""
         return self._memory is not None
 
     @property
@@ -135,12 +135,12 @@ class SharedMessages:
             memory.close()
 
     def _start_of(self, rank: int, memory: SharedMemory) -> int:
-        """Index of the first word of this rank at the next meeting."""
+        """Index of the first word of this rank in the next exchange."""
         return (memory.num_met % _NUM_SETS * self._world_size + rank) * self._num_words
 
 
 def _sign_of(memory: SharedMemory) -> int:
-    """Return the sign of the next meeting, see `SharedMemory.await_others`."""
+    """Return the sign of the next exchange, see `SharedMemory.await_others`."""
     return memory.num_met + 1
 
 
