@@ -92,9 +92,8 @@ def test_what_an_update_within_a_step_changes_is_saved_once() -> None:
     """Also a weight that the script had written to before the update: it has its first content."""
     snapshot, model = StepSnapshot(), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    snapshot.train([optimizer])
     before = model.weight.clone()
-    snapshot.begin(model, dict(model.named_parameters()))
+    snapshot.begin(model, dict(model.named_parameters()), [optimizer])
     model.weight.add_(1)
     for _ in range(2):
         with snapshot.updating([optimizer], list(model.parameters())):

@@ -110,7 +110,7 @@ class LayoutStrategy(SynchronousStrategy):
         }
         self._device = device_of(model)
         self._optimizer = optimizer
-        self._transaction.registered.follow(optimizer)
+        self._registered.follow(optimizer)
         self._transaction.train(model, optimizer)
         self._proxy = proxies_of(model, self._module_of)
         return self._proxy, optimizer
@@ -156,12 +156,10 @@ class LayoutStrategy(SynchronousStrategy):
         )
         source, _ = receivers_of(generation)
         if not held and not self._has_state and world.rank == source:
-            held.append(
-                into_shard(self._meta_model.initial(), self._transaction.registered.current())
-            )
+            held.append(into_shard(self._meta_model.initial(), self._registered.current()))
         state_shard = self._found(generation, group, held, binding)
         binding.fill(state_shard)
-        self._transaction.registered.adopt(of_shard(state_shard))
+        self._registered.adopt(of_shard(state_shard))
         take_modes(self._proxy, binding.layout.plain)
         binding.layout.watch(self._transaction.ours)
         self._binding, self._filling, self._transaction.step = binding, None, state_shard.step
@@ -196,7 +194,7 @@ class LayoutStrategy(SynchronousStrategy):
     def _collect(self, binding: OptimizerBinding) -> StateShard:
         """Return this member's state after the last committed step."""
         self._transaction.snapshot.settle_buffers()
-        own = into_shard(binding.collect(self.step), self._transaction.registered.current())
+        own = into_shard(binding.collect(self.step), self._registered.current())
         return self._checkpoints.samples.carried(own)
 
     def _collect_as_begun(self, binding: OptimizerBinding) -> StateShard:
@@ -222,7 +220,7 @@ class LayoutStrategy(SynchronousStrategy):
         def needs(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Chunk | None:
             if not name.startswith(REGISTERED):
                 return binding.needs(name, shape, dtype)
-            return Chunk.whole(shape) if self._transaction.registered else None
+            return Chunk.whole(shape) if self._registered else None
 
         def target(name: str, chunk: Chunk) -> Tensor | None:
             return None if name.startswith(REGISTERED) else binding.target_of(name, chunk)
@@ -323,7 +321,7 @@ class LayoutStrategy(SynchronousStrategy):
         assert binding is not None, "it has the layout"
         binding.gradients.forget()
         layout.step = self.step
-        layout.looks_for_faults = self._transaction.registered.scaler is None
+        layout.looks_for_faults = self._registered.scaler is None
         self._open_step(layout.open(), binding.held_parameters)
         self._begun = self._reduced = False
 

@@ -26,6 +26,8 @@ from shoal_proto.errors import GenerationBroken, InvalidSpec, StateLost
 
 log = structlog.get_logger(__name__)
 
+HOST = torch.device("cpu")
+_OUTLINE = attrgetter("shape", "dtype", "device")
 PART_OF_FREE_MEMORY = 8
 """Copies of the first steps may take 1/8 of a GPU's free memory: gradients, the optimizer's state
 and activations are allocated later."""
@@ -49,18 +51,18 @@ class StepSnapshot:
         self._buffers = StepBuffers()
         self._parameters = ParameterWrites()
         self._state = StateWrites()
-        self._optimizers: Collection[Optimizer] = ()
 
-    def train(self, optimizers: Collection[Optimizer]) -> None:
-        """Set the optimizers of all steps, in all generations."""
-        self._optimizers = optimizers
-
-    def begin(self, model: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    def begin(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        optimizers: Collection[Optimizer] = (),
+    ) -> None:
         """Begin a step. `parameters`: all that this member has, not gathered ones; the same mapping
         in all steps of a generation. Raises InvalidSpec as `settle_buffers`."""
         lasting, transient = self._buffers.begin(model)
         written, fresh = self._parameters.begin(parameters)
-        state = self._state.begin(self._optimizers)
+        state = self._state.begin(optimizers)
         self._saved.begin([*lasting, *written, *state], spare=fresh, constant=transient)
         self.is_open = self.is_whole = True
         self._is_lost = False
@@ -185,8 +187,8 @@ class SavedTensors:
         self._outlines: Sequence[object] = ()
         """Shape, dtype and device of the parts that the copies fit."""
         self._copy_by_id: dict[int, Tensor] = {}
-        self._num_added = 0
-        """Number of tensors, the last ones, that were saved after the step began."""
+        self._added: dict[int, tuple[Tensor, Tensor]] = {}
+        """Tensors that were saved after the step began, by id, each with its copy."""
         self._constants: list[_ConstantCopy] = []
 
     @torch.no_grad()
@@ -199,15 +201,16 @@ class SavedTensors:
         wanted = [*tensors, *spare]
         parts = own_parts(wanted)
         outlines = list(map(_OUTLINE, parts))
+        num_beside = len(wanted if self._have_memory(spare) else tensors)
         if spare or not are_same(wanted, self._tensors) or outlines != self._outlines:
-            num_beside = len(wanted) if self._have_memory(wanted, parts) else len(tensors)
             self._copies = [
-                self._memory_for(each, part, is_beside=index < num_beside)
+                self._memory_for(each, part, part.device if index < num_beside else HOST)
                 for index, (each, part) in enumerate(zip(wanted, parts, strict=True))
             ]
             self._tensors, self._outlines = wanted, outlines
             self._copy_by_id = dict(zip(map(id, wanted), self._copies, strict=True))
-        _copy(self._copies, parts)
+        foreach_copy_(self._copies[:num_beside], parts[:num_beside])
+        copy_staged(self._copies[num_beside:], parts[num_beside:])
         kept = {id(each.tensor): each for each in self._constants}
         self._constants = [
             before
@@ -216,10 +219,10 @@ class SavedTensors:
             for each in constant
         ]
 
-    def _have_memory(self, tensors: Sequence[Tensor], parts: Sequence[Tensor]) -> bool:
-        """True if GPUs have memory for those copies of parts that are not there yet."""
+    def _have_memory(self, tensors: Sequence[Tensor]) -> bool:
+        """True if GPUs have memory for copies of the tensors that are not there yet."""
         num_bytes: Counter[torch.device] = Counter()
-        for each, part in zip(tensors, parts, strict=True):
+        for each, part in zip(tensors, own_parts(tensors), strict=True):
             copy = self.copy_of(each)
             if part.is_cuda and (copy is None or not copy.is_cuda):
                 num_bytes[part.device] += part.nbytes
@@ -228,31 +231,27 @@ class SavedTensors:
             for device, needed in num_bytes.items()
         )
 
-    def _memory_for(self, tensor: Tensor, part: Tensor, *, is_beside: bool) -> Tensor:
-        """Return the last copy's memory if it fits, else new memory: on the part's device if
-        `is_beside`, else on the host."""
-        device, copy = part.device if is_beside else torch.device("cpu"), self.copy_of(tensor)
-        if copy is None or (copy.shape, copy.dtype) != (part.shape, part.dtype):
-            return torch.empty_like(part, device=device)
-        is_there = copy.device in (device, part.device)
-        return copy if is_there else torch.empty_like(part, device=device)
+    def _memory_for(self, tensor: Tensor, part: Tensor, device: torch.device) -> Tensor:
+        """Return the memory of the tensor's last copy if it fits, else new memory."""
+        copy = self.copy_of(tensor)
+        if copy is None or _OUTLINE(copy) != (part.shape, part.dtype, device):
+            copy = torch.empty_like(part, device=device)
+        return copy
 
     @torch.no_grad()
     def add(self, tensors: Sequence[Tensor]) -> None:
         """Save tensors within the step, except those that are saved already."""
-        new = list({id(each): each for each in tensors if not self.has(each)}.values())
-        copies = [part.clone() for part in own_parts(new)]
-        self._tensors += new
-        self._copies += copies
-        self._num_added += len(new)
-        self._copy_by_id.update(zip(map(id, new), copies, strict=True))
+        for each, part in zip(tensors, own_parts(tensors), strict=True):
+            if not self.has(each):
+                self._added[id(each)] = (each, part.clone())
 
     def has(self, tensor: Tensor) -> bool:
         """True if the tensor was saved in this step."""
-        return id(tensor) in self._copy_by_id
+        return id(tensor) in self._copy_by_id or id(tensor) in self._added
 
     def copy_of(self, tensor: object) -> Tensor | None:
-        """Return the copy of this member's part of the tensor; None if it was not saved."""
+        """Return the copy of this member's part of the tensor from when the step began; None if
+        it was not saved then."""
         return self._copy_by_id.get(id(tensor))
 
     def changed_constants(self) -> list[Tensor]:
@@ -262,17 +261,15 @@ class SavedTensors:
     @torch.no_grad()
     def restore(self) -> None:
         """Write the copies back."""
-        foreach_copy_(own_parts(self._tensors), self._copies)
+        added = self._added.values()
+        tensors = [*self._tensors, *(each for each, _ in added)]
+        foreach_copy_(own_parts(tensors), [*self._copies, *(copy for _, copy in added)])
         for each in self._constants:
             each.restore()
 
     def end(self) -> None:
         """Free copies that were made within the step, as it has ended."""
-        if self._num_added:
-            for tensor in self._tensors[-self._num_added :]:
-                del self._copy_by_id[id(tensor)]
-            del self._tensors[-self._num_added :], self._copies[-self._num_added :]
-            self._num_added = 0
+        self._added.clear()
 
 
 class _ConstantCopy:
@@ -303,15 +300,3 @@ class _ConstantCopy:
         """Write the copy back into the tensor."""
         if not self.is_still_so():
             self.tensor.detach().copy_(self._copy)
-
-
-_OUTLINE = attrgetter("shape", "dtype", "device")
-
-
-def _copy(copies: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
-    pairs = list(zip(copies, parts, strict=True))
-    beside = [(copy, part) for copy, part in pairs if copy.device == part.device]
-    foreach_copy_([copy for copy, _ in beside], [part for _, part in beside])
-    if len(beside) < len(pairs):
-        away = [(copy, part) for copy, part in pairs if copy.device != part.device]
-        copy_staged([copy for copy, _ in away], [part for _, part in away])

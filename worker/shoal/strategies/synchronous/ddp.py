@@ -117,7 +117,7 @@ class DDP(SynchronousStrategy):
             "compression": str(self.compression or "none"),
         }
         self._model, self._optimizer = model, optimizer
-        self._transaction.registered.follow(optimizer)
+        self._registered.follow(optimizer)
         self._transaction.train(model, optimizer)
         return proxies_of(model, self._module_of), optimizer
 
@@ -137,7 +137,7 @@ class DDP(SynchronousStrategy):
         if kept is not None:
             state_shard = self._checkpoints.read(kept, everything, self._optimizer)
             self._state.adopt(state_shard)
-            self._transaction.registered.adopt(of_shard(state_shard))
+            self._registered.adopt(of_shard(state_shard))
             self._transaction.step = state_shard.step
         self._rank = generation.rank
         self._wrap(group)
@@ -157,9 +157,7 @@ class DDP(SynchronousStrategy):
         """Send the source's state to the members that lack it."""
         source, receivers = receivers_of(generation)
         if generation.rank == source and receivers:
-            state = into_state(
-                self._state.collect(self.step), self._transaction.registered.current()
-            )
+            state = into_state(self._state.collect(self.step), self._registered.current())
             send(self._checkpoints.samples.carried(state), receivers, group)
         elif generation.rank in receivers:
             state = receive(source, receivers, group)
@@ -275,7 +273,7 @@ class DDP(SynchronousStrategy):
         return self.compression is None
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        if self._transaction.has_own_weights or self._transaction.registered.scaler is not None:
+        if self._transaction.has_own_weights or self._registered.scaler is not None:
             # Gradients are sums, not means, until the members' votes have their losses' weights.
             self._settle()
         if self._transaction.training is None:
@@ -299,7 +297,7 @@ class DDP(SynchronousStrategy):
         self._transaction.votes.propose(idle=self._without_gradients())
         overflowed = False
         for replica in replicas:
-            if self._transaction.registered.scaler is None:
+            if self._registered.scaler is None:
                 with self._generation_group.judging():
                     replica.exchange.check(self.step)
             else:
@@ -328,9 +326,7 @@ class DDP(SynchronousStrategy):
         self._checkpoints.write(self.step, self._state_shard, lambda _: self._rank == 0)
 
     def _state_shard(self) -> StateShard:
-        return into_shard(
-            self._state.state_shard(self.step), self._transaction.registered.current()
-        )
+        return into_shard(self._state.state_shard(self.step), self._registered.current())
 
     def keep_alone(self) -> None:
         if self._has_state:
@@ -371,6 +367,6 @@ class DDP(SynchronousStrategy):
     def restore(self, state: State) -> None:
         own, registered = of_state(state)
         self._state.restore(own)
-        self._transaction.registered.adopt(registered)
+        self._registered.adopt(registered)
         self._checkpoints.samples.adopt(state)
         self._transaction.step = state.step

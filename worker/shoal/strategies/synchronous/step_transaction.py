@@ -1,9 +1,6 @@
 """Transaction of a synchronous step: all members take the step, or it did not happen.
 
-    begin -> passes and early updates -> votes -> committing
-                                               -> roll_back
-
-A step begins with a snapshot of what it may write. Members vote before each further pass, and on
+It begins with a snapshot of what it may write. Members vote before each further pass, and on
 the step as a whole. With all votes in, the optimizer steps within `committing`. Until then
 `roll_back` undoes the step: what the snapshot covers, registered objects, and wishes of the script.
 Random numbers need no undo, as each step seeds torch by its first sample. Hyperparameters of groups
@@ -71,7 +68,7 @@ class StepTransaction:
         """Set the model and optimizer of all steps, in all generations. Called before any other
         method."""
         self.hyperparameters = Hyperparameters(optimizer)
-        self.snapshot.train(list(optimizers_of(optimizer).values()))
+        self._optimizers = list(optimizers_of(optimizer).values())
         if isinstance(model, SeveralModels) and isinstance(optimizer, SeveralOptimizers):
             self.training = Training(model, optimizer)
 
@@ -98,7 +95,7 @@ class StepTransaction:
         self._sign()
         self.registered.attempt()
         self.position.mark_wait(f"session.step() after {self.step} steps")
-        self.snapshot.begin(model, parameters)
+        self.snapshot.begin(model, parameters, self._optimizers)
         self.begin_alone()
         if self._votes is not None:
             self._votes.begin(self.step)

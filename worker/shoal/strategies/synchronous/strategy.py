@@ -137,9 +137,8 @@ class SynchronousStrategy(Strategy):
 
     def enter(self, generation: Generation) -> None:
         started_s = time.perf_counter()
-        transaction = self._transaction
-        transaction.registered.restore()
-        transaction.hyperparameters.entering()
+        self._registered.restore()
+        self._transaction.hyperparameters.entering()
         group = self._new_group(generation)
         members = [entry.member_id for entry in generation.entries]
         self._set_stage(TrainerStage.BRINGING_UP, generation.number)
@@ -148,7 +147,7 @@ class SynchronousStrategy(Strategy):
             opened_s = time.perf_counter()
             self._set_stage(TrainerStage.BRINGING_UP, generation.number, process_group)
             self.position.meet(process_group, self.step, has_state=self._has_state)
-            if transaction.registered:
+            if self._registered:
                 self._compare_registered(process_group, members)
             self._bring_up(generation, process_group)
             # Copies to a device may have been aborted meanwhile: then the state is incomplete.
@@ -159,12 +158,12 @@ class SynchronousStrategy(Strategy):
                     f"generation {generation.number} ended while it was brought up", seen=str(error)
                 ) from None
             raise
-        transaction.registered.keep()
+        self._registered.keep()
         self._process_group = process_group
         self._points = self._new_points(generation, members)
         self._set_stage(TrainerStage.TRAINING, generation.number, process_group)
         self._has_state = True
-        transaction.enter(process_group, members, shares_samples=self.shares_samples)
+        self._transaction.enter(process_group, members, shares_samples=self.shares_samples)
         log.debug(
             "generation_entered",
             generation=generation.number,
@@ -232,19 +231,23 @@ class SynchronousStrategy(Strategy):
 
     # --- what the script registered ---
 
+    @property
+    def _registered(self) -> RegisteredState:
+        return self._transaction.registered
+
     def carry(self, registered: RegisteredState) -> None:
         super().carry(registered)
         self._transaction.registered = registered
 
     def gradients_lack(self) -> str:
-        if self._transaction.registered.scaler is not None:
+        if self._registered.scaler is not None:
             return "gradients that the registered GradScaler has scaled"
         if self._transaction.has_own_weights:
             return "sums of losses with weights of their own"
         return ""
 
     def between_steps(self) -> None:
-        self._transaction.registered.keep()
+        self._registered.keep()
         if self._checkpoints.owed:
             self._check_registered()
             self._checkpoints.owed = False
@@ -253,12 +256,12 @@ class SynchronousStrategy(Strategy):
     def _check_registered(self) -> None:
         """Raise RegisteredStateDiffers unless registered state is the same on all members.
         Collective."""
-        if self._transaction.registered and self._process_group is not None:
+        if self._registered and self._process_group is not None:
             self._compare_registered(self._process_group, self._transaction.votes.members)
 
     def _compare_registered(self, group: dist.ProcessGroup, members: Sequence[str]) -> None:
         # Without a state of the job, members still have their own weights and averages of them.
-        content = self._transaction.registered.comparable(with_tensors=self._has_state)
+        content = self._registered.comparable(with_tensors=self._has_state)
         compare(group, members, self.step if self._has_state else UNTRAINED, content)
 
     # --- checkpoints ---
@@ -279,7 +282,7 @@ class SynchronousStrategy(Strategy):
         """Write a checkpoint after a committed step, if one is due: at once, or once the script has
         finished the step, as it may still change registered state or weights.
         """
-        if self._transaction.registered or self._checkpoints.samples.are_known:
+        if self._registered or self._checkpoints.samples.are_known:
             self._checkpoints.owed = self._checkpoints.due(self.step)
         else:
             self._write_checkpoint()
@@ -366,7 +369,7 @@ class SynchronousStrategy(Strategy):
         if self.position.stop_at is not None:
             reasons = [word.decode() for word in gather(self.position.reason.encode(), group)]
             self.position.reason = next((reason for reason in reasons if reason), "")
-        self._transaction.registered.restore()
+        self._registered.restore()
         if self.state_is_spread:
             self.position.inspection.raise_on_all(group)
         self._check_registered()
