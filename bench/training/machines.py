@@ -74,7 +74,8 @@ def shoal_ddp(plan: Plan) -> Iterator[Running]:
 
 @contextmanager
 def shoal_fsdp(plan: Plan) -> Iterator[Running]:
-    script = ("on_exactness.py", str(plan.directory), "fsdp", str(plan.pause_s))
+    """Two copies of each part: a second loss can come before the first has been made good."""
+    script = ("on_exactness.py", str(plan.directory), "fsdp", str(plan.pause_s), "2")
     with _shoal(plan, script) as running:
         yield running
 
